@@ -1,10 +1,11 @@
-"""Numbers and paths that a user's own loop gives to the library, looked at where they enter."""
+"""Checks of the numbers and paths that a user's own loop gives to the library."""
 
 from __future__ import annotations
 
 import math
 import operator
 import os
+from contextlib import suppress
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -15,15 +16,21 @@ from zrun_core.errors import JobError
 
 
 def whole(function: str, name: str, value: Any, least: int | None, write: str) -> int:
-    """Argument `name` of `function` as an int.
+    """Return an argument as an int.
+
+    Args:
+        function, name: of the argument, for the message.
+        value: of the user.
+        least: None: any whole number will do.
+        write: what to write instead; the end of the message.
 
     Raises:
-        JobError: it is no whole number, or one below `least`. The message ends with `write`.
+        JobError: it is no whole number, or one below `least`.
     """
-    try:
-        number = None if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        number = None
+    number = None
+    if not isinstance(value, bool):
+        with suppress(TypeError):
+            number = operator.index(value)
     if number is None or (least is not None and number < least):
         raise JobError(f"{function}({name}={value!r}): write {write}")
     return number
@@ -32,10 +39,16 @@ def whole(function: str, name: str, value: Any, least: int | None, write: str) -
 def number(
     function: str, name: str, value: Any, write: str, *, above: float | None = None
 ) -> float:
-    """Argument `name` of `function` as a finite float.
+    """Return an argument as a finite float.
+
+    Args:
+        function, name: of the argument, for the message.
+        value: of the user.
+        write: what to write instead; the end of the message.
+        above: None: any finite number will do.
 
     Raises:
-        JobError: it is none, or not above `above`. The message ends with `write`.
+        JobError: it is none, or not above `above`.
     """
     is_number = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
     if not is_number or (above is not None and not value > above):
@@ -44,21 +57,29 @@ def number(
 
 
 def folder(function: str, value: Any, name: str = "folder") -> Path:
-    """Argument `name` of `function`, without symbolic links: one folder is one path.
+    """Return an argument as a path without symbolic links: one folder is one path.
+
+    Args:
+        function, name: of the argument, for the message.
+        value: of the user.
 
     Raises:
         JobError: it is no path.
     """
-    path = os.fspath(value) if isinstance(value, str | os.PathLike) else None
+    path = None
+    if isinstance(value, str | os.PathLike):
+        path = os.fspath(value)
     if not isinstance(path, str) or not path or "\0" in path:
         raise JobError(f"{function}({name}={value!r}): write the path of a folder")
     return Path(os.path.realpath(path))
 
 
 def scalar(function: str, name: str, value: Any, *, is_weight: bool = False) -> torch.Tensor:
-    """Argument `name` of `function` as a 0-d float64 tensor, on the device where it is; a tensor's value is not read.
+    """Return an argument as a 0-d float64 tensor, on its device; the value of a tensor is not read.
 
     Args:
+        function, name: of the argument, for the message.
+        value: a number, or a tensor of one element.
         is_weight: a number must be finite, and 0 or more.
 
     Raises:
@@ -67,7 +88,8 @@ def scalar(function: str, name: str, value: Any, *, is_weight: bool = False) -> 
     if isinstance(value, torch.Tensor):
         if value.numel() != 1 or value.is_complex():
             raise JobError(
-                f"{function}({name}=...): a tensor of shape {tuple(value.shape)} where one number is needed"
+                f"{function}({name}=...): a tensor of shape {tuple(value.shape)} "
+                "where one number is needed"
             )
         return value.detach().view(()).double()
     if not isinstance(value, Real):

@@ -1,4 +1,4 @@
-"""The save that goes on behind a user's own loop. Each optimizer step moves it on, and no step waits for it."""
+"""A save in the background of a user's own loop; optimizer steps move it on without waiting."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from zrun_core.checkpoint.checkpointer import Checkpointer, SaveConsensus
 
 
 class Background:
-    """At most one save of this process that is under way, whatever its folder; the same one on every rank."""
+    """The save of this process that is under way: one at a time, the same on every rank."""
 
     def __init__(self) -> None:
         self._saves: Checkpointer | None = None
@@ -19,10 +19,18 @@ class Background:
     @property
     def step(self) -> int | None:
         """The step that is being saved."""
-        return None if self._saves is None else self._saves.under_way
+        if self._saves is None:
+            return None
+        return self._saves.under_way
 
     def save(self, saves: Checkpointer, step: int, progress: dict[str, Any], *, wait: bool) -> None:
-        """Save, or begin to. What was under way is finished first.
+        """Save, or begin to, after the save that was under way.
+
+        Args:
+            saves: of the folder.
+            step: to be saved.
+            progress: for the manifest.
+            wait: until it is on disk.
 
         Raises:
             SaveError: this rank could not save, this step or the one before.
@@ -38,16 +46,17 @@ class Background:
             self._number += 1
 
     def contribution(self) -> tuple[int, SaveConsensus]:
-        """Which save is under way, and what this rank adds to a step's message for it."""
-        return (
-            self._number,
-            SaveConsensus()
-            if self.step is None or self._saves is None
-            else self._saves.contribution(),
-        )
+        """Return the number of the save under way, and what this rank adds to a step's message."""
+        if self._saves is None or self.step is None:
+            return self._number, SaveConsensus()
+        return self._number, self._saves.contribution()
 
     def advance(self, number: int, consensus: SaveConsensus) -> None:
-        """Move save `number` on, as far as its consensus says that nobody waits. Collective if it says so.
+        """Move a save on, as far as no rank has to wait for that. Collective.
+
+        Args:
+            number: of the save that the consensus is of; an earlier one is over.
+            consensus: sums of a step's message, the same on every rank.
 
         Raises:
             SaveError: this rank could not save.
@@ -64,14 +73,15 @@ class Background:
             SaveError: this rank could not save.
             PeerError: another rank could not.
         """
-        saves, self._saves = self._saves, None
+        saves = self._saves
+        self._saves = None
         if saves is not None:
             saves.finish()
 
     def _tell_unfinished(self) -> None:
         if self.step is not None:
             print(
-                f"zrun_core: step {self.step} is not saved: the script ended in the middle of it; call "
-                "zrun_core.finish() at its end",
+                f"zrun_core: step {self.step} is not saved: the script ended in the middle of it; "
+                "call zrun_core.finish() at its end",
                 file=sys.stderr,
             )

@@ -1,4 +1,4 @@
-"""What of torch's own would find no gradients on a sharded model's parameters, and silently do nothing: an error."""
+"""Refusal of torch functions that would find no gradients on sharded parameters and do nothing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _is_watching = False
 
 
 def own(module: nn.Module) -> None:
-    """Mark the parameters of a sharded model as ours, and refuse foreign functions on them from now on."""
+    """Mark the parameters of a sharded model as ours, and refuse foreign functions on them."""
     global _is_watching
     for param in module.parameters():
         setattr(param, _OWNED, True)
@@ -43,10 +43,11 @@ def _refuse_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
 
 
 def _refuse_clipping(name: str) -> None:
-    """Put a check in front of one of torch's clipping functions, also for scripts that have imported it already.
+    """Put a check in front of one of torch's clipping functions.
 
-    What they have imported is a wrapper that runs the function without gradients; the function that
-    it holds is replaced. Another torch may have none: then the names in its modules are replaced.
+    A script may have imported it already: a wrapper that runs the function without gradients. So
+    the function inside the wrapper is replaced. Another torch may have no wrapper: then the names
+    in its modules are replaced.
     """
     function = getattr(torch.nn.utils, name)
     inner = getattr(function, "__wrapped__", None)
@@ -61,12 +62,15 @@ def _refuse_clipping(name: str) -> None:
 def _checking(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def checked(parameters: Any, *args: Any, **kwargs: Any) -> Any:
-        found = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        if isinstance(parameters, torch.Tensor):
+            parameters = [parameters]
+        found = list(parameters)
         if _is_owned(found):
             limit = "max_norm" if name == "clip_grad_norm_" else "..."
             raise UserCodeError(
                 f"{name}(): these parameters belong to a sharded model, which keeps the gradients "
-                f"elsewhere: nothing would be clipped. Write zrun_core.optimizer(model, ..., clip={limit}), "
+                "elsewhere: nothing would be clipped. "
+                f"Write zrun_core.optimizer(model, ..., clip={limit}), "
                 "which clips the global norm; optimizer.grad_norm tells it"
             )
         return function(found, *args, **kwargs)

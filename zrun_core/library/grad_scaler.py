@@ -18,8 +18,9 @@ from zrun_core.zero.precision import LossScaler, Precision
 class GradScaler:
     """Dynamic loss scaling for fp16, used as `torch.amp.GradScaler` is; several models share one.
 
-    Scale each loss, step each optimizer through the scaler, then update once. An optimizer whose gradients overflowed
-    skips its step, on all ranks, and the others make theirs; the scale halves if any of them did.
+    Scale each loss, step each optimizer through the scaler, then update once. An optimizer whose
+    gradients overflowed skips its step, on all ranks, and the others make theirs; the scale halves
+    if any of them did.
     """
 
     def __init__(
@@ -31,7 +32,7 @@ class GradScaler:
         min_scale: float = 1.0,
         enabled: bool = True,
     ) -> None:
-        """A scaler on the run's device.
+        """Make a scaler on the run's device.
 
         Args:
             init_scale: the first scale.
@@ -60,7 +61,7 @@ class GradScaler:
         self._overflows: dict[int, torch.Tensor] = {}  # by optimizer, since the last update
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """`loss` times the scale, to be differentiated.
+        """Return `loss` times the scale, to be differentiated.
 
         Args:
             loss: of any shape.
@@ -70,13 +71,20 @@ class GradScaler:
         """
         if not isinstance(loss, torch.Tensor):
             raise JobError(f"GradScaler.scale({loss!r}): pass the loss, a tensor")
-        return loss * self._scaler.scale if self._scaler.enabled else loss
+        if not self._scaler.enabled:
+            return loss
+        return loss * self._scaler.scale
 
     def step(self, optimizer: Optimizer, *, weight: float | torch.Tensor | None = None) -> None:
-        """`optimizer.step(weight=weight)` with gradients divided by the scale; skipped if they overflowed.
+        """Step with gradients divided by the scale; all ranks skip it if the gradients overflowed.
+
+        Args:
+            optimizer: made by `zrun_core.optimizer`.
+            weight: as for `Optimizer.step`.
 
         Raises:
-            UserCodeError: as `Optimizer.step`, or `update` was not called since the optimizer's last step.
+            UserCodeError: as `Optimizer.step`, or `update` was not called since the optimizer's
+                last step.
         """
         if not isinstance(optimizer, Optimizer):
             raise UserCodeError(
@@ -84,12 +92,13 @@ class GradScaler:
             )
         if id(optimizer) in self._overflows:
             raise UserCodeError(
-                "GradScaler.step(): this optimizer has stepped already: call update() after each round"
+                "GradScaler.step(): this optimizer has stepped already: "
+                "call update() after each round"
             )
         self._overflows[id(optimizer)] = optimizer._step(weight, self._scaler).overflow
 
     def update(self) -> None:
-        """Let the scale follow what the optimizers' steps since the last update came to.
+        """Let the scale follow the overflows of all steps since the last update.
 
         Raises:
             UserCodeError: there was none.
@@ -102,11 +111,11 @@ class GradScaler:
         self._overflows.clear()
 
     def get_scale(self) -> float:
-        """The scale as it is now."""
+        """Return the scale as it is now."""
         return float(self._scaler.scale)
 
     def state_dict(self) -> dict[str, float]:
-        """The scale, and how far it is from changing: JSON."""
+        """Return the scale, and how far it is from changing, as JSON."""
         return self._scaler.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, float]) -> None:
@@ -118,8 +127,8 @@ class GradScaler:
         what = "GradScaler.load_state_dict"
         if not isinstance(state_dict, Mapping) or not {"scale", "good", "bad"} <= state_dict.keys():
             raise JobError(
-                f"{what}(): this is no state of a zrun_core.GradScaler, which holds scale, good and bad; of one of "
-                "torch's take the scale: GradScaler(init_scale=...)"
+                f"{what}(): this is no state of a zrun_core.GradScaler, which holds scale, good "
+                "and bad; of one of torch's take the scale: GradScaler(init_scale=...)"
             )
         scale = arguments.number(what, "scale", state_dict["scale"], "a number above 0", above=0)
         counts = {

@@ -33,10 +33,12 @@ _HANDLE = "_zrun"  # attribute of a sharded module
 
 
 class ModelHandle:
-    """What a sharded module knows of itself; it hangs on the module and goes with it."""
+    """The parts of a sharded module; an attribute of the module, so that it lives as long."""
 
     def __init__(self, run: Run, sharded: ShardedModel, loop: ImplicitPasses) -> None:
-        self.run, self.sharded, self.loop = run, sharded, loop
+        self.run = run
+        self.sharded = sharded
+        self.loop = loop
         self.optimizer: torch.optim.Optimizer | None = None
 
     def __deepcopy__(self, memo: Any) -> None:
@@ -44,7 +46,11 @@ class ModelHandle:
 
     @classmethod
     def of(cls, model: nn.Module, what: str) -> ModelHandle:
-        """That of `model`, for the function `what`.
+        """Return the handle of `model`.
+
+        Args:
+            model: a sharded module.
+            what: the function that asks, for the message.
 
         Raises:
             UserCodeError: it is not sharded.
@@ -68,21 +74,25 @@ def shard(
     compile: bool = False,
     init: Literal["factory", "meta"] = "factory",
 ) -> Model:
-    """Divide a model's states over the ranks, and return the module: the user's own, in place. Every rank calls it.
+    """Shard a model's states over the ranks in place, and return the module. Every rank calls it.
 
-    The module is called, and what comes of it differentiated with `loss.backward()`, as before. Floating outputs are
-    fp32 whatever the precision. Its parameters are whole only inside of its forward and inside of `gathered()`.
+    The module is called, and its loss differentiated with `loss.backward()`, as before. Floating
+    outputs are fp32 whatever the precision. Its parameters are unsharded only inside of its forward
+    and inside of `gathered()`.
 
     Args:
-        model: a factory, which runs once per host, or a module, of which the first rank's values are taken.
+        model: a factory, which runs once per host, or a module, of which the first rank's values
+            are taken.
         zero: stage 0, 1, 2 or 3, or keys of a job's `zero` section.
         precision: fp32, bf16 or fp16, or keys of a job's `precision` section.
-        accumulate: how many backward calls there will be per optimizer step. Above 1, a step takes the mean over those
-            that were made, unless it is told a weight. At stages 0 and 1 gradients are summed over ranks with the last
-            of them only: another number of calls costs traffic, never the result.
+        accumulate: how many backward calls there will be per optimizer step. Above 1, a step takes
+            the mean over those that were made, unless it is told a weight. At stages 0 and 1
+            gradients are summed over ranks with the last of them only: another number of calls
+            costs traffic, never the result.
         activations: keys of a job's `activations` section, such as `{"checkpoint": "full"}`.
         compile: torch.compile each repeated block.
-        init: meta makes a factory's parameters shard by shard, by each module's own `reset_parameters`.
+        init: meta makes a factory's parameters shard by shard, by each module's own
+            `reset_parameters`.
 
     Raises:
         JobError: an argument is wrong, or asks for what this model cannot do.
@@ -125,19 +135,20 @@ def shard(
 
 
 def forward(model: nn.Module) -> AbstractContextManager[None]:
-    """Context in which parts of a sharded model may be called by themselves: `with forward(model): model.encoder(x)`.
+    """Context in which parts of a sharded model are called: `with forward(model): model.part(x)`.
 
-    Calling the model itself needs no context. What is computed inside is in the model's precision, as in its forward.
+    Calling the model itself needs no context. Inside, its precision holds, as in its forward.
     """
     return ModelHandle.of(model, "forward()").loop.forward()
 
 
 @contextmanager
 def gathered(model: Model) -> Iterator[Model]:
-    """Context in which every parameter of a sharded model is whole, to be read, written or generated with.
+    """Context in which every parameter of a sharded model is unsharded, to be read or written.
 
-    Every rank enters and leaves it; inside, ranks may call the model for different lengths of time, or not at all.
-    There are no gradients. What is written stays, and must be the same on every rank.
+    Every rank enters and leaves it; inside, ranks may call the model for different lengths of time,
+    e.g. to generate, or not at all. There are no gradients. Writes are kept; every rank must write
+    the same values.
 
     Raises:
         HangError: not every rank entered it.
@@ -151,10 +162,10 @@ def gathered(model: Model) -> Iterator[Model]:
 
 @contextmanager
 def evaluation(model: Model) -> Iterator[Model]:
-    """Context of an evaluation: no gradients, `eval()` mode, the first rank's buffers. Every rank enters it.
+    """Context of an evaluation: no gradients, `eval()` mode, the first rank's buffers.
 
-    The modules get their modes back. Inside, every rank must call the model equally often; where that cannot be,
-    enter `gathered()` too.
+    Every rank enters it. The modules get their modes back. Inside, every rank must call the model
+    equally often; where that cannot be, enter `gathered()` too.
     """
     handle = ModelHandle.of(model, "evaluation()")
     _broadcast_buffers(model, handle.run)
@@ -169,7 +180,12 @@ def evaluation(model: Model) -> Iterator[Model]:
 
 
 def _section(section: type[_Section], value: Any, name: str) -> _Section:
-    """`value`, in the short form or as a mapping, as a section of a job.
+    """Return `value`, in the short form or as a mapping, as a section of a job.
+
+    Args:
+        section: its class.
+        value: of the user.
+        name: of the argument.
 
     Raises:
         JobError: it is not one.
@@ -179,13 +195,16 @@ def _section(section: type[_Section], value: Any, name: str) -> _Section:
     except ValidationError as error:
         first = error.errors()[0]
         if not first["loc"] and first["type"] == "model_type":
-            short = f"{section.short[1].__name__} or " if section.short else ""
+            short = ""
+            if section.short:
+                short = f"{section.short[1].__name__} or "
             write = f"write {short}a mapping with some of {', '.join(section.model_fields)}"
             raise JobError(f"shard({name}={value!r}): {write}") from None
+        problem = first["msg"]
         place = ".".join(str(part) for part in first["loc"])
-        raise JobError(
-            f"shard({name}={value!r}): {f'{place}: ' if place else ''}{first['msg']}"
-        ) from None
+        if place:
+            problem = f"{place}: {problem}"
+        raise JobError(f"shard({name}={value!r}): {problem}") from None
 
 
 def _build(model: nn.Module | Callable[[], nn.Module], init: str, run: Run, mesh: Mesh) -> Built:
@@ -201,7 +220,8 @@ def _build(model: nn.Module | Callable[[], nn.Module], init: str, run: Run, mesh
 def _factory(function: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     if not callable(function):
         raise JobError(
-            f"shard(): {type(function).__name__} is neither a module nor a function that returns one"
+            f"shard(): {type(function).__name__} is neither a module "
+            "nor a function that returns one"
         )
 
     def build() -> nn.Module:
@@ -217,7 +237,7 @@ def _factory(function: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
 
 
 def _adopt(module: nn.Module, run: Run) -> Built:
-    """A module that every rank has built: the first rank's values are taken.
+    """Take a module that every rank has built, with the first rank's values.
 
     Raises:
         UserCodeError: it is sharded already, has no values, or differs between ranks.
@@ -228,14 +248,11 @@ def _adopt(module: nn.Module, run: Run) -> Built:
     for name, param in module.named_parameters():
         if param.is_meta:
             raise UserCodeError(
-                f'shard(): {name} has no values: pass the function that builds the model, init="meta"'
+                f"shard(): {name} has no values: pass the function that builds the model, "
+                'init="meta"'
             )
-    shapes = repr(
-        [
-            (name, tuple(param.shape), param.requires_grad)
-            for name, param in module.named_parameters()
-        ]
-    )
+    named = module.named_parameters()
+    shapes = repr([(name, tuple(param.shape), param.requires_grad) for name, param in named])
     world = run._mesh(1).world
     if not run._comm.all_equal(zlib.crc32(shapes.encode()), world, name="shapes"):
         raise UserCodeError(

@@ -46,11 +46,12 @@ class _IssuedStep(NamedTuple):
 class Optimizer(torch.optim.Optimizer):
     """Updates one sharded model; `optimizer()` makes it.
 
-    `param_groups` holds what can be changed between steps, as in torch (`param_groups[0]["lr"]`), and torch's learning
-    rate schedulers take it. The state lies in shards: `zrun_core.save` writes it.
+    `param_groups` holds what can be changed between steps, as in torch (`param_groups[0]["lr"]`),
+    and torch's learning rate schedulers take it. The state is sharded: `zrun_core.save` writes it.
 
     Attributes:
-        grad_norm: 0-d, global 2-norm of the last step's gradient before clipping; not finite after an overflow.
+        grad_norm: 0-d, global 2-norm of the last step's gradient before clipping; not finite after
+            an overflow.
         skipped: 0-d bool, whether the last step left the parameters as they were.
     """
 
@@ -97,18 +98,20 @@ class Optimizer(torch.optim.Optimizer):
     ) -> Any:
         """Update the model. The gradients are used up: `zero_grad()` is needed only to drop some.
 
-        The gradient is that of the sum of all losses that were differentiated since the last step, on all ranks,
-        divided by the sum of the ranks' weights. With mean losses that is the mean over ranks, as in DDP; after
-        `shard(accumulate=4)`, over ranks and the backward calls since the last step; with losses that are sums over
-        tokens and the number of tokens for a weight, over all tokens.
+        The gradient is that of the sum of all losses that were differentiated since the last step,
+        on all ranks, divided by the sum of the ranks' weights. With mean losses that is the mean
+        over ranks, as in DDP; after `shard(accumulate=4)`, over ranks and the backward calls since
+        the last step; with losses that are sums over tokens and the number of tokens for a weight,
+        over all tokens.
 
-        If the gradient is not finite, or all weights are 0, all ranks skip the update: `skipped` says so. Where no loss
-        scale can help, a warning names the parameter.
+        If the gradient is not finite, or all weights are 0, all ranks skip the update: `skipped`
+        says so. Where no loss scale can help, a warning names the parameter.
 
         Args:
-            closure: called first, with gradients; it computes the loss and its backward, as torch has it.
-            weight: of this rank's losses, 0 or more. None: the number of backward calls where `shard` was told to
-                accumulate, else 1.
+            closure: called first, with gradients; it computes the loss and its backward, as torch
+                has it.
+            weight: of this rank's losses, 0 or more. None: the number of backward calls where
+                `shard` was told to accumulate, else 1.
 
         Returns:
             What the closure returns, or None.
@@ -117,15 +120,18 @@ class Optimizer(torch.optim.Optimizer):
             UserCodeError: there was no backward.
             JobError: the weight is no such number, or the closure cannot be called.
             HangError: ranks gathered different modules.
-            NumericError: `max_skips` steps in a row were skipped; it names the parameter, its layer and the rank.
+            NumericError: `max_skips` steps in a row were skipped; it names the parameter, its layer
+                and the rank.
             DivergedError: ranks hold different values of what must be equal. Nothing was updated.
-            SaveError: a save that went on behind has failed; on the other ranks a PeerError. The update was made.
+            SaveError: a save in the background failed; on the other ranks a PeerError. The update
+                was made.
         """
         loss = None
         if closure is not None:
             if not callable(closure):
                 raise JobError(
-                    f"step({closure!r}): the first argument is a closure; did you mean weight={closure!r}?"
+                    f"step({closure!r}): the first argument is a closure; "
+                    f"did you mean weight={closure!r}?"
                 )
             with torch.enable_grad():
                 loss = closure()
@@ -182,8 +188,10 @@ class Optimizer(torch.optim.Optimizer):
     ) -> NamedVector:
         """Return the numbers that this rank adds to the step's message."""
         handle = self._handle
-        if weight is None:
-            weight = handle.loop.num_backwards if handle.loop.accumulate > 1 else 1.0
+        if weight is None:  # a mean over backward calls where there are several, else over ranks
+            weight = 1.0
+            if handle.loop.accumulate > 1:
+                weight = handle.loop.num_backwards
         share = arguments.scalar("step", "weight", weight, is_weight=True)
         device = handle.run.device
         sums = NamedVector.of(
@@ -193,7 +201,7 @@ class Optimizer(torch.optim.Optimizer):
         return sums
 
     def check_replicas(self) -> None:
-        """Compare with the other ranks what must be equal: parameters, masters, options. Every rank calls it.
+        """Compare with the other ranks: parameters, masters, options. Every rank calls it.
 
         Raises:
             DivergedError: it is not; the message names the rank, and the parameter or the number.
@@ -205,7 +213,8 @@ class Optimizer(torch.optim.Optimizer):
         for place, group in enumerate(self.param_groups):
             for key, value in group.items():
                 if isinstance(value, int | float):
-                    numbers[f"{key} of group {place}" if place else key] = float(value)
+                    name = f"{key} of group {place}" if place else key
+                    numbers[name] = float(value)
         if scaler is not None:
             numbers["loss scale"] = float(scaler.scale)
         self._replicas.check(self._num_steps, numbers)
@@ -254,13 +263,13 @@ class Optimizer(torch.optim.Optimizer):
             )
 
     def state_dict(self) -> NoReturn:
-        """Refused: the state lies in shards."""
+        """Refuse: the state is sharded."""
         raise UserCodeError(
             "state_dict(): the state lies in shards, on all ranks: use zrun_core.save(...)"
         )
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> NoReturn:
-        """Refused: the state lies in shards."""
+        """Refuse: the state is sharded."""
         raise UserCodeError(
             "load_state_dict(): the state lies in shards, on all ranks: use zrun_core.load(...)"
         )
@@ -277,23 +286,27 @@ def optimizer(
     replica_every: int | None = 100,
     **options: Any,
 ) -> Optimizer:
-    """The optimizer of a sharded model.
+    """Make the optimizer of a sharded model.
 
     Args:
         model: what `shard` returned.
-        name: an elementwise class of `torch.optim` or of the user's own, or the name of one of torch's; lamb, lars and
-            lion are there too.
-        groups: parameter groups with options of their own, as torch takes them; together they hold every parameter
-            that requires a gradient. None is one group of all.
+        name: an elementwise class of `torch.optim` or of the user's own, or the name of one of
+            torch's; lamb, lars and lion are there too.
+        groups: parameter groups with options of their own, as torch takes them; together they hold
+            every parameter that requires a gradient. None is one group of all.
         clip: largest global 2-norm of the gradient; None never clips.
         moments: bf16 halves the moments of adam, adamw, lamb and lion; results change.
         max_skips: skipped steps in a row after which `step` raises an error; None never does.
-        replica_every: steps between comparisons of what several ranks hold; also before each save. None never does.
-        options: keyword arguments of the class, `lr` among them; what is not given has the class's own default.
+        replica_every: steps between comparisons of what several ranks hold; also before each save.
+            None never does.
+        options: keyword arguments of the class, `lr` among them; what is not given has the class's
+            own default.
 
     Raises:
-        UserCodeError: the model is not sharded or has an optimizer already, or the groups are not of its parameters.
-        JobError: no such optimizer, arguments that it does not take, or one that cannot work on shards.
+        UserCodeError: the model is not sharded or has an optimizer already, or the groups are not
+            of its parameters.
+        JobError: no such optimizer, arguments that it does not take, or one that cannot work on
+            shards.
     """
     handle = ModelHandle.of(model, "optimizer()")
     if handle.optimizer is not None:

@@ -38,7 +38,8 @@ def choose(
         device: of the model.
 
     Raises:
-        JobError: there is no such optimizer, it does not take the arguments, or cannot work on shards.
+        JobError: there is no such optimizer, it does not take the arguments, or it cannot work on
+            shards.
     """
     if moments not in MOMENTS:
         raise JobError(f"optimizer(moments={moments!r}): write fp32 or bf16")

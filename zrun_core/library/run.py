@@ -1,4 +1,4 @@
-"""A rank of a user's own script: where it sits, how it meets the others, what it shares with them."""
+"""A rank of a user's own script: its number, how it meets the others, what it shares with them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from socket import gethostname
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -36,11 +36,20 @@ from zrun_core.spine.flight_recorder import FlightRecorder, Watchdog
 from zrun_core.spine.tracebacks import user_location
 
 _ADVICE = (
-    "Every rank must call models, backward() and step() in one order, equally often; name a module that chooses what "
-    'runs inside it in shard(zero={"stage": ..., "leaf": [...]})'
+    "Every rank must call models, backward() and step() in one order, equally often; "
+    'name a module that chooses what runs inside it in shard(zero={"stage": ..., "leaf": [...]})'
 )
 _PATH_BYTES = 1024
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+
+
+class RankSlot(NamedTuple):
+    """The place of this process among the ranks."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    ranks_per_host: int
 
 
 class Run:
@@ -57,7 +66,7 @@ class Run:
 
     def __init__(
         self,
-        seat: tuple[int, int, int, int],
+        slot: RankSlot,
         device: torch.device,
         *,
         seed: int,
@@ -65,8 +74,13 @@ class Run:
         patience_s: float,
         run_dir: Path | None,
     ) -> None:
-        self.rank, self.world_size, self.local_rank, self._ranks_per_host = seat
-        self.device, self.seed, self._patience_s = device, seed, patience_s
+        self.rank = slot.rank
+        self.world_size = slot.world_size
+        self.local_rank = slot.local_rank
+        self._ranks_per_host = slot.ranks_per_host
+        self.device = device
+        self.seed = seed
+        self._patience_s = patience_s
         self._timeout_s = timeout_s
         self._streams = rng.Streams(seed, device, dp=self.rank)
         self._hosts = [str(rank // self._ranks_per_host) for rank in range(self.world_size)]
@@ -80,25 +94,28 @@ class Run:
                 late = functools.partial(tell_late, board, patience_s)
                 Watchdog(board, functools.partial(_stop, self.rank), late=late, late_s=patience_s)
             self._comm = Comm(device, board)
-            if (reason := self._comm.use_cma(mesh.host, timeout_s)) is not None:
+            reason = self._comm.use_cma(mesh.host, timeout_s)
+            if reason is not None:
                 print(
                     f"zrun_core: the ranks of this host talk through sockets: {reason}",
                     file=sys.stderr,
                 )
             self._comm.barrier(mesh.world)  # all have opened the board
-        self.run_dir, self._record = run_dir, self._open_record(run_dir)
-        self._step = self._loaded_step = 0  # of the first optimizer; what it goes on from
+        self.run_dir = run_dir
+        self._record = self._open_record(run_dir)
+        self._step = 0  # of the first optimizer
+        self._loaded_step = 0  # from which it goes on
         self._has_optimizer = False
         self._num_units = 0  # of the models sharded so far
         self._background = Background()
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the one rank that prints and writes files of the user's own."""
+        """True on the one rank that prints and writes files of the user's own."""
         return self.rank == 0
 
     def mean(self, value: float | torch.Tensor, weight: float | torch.Tensor = 1.0) -> float:
-        """The mean of a number over all ranks, each weighing `weight`. Every rank must call it.
+        """Return the mean of a number over all ranks, weighted by `weight`. Every rank calls it.
 
         Args:
             value: of this rank, a number or a tensor of one element.
@@ -115,7 +132,8 @@ class Run:
         total = self._comm.all_reduce_small(
             torch.stack([number * share, share]), self._mesh(1).world, name="mean"
         ).tolist()
-        return total[0] / total[1] if total[1] else float("nan")
+        weighted_sum, weights = total
+        return weighted_sum / weights if weights else float("nan")
 
     def metric(self, name: str, value: float | torch.Tensor) -> None:
         """Record a number under a name, in the events of `init(run_dir=...)`. Rank 0's counts.
@@ -130,8 +148,9 @@ class Run:
             self._record.metrics(self._step, {name: float(number)})
 
     def _claim_steps(self) -> bool:
-        """Return whether an optimizer that is made now is the first one: its steps are the run's."""
-        is_first, self._has_optimizer = not self._has_optimizer, True
+        """Return whether this is the run's first optimizer, whose steps are those of the run."""
+        is_first = not self._has_optimizer
+        self._has_optimizer = True
         return is_first
 
     def _open_record(self, run_dir: Path | None) -> Record:
@@ -144,11 +163,13 @@ class Run:
             return Record(None)
         world = self._mesh(1).world
         names = self._comm.all_gather_bytes(gethostname().encode(), world, name="hosts")
-        record, problem = Record(None), ""
-        try:
-            record = Record(run_dir if self.is_main else None)
-        except JobError as error:
-            problem = str(error)
+        record = Record(None)
+        problem = ""
+        if self.is_main:
+            try:
+                record = Record(run_dir)
+            except JobError as error:
+                problem = str(error)
         problem = self._comm.all_gather_bytes(problem.encode(), world, name="record")[0].decode()
         if problem:
             raise JobError(problem)
@@ -156,7 +177,7 @@ class Run:
         return record
 
     def _mesh(self, shard_size: int) -> Mesh:
-        """The groups where `shard_size` ranks hold one copy of a model's states. Collective when first asked for."""
+        """Return the groups for shards over `shard_size` ranks. Collective at the first call."""
         if shard_size not in self._meshes:
             self._meshes[shard_size] = Mesh.build(
                 self.rank, self._hosts, shard_size, timeout_s=self._timeout_s
@@ -199,22 +220,25 @@ def init(
     patience_s: float = 25.0,
     run_dir: str | os.PathLike[str] | None = None,
 ) -> Run:
-    """Join the ranks that `torchrun` has started, or be a world of one where it has not. Later calls return the same.
+    """Join the ranks that `torchrun` has started; without torchrun this is a world of one rank.
 
-    A process group that exists already is used as it is. The generators of Python, numpy and torch are seeded, on each
-    rank with its own stream (dropout differs between ranks), and model factories run with `seed` itself.
+    Later calls return the same run. A process group that exists already is used as it is. The
+    generators of Python, numpy and torch are seeded, on each rank with its own stream (dropout
+    differs between ranks), and model factories run with `seed` itself.
 
     Args:
         seed: of model factories, and, mixed with the rank, of each rank's own stream.
         device: auto is the local rank's GPU where there is one.
-        threads: CPU threads of this rank; None divides the usable cores by the ranks of the host, where torchrun
-            would leave each rank with one.
-        timeout_s: seconds that the ranks may take to arrive, and one collective to wait for the others.
-        patience_s: seconds that `shard`, `gathered`, `save` and `load` wait for all ranks to call them. Where ranks
-            wait that long in a step, a line on stderr says for which one, and where in the script it is.
-        run_dir: a folder for the record of this run, such as runs/gan/1: events.jsonl with a line for each step of the
-            first optimizer, what `Run.metric` is given, saves and the end; `zrun ps` lists it. A script that is started
-            again goes on in it.
+        threads: CPU threads of this rank; None divides the usable cores by the ranks of the host,
+            where torchrun would leave each rank with one.
+        timeout_s: seconds that the ranks may take to arrive, and one collective to wait for the
+            others.
+        patience_s: seconds that `shard`, `gathered`, `save` and `load` wait for all ranks to call
+            them. Where ranks wait that long in a step, a line on stderr says for which one, and
+            where in the script it is.
+        run_dir: a folder for the record of this run, such as runs/gan/1: events.jsonl with a line
+            for each step of the first optimizer, the numbers of `Run.metric`, saves and the end;
+            `zrun ps` lists it. A script that is started again goes on in it.
 
     Raises:
         JobError: an argument is wrong.
@@ -230,28 +254,28 @@ def init(
             threads = arguments.whole(
                 "init", "threads", threads, 1, "a number of threads, 1 or more, or None"
             )
-        folder = arguments.folder("init", run_dir, name="run_dir") if run_dir is not None else None
-        seat = _find_seat()
-        chosen = _find_device(device, seat[2])
+        folder = None
+        if run_dir is not None:
+            folder = arguments.folder("init", run_dir, name="run_dir")
+        slot = _find_slot()
+        chosen = _find_device(device, slot.local_rank)
         if threads is None:
-            threads = (
-                max(1, len(os.sched_getaffinity(0)) // seat[3])
-                if hasattr(os, "sched_getaffinity")
-                else 1
-            )
+            threads = 1
+            if hasattr(os, "sched_getaffinity"):
+                threads = max(1, len(os.sched_getaffinity(0)) // slot.ranks_per_host)
         torch.set_num_threads(threads)
         if chosen.type == "cpu":
             heap.keep_freed_memory()
-        _join(seat, chosen, timeout_s)
+        _join(slot.world_size, chosen, timeout_s)
         _current = Run(
-            seat, chosen, seed=seed, timeout_s=timeout_s, patience_s=patience_s, run_dir=folder
+            slot, chosen, seed=seed, timeout_s=timeout_s, patience_s=patience_s, run_dir=folder
         )
         _current._streams.begin()  # as a job's worker does
     return _current
 
 
 def current() -> Run:
-    """The run of this process.
+    """Return the run of this process.
 
     Raises:
         UserCodeError: there is none yet.
@@ -261,32 +285,40 @@ def current() -> Run:
     return _current
 
 
-def _find_seat() -> tuple[int, int, int, int]:
-    """(rank, world size, local rank, ranks on this host)."""
+def _find_slot() -> RankSlot:
+    """Read the place of this process from torchrun's variables, or from a group that exists.
+
+    Raises:
+        PreflightError: torchrun's variables are incomplete.
+    """
     found = {name: os.environ[name] for name in _VARIABLES if os.environ.get(name)}
-    if wrong := [name for name, text in found.items() if not text.isascii() or not text.isdigit()]:
+    wrong = [name for name, text in found.items() if not text.isascii() or not text.isdigit()]
+    if wrong:
         raise PreflightError(
             f"init(): {wrong[0]}={found[wrong[0]]!r} is no number: start the script with torchrun"
         )
     if dist.is_initialized():
-        rank, size = dist.get_rank(), dist.get_world_size()
+        rank = dist.get_rank()
+        size = dist.get_world_size()
         local_size = int(found.get("LOCAL_WORLD_SIZE", size))
-        seat = (rank, size, int(found.get("LOCAL_RANK", rank % local_size)), local_size)
+        local_rank = int(found.get("LOCAL_RANK", rank % local_size))
+        slot = RankSlot(rank, size, local_rank, local_size)
     elif not found:
-        return 0, 1, 0, 1
+        return RankSlot(rank=0, world_size=1, local_rank=0, ranks_per_host=1)
     else:
-        if missing := [name for name in _VARIABLES if name not in found]:
+        missing = [name for name in _VARIABLES if name not in found]
+        if missing:
             raise PreflightError(
-                f"init(): {', '.join(found)} set without {', '.join(missing)}: start the script with torchrun, or "
-                "without any of these variables for one rank"
+                f"init(): {', '.join(found)} set without {', '.join(missing)}: start the script "
+                "with torchrun, or without any of these variables for one rank"
             )
-        rank, size, local_rank, local_size = (int(found[name]) for name in _VARIABLES)
-        seat = (rank, size, local_rank, local_size)
-    if seat[1] % seat[3]:
+        slot = RankSlot(*(int(found[name]) for name in _VARIABLES))
+    if slot.world_size % slot.ranks_per_host:
         raise PreflightError(
-            f"init(): {seat[1]} ranks with {seat[3]} on this host: give every host the same number"
+            f"init(): {slot.world_size} ranks with {slot.ranks_per_host} on this host: "
+            "give every host the same number"
         )
-    return seat
+    return slot
 
 
 def _find_device(device: str, local_rank: int) -> torch.device:
@@ -297,15 +329,15 @@ def _find_device(device: str, local_rank: int) -> torch.device:
         return torch.device("cpu")
     if local_rank >= num_gpus:
         raise PreflightError(
-            f"init(): local rank {local_rank} has no GPU of its own, there are {num_gpus}: lower --nproc-per-node, or "
-            'write init(device="cpu")'
+            f"init(): local rank {local_rank} has no GPU of its own, there are {num_gpus}: "
+            'lower --nproc-per-node, or write init(device="cpu")'
         )
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
 
 
-def _join(seat: tuple[int, int, int, int], device: torch.device, timeout_s: float) -> None:
-    if seat[1] == 1 or dist.is_initialized():
+def _join(world_size: int, device: torch.device, timeout_s: float) -> None:
+    if world_size == 1 or dist.is_initialized():
         return
     backend = "nccl" if device.type == "cuda" else "gloo"
     try:
@@ -313,36 +345,47 @@ def _join(seat: tuple[int, int, int, int], device: torch.device, timeout_s: floa
     except (dist.DistStoreError, dist.DistNetworkError) as error:
         reason = str(error).splitlines()[0]
         raise RendezvousError(
-            f"init(): not all {seat[1]} ranks arrived within {timeout_s:g} s: {reason}"
+            f"init(): not all {world_size} ranks arrived within {timeout_s:g} s: {reason}"
         ) from None
 
 
 def _stop(rank: int, error: HangError) -> None:
-    """Called by the watchdog's thread: the main thread waits for other ranks and cannot be interrupted."""
+    """End the process. Called by the watchdog's thread: the main one waits for other ranks."""
     print(f"zrun_core: {error}. Rank {rank} is at {_place()}", file=sys.stderr, flush=True)
     os._exit(ExitCode.HANG)
 
 
 def tell_late(board: FlightRecorder, seconds: float, late: list[int]) -> None:
-    """Say which ranks of this host keep the others waiting, and where this rank is if it is one of them.
+    """Say which ranks of this host keep the others waiting, and where they are in the script.
 
-    Called by the watchdog's thread. The wait goes on: what the others do may well take that long.
+    Called by the watchdog's thread on every rank. The wait goes on: the others may be busy with
+    something that takes that long.
+
+    Args:
+        board: of this rank.
+        seconds: of waiting so far.
+        late: ranks of this host that do not wait; none if all wait for another host.
     """
     waiting = [rank for rank in board.ranks if rank not in late]
     if board.rank in late:
         text = f"rank {board.rank} has kept others waiting for {seconds:g} s: it is at {_place()}"
     elif board.rank == waiting[0]:
-        names = [
-            f"rank {rank}{' (stopped by a signal)' if board.state(rank).is_halted else ''}"
-            for rank in late
-        ]
-        whom = f"{', '.join(names)}, which does something else" if late else "ranks of other hosts"
+        whom = "ranks of other hosts"
+        if late:
+            names = [_name_of(board, rank) for rank in late]
+            whom = f"{', '.join(names)}, which does something else"
         text = f"rank {board.rank} has waited {seconds:g} s at {_place()}, for {whom}"
     else:
         return
     print(f"zrun_core: {text}", file=sys.stderr, flush=True)
 
 
+def _name_of(board: FlightRecorder, rank: int) -> str:
+    if board.state(rank).is_halted:
+        return f"rank {rank} (stopped by a signal)"
+    return f"rank {rank}"
+
+
 def _place() -> str:
-    """Where the main thread is in the user's own code."""
+    """Return where the main thread is in the user's own code."""
     return user_location(sys._current_frames().get(threading.main_thread().ident or 0))

@@ -75,7 +75,7 @@ class Record:
         return self._folder is not None
 
     def start(self, hosts: Sequence[str], device: torch.device) -> None:
-        """Say what runs, and where."""
+        """Write the names and the first event of the run."""
         if self._folder is None:
             return
         name = self._folder.parent.name
@@ -100,7 +100,7 @@ class Record:
         )
 
     def emit(self, kind: EventType, **fields: Any) -> None:
-        """Add one event, at once. A disk that takes no more ends the record, and not the training."""
+        """Add one event at once. A full disk ends the record, and not the training."""
         if self._file < 0:
             return
         line = encode({"type": kind, "time": time.time(), "rank": 0, **fields}) + b"\n"

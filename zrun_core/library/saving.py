@@ -1,4 +1,4 @@
-"""Checkpoints of a user's own loop: models, their optimizers, every rank's random streams, and what the user adds."""
+"""Checkpoints of a user's own loop: models, optimizers, random streams, and what the user adds."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ _OTHER_MODEL = "give load() the model that was saved"
 
 @dataclass(frozen=True)
 class Loaded:
-    """What `load` found beside the models' own state.
+    """Result of `load`, beside the state that it filled in.
 
     Attributes:
         step: that was saved.
-        extra: what `save` was given.
+        extra: as `save` was given it.
     """
 
     step: int
@@ -60,12 +60,13 @@ def save(
     wait: bool = True,
     busy: Literal["wait", "skip"] = "wait",
 ) -> bool:
-    """Commit the state of one or more models as step `step` of a folder. Every rank calls it, between two steps.
+    """Save one or more models as step `step` of a folder. Every rank calls it, between two steps.
 
-    When it returns, the step is on disk with its digests, or an error was raised and the older steps are untouched.
-    With `wait=False` it returns as soon as the state is copied in host memory. The copy is written behind; optimizer
-    steps move it on without waiting, and the one at which it is on disk commits it. What goes wrong is raised by the
-    next `step`, `save`, `load` or `finish`. Call `finish` before the script ends.
+    When it returns, the step is on disk with its digests, or an error was raised and the older
+    steps are untouched. With `wait=False` it returns as soon as the state is copied in host memory.
+    The copy is written in the background; optimizer steps move it on without waiting, and the one
+    at which it is on disk commits it. An error is raised by the next `step`, `save`, `load` or
+    `finish`. Call `finish` before the script ends.
 
     Args:
         folder: of the checkpoints; it is made, and locked for the life of this process.
@@ -73,8 +74,8 @@ def save(
         extra: anything that JSON can say; the first rank's counts.
         keep: newest valid steps that are kept, 2 or more.
         wait: until the step is on disk.
-        busy: what a save that does not wait does while the one before is being written: it waits for that one, or is
-            skipped with a warning.
+        busy: "wait" or "skip": a save that does not wait, while the one before is being written,
+            waits for that one, or is skipped with a warning.
 
     Returns:
         Whether the step is saved, or being saved; not if it was skipped.
@@ -96,14 +97,14 @@ def save(
         if handle.loop.num_backwards:
             who = name or "the model"
             raise UserCodeError(
-                f"save(): {who} has gradients that no step has used: call step() or zero_grad() first"
+                f"save(): {who} has gradients that no step has used: "
+                "call step() or zero_grad() first"
             )
     run._meet("save()")
-    if not wait and busy == "skip" and run._background.step is not None:
+    under_way = run._background.step
+    if not wait and busy == "skip" and under_way is not None:
         if run.is_main:
-            _tell(
-                warning=f"step {step} is not saved: step {run._background.step} is still being written"
-            )
+            _emit(warning=f"step {step} is not saved: step {under_way} is still being written")
         return False
     run._background.finish()
     for handle in states.handles.values():
@@ -114,14 +115,15 @@ def save(
     checkpointer = _checkpointer(run, path, states, keep)
     if checkpointer.last_step == step:
         raise UserCodeError(
-            f"save(step={step}): {path} holds that step already: count on from the one that was loaded"
+            f"save(step={step}): {path} holds that step already: "
+            "count on from the one that was loaded"
         )
     run._background.save(checkpointer, step, progress, wait=wait)
     return True
 
 
 def finish() -> None:
-    """Wait until no save is under way and older steps are gone. Every rank calls it, at the latest at the script's end.
+    """Wait until no save is under way and older steps are removed. Every rank calls it at the end.
 
     Raises:
         HangError: not every rank called it.
@@ -141,14 +143,19 @@ def load(
     step: int | None = None,
     weights_only: bool = False,
 ) -> Loaded | None:
-    """Fill models and their optimizers from the newest valid step of a folder, or from `step`. Every rank calls it.
+    """Load models and optimizers from the newest valid step of a folder, or from `step`.
 
-    Stage, precision and number of ranks may be others than when it was saved. Each rank goes on with its own random
-    streams; the options of the optimizer's groups, such as the learning rate, are those that were saved.
+    Every rank calls it. Stage, precision and number of ranks may be others than when it was saved.
+    Each rank goes on with its own random streams; the options of the optimizer's groups, such as
+    the learning rate, are those that were saved.
 
     Args:
-        weights_only: parameters and buffers. Models need no optimizer, and one that they have stays as it is, as do
-            random streams. Of several models that were saved, some may be given.
+        folder: of the checkpoints.
+        model: a sharded model with its optimizer, or several by name, as they were saved.
+        step: to load; None: the newest that is valid.
+        weights_only: load parameters and buffers. Models need no optimizer, and one that they have
+            stays as it is, as do random streams. Of several models that were saved, some may be
+            given.
 
     Returns:
         None where the folder holds no step and none was named.
@@ -166,14 +173,13 @@ def load(
     run._background.finish()
     if path in _savers:  # or a step could go while it is read
         _savers[path].finish_pruning()
-    world, comm = run._mesh(1).world, run._comm
-    if step is None and not _agreed(run, lambda: "some" if CheckpointFolder(path).scan() else ""):
+    if step is None and not _agreed(run, lambda: _any_step(path)):
         return None
     for handle in states.handles.values():
         handle.loop.drop_gradients()
         handle.sharded.begin_step()
     source = ResumeSpec(folder=str(path), step=step)
-    resumed = load_newest(source, states, comm, world, advice="")
+    resumed = load_newest(source, states, run._comm, run._mesh(1).world, advice="")
     for number, text in sorted(resumed.skipped.items()):
         if run.is_main:
             warnings.warn(f"step {number} is skipped: {text}", stacklevel=2)
@@ -181,13 +187,14 @@ def load(
         restore_streams(resumed, run._streams)
         for name, handle in states.handles.items():
             _set_options(handle, resumed.manifest.progress.get("groups", {}).get(name))
-        run._step = run._loaded_step = resumed.manifest.step
+        run._step = resumed.manifest.step
+        run._loaded_step = resumed.manifest.step
     _resumed[path] = resumed
     return Loaded(resumed.manifest.step, dict(resumed.manifest.progress.get("extra", {})))
 
 
 class States:
-    """The states of several models as those of one: each model's tensors are named `<model>.<tensor>`."""
+    """States of several models as those of one, with tensors named `<model>.<tensor>`."""
 
     def __init__(self, handles: Mapping[str, ModelHandle], *, weights_only: bool = False) -> None:
         self.handles = dict(handles)
@@ -199,7 +206,7 @@ class States:
 
     @property
     def layout(self) -> dict[str, Any]:
-        """How each model is cut; of the only model, as a job has it."""
+        """Layout of each model by name; that of the only model, as a job has it."""
         layouts = {name: state.layout for name, state in self._states.items()}
         return layouts.get("", {"models": layouts})
 
@@ -255,8 +262,9 @@ class States:
             state.before_update(call)
 
     def model_files(self) -> ModelFiles:
-        only = self._states.get("")
-        return ModelFiles() if only is None else only.model_files()
+        if "" not in self._states:
+            return ModelFiles()
+        return self._states[""].model_files()
 
     def reducer_state(self) -> dict[str, Any]:
         learnt = {name: state.reducer_state() for name, state in self._states.items()}
@@ -267,9 +275,13 @@ class States:
     def check(self, manifest: Manifest) -> None:
         saved = manifest.layout.get("models", {"": manifest.layout})
         given = set(self._states)
-        if not (given <= set(saved) if self._weights_only else given == set(saved)):
+        fits = given == set(saved)
+        if self._weights_only:
+            fits = given <= set(saved)
+        if not fits:
             raise CheckpointError(
-                f"the checkpoint is of {_listed(saved)}, and load() was given {_listed(self._states)}"
+                f"the checkpoint is of {_listed(saved)}, "
+                f"and load() was given {_listed(self._states)}"
             )
         for name, state in self._states.items():
             state.check(_only(manifest, name))
@@ -280,9 +292,14 @@ class States:
 
 
 def _only(manifest: Manifest, name: str) -> Manifest:
-    """What `manifest` says of one model, by the names that the model itself has for its tensors."""
+    """Return the part of a manifest that concerns one model, with the model's own tensor names."""
     if not name:
         return manifest
+    fragments = []
+    for fragment in manifest.fragments:
+        own = _own_name(name, fragment.tensor, is_rank_state=fragment.state == RANK)
+        if own is not None:
+            fragments.append(replace(fragment, tensor=own))
     return replace(
         manifest,
         layout=manifest.layout["models"][name],
@@ -295,23 +312,23 @@ def _only(manifest: Manifest, name: str) -> Manifest:
             for info in manifest.tensors
             if _is_of(name, info.name)
         ],
-        fragments=[
-            replace(each, tensor=own)
-            for each in manifest.fragments
-            if (own := _own_name(name, each.tensor, is_rank_state=each.state == RANK)) is not None
-        ],
+        fragments=fragments,
         rank_states=[replace(each, learnt=each.learnt[name]) for each in manifest.rank_states],
     )
 
 
 def _own_name(name: str, tensor: str, *, is_rank_state: bool) -> str | None:
-    """A fragment's tensor as the model `name` calls it; None if it is another's."""
+    """Return the model's own name of a fragment's tensor; None if it is another model's."""
     if not is_rank_state:
-        return _strip(name, tensor) if _is_of(name, tensor) else None
+        if not _is_of(name, tensor):
+            return None
+        return _strip(name, tensor)
     kind, rank, rest = tensor.split("/", 2)
-    if kind != "buffer":
+    if kind != "buffer":  # of a rank, not of a model
         return tensor
-    return f"{kind}/{rank}/{_strip(name, rest)}" if _is_of(name, rest) else None
+    if not _is_of(name, rest):
+        return None
+    return f"{kind}/{rank}/{_strip(name, rest)}"
 
 
 def _join(name: str, tensor: str) -> str:
@@ -319,13 +336,13 @@ def _join(name: str, tensor: str) -> str:
 
 
 def _rejoin(name: str, tensor: str) -> str:
-    """`buffer/<rank>/<name>` of a model, as one of several."""
+    """Return the name of a model's `buffer/<rank>/<name>` among those of several models."""
     kind, rank, rest = tensor.split("/", 2)
     return f"{kind}/{rank}/{_join(name, rest)}"
 
 
 def _is_of(name: str, tensor: str) -> bool:
-    return tensor.startswith(f"{name}.") if name else True
+    return not name or tensor.startswith(f"{name}.")
 
 
 def _strip(name: str, tensor: str) -> str:
@@ -337,7 +354,9 @@ def _listed(names: Sequence[str] | Mapping[str, Any]) -> str:
 
 
 def _states(model: Models, what: str, *, weights_only: bool = False) -> tuple[Run, States]:
-    models = {"": model} if isinstance(model, nn.Module) else model
+    models: Any = model
+    if isinstance(model, nn.Module):
+        models = {"": model}
     if not isinstance(models, Mapping) or not models:
         raise UserCodeError(f"{what}: give a sharded model, or a dict of several by name")
     handles: dict[str, ModelHandle] = {}
@@ -345,7 +364,8 @@ def _states(model: Models, what: str, *, weights_only: bool = False) -> tuple[Ru
         handle = ModelHandle.of(each, what)
         if isinstance(model, Mapping) and not (isinstance(name, str) and name.isidentifier()):
             raise UserCodeError(f"{what}: {name!r} cannot name a model: use letters, digits and _")
-        if twin := next((other for other, known in handles.items() if known is handle), None):
+        twin = next((other for other, known in handles.items() if known is handle), None)
+        if twin:
             raise UserCodeError(f"{what}: {twin} and {name} are the same model: name it once")
         handles[name] = handle
         if handle.optimizer is None and not weights_only:
@@ -363,7 +383,7 @@ def _as_json(extra: Mapping[str, Any] | None) -> str:
 
 
 def _options(handle: ModelHandle) -> list[dict[str, Any]]:
-    """What JSON can say of the optimizer's groups."""
+    """Return the options of the optimizer's groups that JSON can hold."""
     assert handle.optimizer is not None
     kinds = (bool, int, float, str, list, tuple, type(None))
     return [
@@ -388,16 +408,15 @@ def _set_options(handle: ModelHandle, saved: Sequence[Mapping[str, Any]] | None)
                 raise CheckpointError(
                     f"the optimizer's {key} is {was} in the checkpoint, {group[key]} here"
                 )
-        group.update(
-            {
-                key: tuple(value) if isinstance(value, list) else value
-                for key, value in options.items()
-            }
-        )
+        for key, value in options.items():
+            group[key] = tuple(value) if isinstance(value, list) else value
 
 
 def _is_like(now: Any, saved: Any) -> bool:
-    """Whether what is a number or a truth now, or several, was that too; a truth may have been left open."""
+    """Return whether an option was saved as the kind of value that it is now.
+
+    That is a number, a bool, or several of them; a bool may have been None.
+    """
     if isinstance(now, list | tuple) and now:
         return isinstance(saved, list) and len(saved) == len(now) and all(map(_is_like, now, saved))
     if isinstance(now, bool):
@@ -408,17 +427,17 @@ def _is_like(now: Any, saved: Any) -> bool:
 
 
 def _checkpointer(run: Run, path: Path, states: States, keep: int) -> Checkpointer:
-    """The one of this folder, which is made when it is first saved to. It saves whatever models it is given."""
+    """Return the checkpointer of a folder, made at its first save, to save these states."""
     try:
         config = CheckpointConfig(keep=keep)
     except ValidationError:
         raise UserCodeError(
             f"save(keep={keep}): write 2 or more, so that a valid step is always there"
         ) from None
-    saver, is_new = _savers.get(path), path not in _savers
+    saver = _savers.get(path)
+    is_new = saver is None
     if saver is None:
-        if problem := _agreed(run, lambda: _try(lambda: hold(path, advice=_OTHER_FOLDER))):
-            raise SaveError(problem) if run.is_main else PeerError("rank 0 cannot save")
+        _refuse(run, _agreed(run, lambda: _try(lambda: hold(path, advice=_OTHER_FOLDER))))
         about = RunInfo(f"script-{uuid.uuid4().hex[:8]}", {}, versions())
         world = run._mesh(1).world
         saver = _savers[path] = Checkpointer(
@@ -429,16 +448,15 @@ def _checkpointer(run: Run, path: Path, states: States, keep: int) -> Checkpoint
             run._comm,
             world,
             about,
-            _tell,
+            _emit,
         )
-    saver.state, saver.config = states, config
+    saver.state = states
+    saver.config = config
     if is_new or path in _resumed:
         own = _try(lambda: saver.open(_resumed.get(path)))
-        if problem := _agreed(run, lambda: own):
-            raise SaveError(problem) if run.is_main else PeerError("rank 0 cannot save")
-        _resumed.pop(
-            path, None
-        )  # its damaged steps are set aside once: their numbers are used again
+        _refuse(run, _agreed(run, lambda: own))
+        # Its damaged steps are set aside once: their numbers are used again.
+        _resumed.pop(path, None)
     return saver
 
 
@@ -447,9 +465,30 @@ _resumed: dict[Path, Resumed] = {}  # what was loaded from a folder since it was
 
 
 def _agreed(run: Run, ask: Callable[[], str]) -> str:
-    """The first rank's answer, on every rank."""
-    own = ask().encode() if run.is_main else b""
+    """Return the first rank's answer, on every rank."""
+    own = b""
+    if run.is_main:
+        own = ask().encode()
     return run._comm.all_gather_bytes(own, run._mesh(1).world, name="agree")[0].decode()
+
+
+def _refuse(run: Run, problem: str) -> None:
+    """Raise the first rank's problem, if it has one.
+
+    Raises:
+        SaveError: on the first rank.
+        PeerError: on the others.
+    """
+    if not problem:
+        return
+    if run.is_main:
+        raise SaveError(problem)
+    raise PeerError("rank 0 cannot save")
+
+
+def _any_step(path: Path) -> str:
+    """Return a text if the folder holds any step; else an empty one."""
+    return "some" if CheckpointFolder(path).scan() else ""
 
 
 def _try(action: Callable[[], object]) -> str:
@@ -460,7 +499,7 @@ def _try(action: Callable[[], object]) -> str:
     return ""
 
 
-def _tell(**fields: Any) -> None:
+def _emit(**fields: Any) -> None:
     record = current()._record
     if "warning" in fields:
         record.emit("warning", message=fields["warning"])

@@ -1,4 +1,4 @@
-"""Skipped steps in a loop of the user's own: a warning that names the parameter, and an error after too many."""
+"""Skipped steps in a loop of the user's own: warnings that name the parameter, then an error."""
 
 from __future__ import annotations
 

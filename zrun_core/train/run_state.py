@@ -1,4 +1,4 @@
-"""State of a run between two steps, apart from its tensors: what a checkpoint holds and restores."""
+"""State of a run between two steps apart from its tensors: saved in a checkpoint, and resumed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Ctrl-C and SIGTERM while hosts are looked at, while workers import, and between two attempts: nothing is left."""
+"""Ctrl-C and SIGTERM while hosts are looked at, while workers import, and between two attempts.
+
+Nothing is left.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +76,9 @@ def test_while_hosts_are_awaited(tmp_path: Path, number: signal.Signals, code: i
     assert not (tmp_path / "run").exists()
 
 
-_DEAF = "for number in (signal.SIGUSR1, signal.SIGINT, signal.SIGTERM):\n    signal.signal(number, signal.SIG_IGN)\n"
+_DEAF = """for number in (signal.SIGUSR1, signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, signal.SIG_IGN)
+"""
 
 
 @pytest.mark.parametrize(

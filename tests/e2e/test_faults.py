@@ -1,4 +1,7 @@
-"""Ranks that hang, crash, leave or are signalled, in the real runtime: found, named, and nothing survives."""
+"""Ranks that hang, crash, leave or are signalled, in the real runtime.
+
+Found, named, and nothing survives.
+"""
 
 from __future__ import annotations
 
@@ -192,8 +195,8 @@ def test_a_flipped_bit_of_a_replica_ends_the_run(tmp_path):
     done = zrun(tmp_path, "none", hooks={"on_step": "wild.py:flip"}, guards={"replica_every": 2})
     assert done.returncode == 10, done.stderr
     assert (
-        "step 4: replicas diverged: rank 1 has another parameter blocks.1.weight than the other ranks"
-        in done.stderr
+        "step 4: replicas diverged: rank 1 has another parameter blocks.1.weight than the other "
+        "ranks" in done.stderr
     )
     assert failure(tmp_path)["exit_code"] == 10
 

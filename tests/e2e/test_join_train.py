@@ -1,4 +1,7 @@
-"""`zrun train` once per rank, as torchrun and its like start it: one run, with the bits of `zrun train` by itself."""
+"""`zrun train` once per rank, as torchrun and its like start it.
+
+One run, with the bits of `zrun train` by itself.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,8 @@ def left(folder: Path) -> list[str]:
 def test_under_torchrun_the_losses_are_those_of_zrun_alone(tmp_path: Path) -> None:
     shutil.copy(HERE / "wild.py", tmp_path)
     (tmp_path / "job.yaml").write_text(
-        "name: joined\nmodel: {call: wild.py:Net}\ndata: wild.py:data\nsteps: 6\nbatch: 8\nzero: 3\ndevice: cpu\n"
+        "name: joined\nmodel: {call: wild.py:Net}\ndata: wild.py:data\nsteps: 6\nbatch: "
+        "8\nzero: 3\ndevice: cpu\n"
         "log: {every: 1}\nlaunch: auto\n"
     )
     torchrun = [
@@ -86,7 +90,8 @@ class Ranks:
         self.processes: list[subprocess.Popen[str]] = []
         self._port = free_port()
         (folder / "job.yaml").write_text(
-            "name: fake\nmodel: {call: 'fake:model'}\ndata: fake:data\nsteps: 3\nbatch: 4\nlog: {every: 1}\n"
+            "name: fake\nmodel: {call: 'fake:model'}\ndata: fake:data\nsteps: 3\nbatch: 4\nlog: "
+            "{every: 1}\n"
         )
 
     def start(

@@ -27,7 +27,8 @@ Behaviour = dict[str, str]
 def job(tmp_path: Path) -> Path:
     path = tmp_path / "job.yaml"
     path.write_text(
-        "name: fake\nmodel: {call: 'fake:model'}\ndata: fake:data\nsteps: 3\nbatch: 4\nslots: 2\nlog: {every: 1}\n"
+        "name: fake\nmodel: {call: 'fake:model'}\ndata: fake:data\nsteps: 3\nbatch: 4\nslots: "
+        "2\nlog: {every: 1}\n"
     )
     return path
 
@@ -90,7 +91,10 @@ def messages(run_dir: Path) -> list[str]:
 
 
 def processes_of(run_dir: Path) -> list[int]:
-    """Everything that was started for a run: the workers and their children carry its path in their environment."""
+    """Everything that was started for a run.
+
+    The workers and their children carry its path in their environment.
+    """
     mark = f"ZRUN_STORE={run_dir}/".encode()
     found = []
     for entry in Path("/proc").iterdir():
@@ -292,7 +296,10 @@ def test_a_second_interrupt_ends_what_does_not_listen(job: Path) -> None:
 
 
 def test_a_run_directory_serves_one_run(job: Path, tmp_path: Path) -> None:
-    """Two launchers at once: each its own directory, or a line that names the holder. Later, nothing is overwritten."""
+    """Two launchers at once: each its own directory, or a line that names the holder.
+
+    Later, nothing is overwritten.
+    """
     run = job.parent / "run"
     with started(job, {"0": "hang", "1": "hang"}) as first:
         wait_for(lambda: both_hang(run))

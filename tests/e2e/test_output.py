@@ -1,4 +1,7 @@
-"""What the user's own code prints: on the screen of `zrun train`, in `zrun logs`, and once where it fails."""
+"""What the user's own code prints.
+
+On the screen of `zrun train`, in `zrun logs`, and once where it fails.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Writes down what reached it, as bytes: environment, argument, values of the spec; and makes files of given names."""
+"""Writes down what reached it, as bytes.
+
+Environment, argument, values of the spec; and makes files of given names.
+"""
 
 from __future__ import annotations
 

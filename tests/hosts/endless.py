@@ -1,4 +1,7 @@
-"""Never ends by itself, nor do its helpers, of which one leads a session. Like every worker it ends with its agent."""
+"""Never ends by itself, nor do its helpers, of which one leads a session.
+
+Like every worker it ends with its agent.
+"""
 
 import signal
 import subprocess

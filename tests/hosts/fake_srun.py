@@ -1,6 +1,7 @@
 """An `srun` that only starts processes: it takes the options that zrun passes, and no others.
 
-FAKE_SRUN_NODES names a process in the namespaces of each node: {"node1": 4711}. A node without one is down.
+FAKE_SRUN_NODES names a process in the namespaces of each node: {"node1": 4711}. A node without one
+is down.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ def main() -> None:
         refuse("Unable to allocate resources: there is no allocation")
     if node not in expand(os.environ["SLURM_JOB_NODELIST"]):
         refuse(
-            f"Unable to create step for job {os.environ['SLURM_JOB_ID']}: Requested nodes are not in it"
+            f"Unable to create step for job {os.environ['SLURM_JOB_ID']}: Requested nodes are "
+            "not in it"
         )
     pid = json.loads(os.environ["FAKE_SRUN_NODES"]).get(node)
     if pid is None:

@@ -2,8 +2,8 @@
 
     python tests/hosts/faults.py        prints the table (make test-faults)
 
-Most strike once training has begun. "s" is from the fault to the end of the launcher; whatever still runs, listens or
-lies in shared memory on any host after that is "left".
+Most strike once training has begun. "s" is from the fault to the end of the launcher; whatever
+still runs, listens or lies in shared memory on any host after that is "left".
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from zrun.transport.frames import SILENCE_S
 WILD = Path(__file__).parents[1] / "e2e" / "wild.py"
 PATIENCE_S = 300.0  # only bounds a failure: a busy machine may take long
 HANG_S = 4.0
-LEFT_S = 60.0  # what a cut link or a killed launcher leaves ends by itself within 20 s on a quiet machine
+# What a cut link or a killed launcher leaves ends by itself within 20 s on a quiet machine.
+LEFT_S = 60.0
 
 
 @dataclass
@@ -50,7 +51,10 @@ class Launch:
         return sorted(pid for pid, line in self.rig.hosts[host].commands().items() if text in line)
 
     def agent(self, host: str) -> int:
-        """The agent of a host, which is not the first process there with its command line: that is its reaper."""
+        """The agent of a host, which is not the first process there with its command line.
+
+        That is its reaper.
+        """
         return self.pids(host, "zrun.agent.main")[-1]
 
     def ssh_client(self, host: str) -> int:
@@ -173,7 +177,9 @@ def unplug_briefly(launch: Launch) -> None:
 
 
 def nap(launch: Launch, pid: int) -> None:
-    """A process stands still for longer than anybody's silence is believed, and nobody else minds."""
+    """A process stands still for longer than anybody's silence is believed,
+    and nobody else minds.
+    """
     os.kill(pid, signal.SIGSTOP)
     time.sleep(SILENCE_S + 5.0)
     os.kill(pid, signal.SIGCONT)
@@ -204,11 +210,14 @@ def stop_one_of_two(launch: Launch) -> None:
 
 @dataclass(frozen=True)
 class Fault:
-    """What is done, and what must follow: the exit code, a line of the report, the seconds that it may take.
+    """What is done, and what must follow.
+
+    The exit code, a line of the report, the seconds that it may take.
 
     Attributes:
         strike: once training has begun; None: nothing more than what `hosts` and `keys` say.
         keys: of the job.
+
     """
 
     name: str
@@ -244,7 +253,8 @@ def slow_clock(rig: rigs.Rig) -> dict[str, Any]:
     source.write_text(CLOCK)
     subprocess.run(["cc", "-shared", "-fPIC", "-o", shim, source, "-ldl"], check=True)
     python.write_text(
-        f'#!/bin/sh\n[ "$(hostname)" = node2 ] && export LD_PRELOAD={shim}\nexec {sys.executable} "$@"\n'
+        f'#!/bin/sh\n[ "$(hostname)" = node2 ] && export LD_PRELOAD={shim}\nexec '
+        f'{sys.executable} "$@"\n'
     )
     python.chmod(0o755)
     return {"launch": {"ssh": rig.ssh, "python": str(python)}, "steps": 12}
@@ -391,7 +401,8 @@ def main() -> int:
                 else f"  WRONG: expected {fault.code} within {fault.bound_s:g} s, {fault.says}"
             )
             print(
-                f"{fault.name:26} {found.code:4} {found.seconds:5.1f}  {left:4}  {found.cause}{mark}",
+                f"{fault.name:26} {found.code:4} {found.seconds:5.1f}  {left:4}  "
+                f"{found.cause}{mark}",
                 flush=True,
             )
     return int(wrong > 0)

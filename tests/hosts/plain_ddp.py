@@ -1,4 +1,7 @@
-"""A plain DDP loop, as torchrun starts it on the hosts of `torchrun.py`: a step every 20 ms, counted in a file."""
+"""A plain DDP loop, as torchrun starts it on the hosts of `torchrun.py`.
+
+A step every 20 ms, counted in a file.
+"""
 
 from __future__ import annotations
 

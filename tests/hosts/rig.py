@@ -1,13 +1,15 @@
-"""Three hosts in this machine: network namespaces on a bridge, each with a real sshd, its own name and shared memory.
+"""Three hosts in this machine.
+
+Network namespaces on a bridge, each with a real sshd, its own name and shared memory.
 
     with build(folder) as rig:
         subprocess.run([*shlex.split(rig.ssh), "node1", "hostname"])
 
-Where namespaces may not be made, the hosts are three sshd of this user on addresses of the loopback (`isolated` is
-False): they share everything, but are reached by the same real ssh.
+Where namespaces may not be made, the hosts are three sshd of this user on addresses of the loopback
+(`isolated` is False): they share everything, but are reached by the same real ssh.
 
-All that it makes has a random name, and is gone when it ends, also when it never ran to
-the end of building: nothing but processes, namespaces and one bridge is made outside of its folder.
+All that it makes has a random name, and is gone when it ends, also when it never ran to the end of
+building: nothing but processes, namespaces and one bridge is made outside of its folder.
 """
 
 from __future__ import annotations
@@ -104,7 +106,10 @@ class Rig:
 
     @property
     def ssh(self) -> str:
-        """What `launch.ssh` says: a client that knows these hosts only, and waits for them on a busy machine."""
+        """What `launch.ssh` says.
+
+        A client that knows these hosts only, and waits for them on a busy machine.
+        """
         return f"ssh -F {shlex.quote(str(self.config))} -oConnectTimeout=60"
 
     def part(self, one: str, other: str) -> None:
@@ -278,7 +283,8 @@ def _add_host(rig: Rig, name: str, namespace: str, address: str, bridge: str) ->
     sh("ip", "-n", namespace, "link", "set", "lo", "up")
     config = _write_sshd_config(rig, name, address)
     script = (
-        f"hostname {name} && mount -t tmpfs tmpfs /run && mkdir -m 755 /run/sshd && mount -t tmpfs tmpfs /dev/shm && "
+        f"hostname {name} && mount -t tmpfs tmpfs /run && mkdir -m 755 /run/sshd && mount -t "
+        "tmpfs tmpfs /dev/shm && "
         f"exec {shutil.which('sshd', path=_PATH)} -D -e -f {shlex.quote(str(config))}"
     )
     argv = ["ip", "netns", "exec", namespace, "unshare", "--uts", "--mount", "sh", "-c", script]
@@ -290,7 +296,8 @@ def _write_sshd_config(rig: Rig, name: str, address: str) -> Path:
     folder.mkdir(mode=0o700)
     _make_key(folder / "host_key")
     (folder / "sshd_config").write_text(
-        f"ListenAddress {address}\nHostKey {folder / 'host_key'}\nAuthorizedKeysFile {rig.folder / 'authorized_keys'}\n"
+        f"ListenAddress {address}\nHostKey {folder / 'host_key'}\nAuthorizedKeysFile "
+        f"{rig.folder / 'authorized_keys'}\n"
         "PidFile none\nUsePAM no\nStrictModes no\nPermitRootLogin yes\nPasswordAuthentication no\n"
         "KbdInteractiveAuthentication no\nPrintMotd no\nMaxStartups 100\n"
     )
@@ -321,7 +328,8 @@ def _write_client_files(rig: Rig, ports: dict[str, int], user: str) -> None:
     known.append(f"changed {keys['node2']}")  # it is node1
     (rig.folder / "known_hosts").write_text("".join(known))
     common = (
-        f"  IdentityFile {rig.folder / 'id'}\n  IdentitiesOnly yes\n  UserKnownHostsFile {rig.folder / 'known_hosts'}\n"
+        f"  IdentityFile {rig.folder / 'id'}\n  IdentitiesOnly yes\n  UserKnownHostsFile "
+        f"{rig.folder / 'known_hosts'}\n"
         "  GlobalKnownHostsFile /dev/null\n  StrictHostKeyChecking yes\n  CheckHostIP no\n"
     )
     aliases = {

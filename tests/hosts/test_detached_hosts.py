@@ -1,4 +1,6 @@
-"""`zrun train --detach`, `ps`, `logs` and `stop` of a run on two hosts, the second of which has a disk of its own."""
+"""`zrun train --detach`, `ps`, `logs` and `stop` of a run on two hosts,
+the second of which has a disk of its own.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +35,11 @@ def test_a_run_on_two_hosts_goes_on_by_itself_until_it_is_stopped(
     rig, run, node2 = isolated_rig, tmp_path / "run", isolated_rig.hosts["node2"]
     run.mkdir()
     (tmp_path / "job.yaml").write_text(
-        "name: far\nmodel: {call: 'fake:model', args: {behaviour: {'0': steps_then_hang, '1': hang}}}\n"
+        "name: far\nmodel: {call: 'fake:model', args: {behaviour: {'0': steps_then_hang, '1': "
+        "hang}}}\n"
         "data: fake:data\nsteps: 3\n"
-        f"batch: 4\ndevice: cpu\nlog: {{ranks: all}}\nhosts: [node1:1, node2:1]\nlaunch: {{ssh: '{rig.ssh}'}}\n"
+        f"batch: 4\ndevice: cpu\nlog: {{ranks: all}}\nhosts: [node1:1, node2:1]\nlaunch: "
+        f"{{ssh: '{rig.ssh}'}}\n"
         f"env: {{PYTHONPATH: {faults.WILD.parent}}}\n"
     )
     node2.run("mount", "-t", "tmpfs", "tmpfs", str(run))
@@ -52,7 +56,8 @@ def test_a_run_on_two_hosts_goes_on_by_itself_until_it_is_stopped(
         assert (told["state"], told["ranks"], told["hosts"]) == ("running", 2, ["node1", "node2"])
         logs = zrun(tmp_path, "logs", "run")
         assert logs.stderr == (
-            f"rank 1: no log {run}/logs/rank-1.log; it is on node2: ssh node2 cat {run}/logs/rank-1.log\n"
+            f"rank 1: no log {run}/logs/rank-1.log; it is on node2: ssh node2 cat "
+            f"{run}/logs/rank-1.log\n"
         )
         assert (node2.run("ls", f"{run}/logs").stdout.split()) == ["agent-node2.log", "rank-1.log"]
         assert all(host.commands() for host in (rig.hosts["node1"], node2))

@@ -29,7 +29,9 @@ class Pods:
         self.processes: list[subprocess.Popen[str]] = []
 
     def start(self, job: str, *argv: str, environ: dict[str, str]) -> None:
-        """`{node}` and `{address}` in the values are the number of each host, and the address of the first."""
+        """`{node}` and `{address}` in the values are the number of each host,
+        and the address of the first.
+        """
         (self.folder / "job.yaml").write_text(JOB + job)
         for number, name in enumerate(NODES):
             host = self.rig.hosts[name]
@@ -70,7 +72,8 @@ def pods(isolated_rig: Rig, tmp_path: Path) -> Iterator[Pods]:
 def test_torchrun_on_two_hosts(pods: Pods) -> None:
     shutil.copy(E2E / "wild.py", pods.folder)
     pods.start(
-        "model: {call: wild.py:Net}\ndata: wild.py:data\nsteps: 4\nzero: 3\ncheckpoint: {every: 4}\n",
+        "model: {call: wild.py:Net}\ndata: wild.py:data\nsteps: 4\nzero: 3\ncheckpoint: {every: "
+        "4}\n",
         *(
             "-m",
             "torch.distributed.run",

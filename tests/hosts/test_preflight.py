@@ -1,4 +1,7 @@
-"""Three hosts looked at before a start: what is found, and everything that can be wrong with them, at once."""
+"""Three hosts looked at before a start.
+
+What is found, and everything that can be wrong with them, at once.
+"""
 
 from __future__ import annotations
 
@@ -129,10 +132,14 @@ def test_everything_that_is_wrong_is_said_at_once(
         )
     assert str(caught.value).startswith("4 of 4 hosts cannot be used:\n  host ")
     expected = [
-        f"node1: torch 1.0.0 there, {software().torch} here: install the same version for {old_torch}",
-        f"node1: {run} is not the folder of that name here: it must be on a file system that all hosts share",
-        f"node2: the job's code differs in train.py: share it, or copy it: rsync -a {job}/ node2:{job}/",
-        "node2: /dev/shm has 1.0 MiB free, 64.0 MiB are needed: mount -o remount,size=64M /dev/shm, or",
+        f"node1: torch 1.0.0 there, {software().torch} here: install the same version for "
+        f"{old_torch}",
+        f"node1: {run} is not the folder of that name here: it must be on a file system that "
+        "all hosts share",
+        f"node2: the job's code differs in train.py: share it, or copy it: rsync -a {job}/ "
+        f"node2:{job}/",
+        "node2: /dev/shm has 1.0 MiB free, 64.0 MiB are needed: mount -o remount,size=64M "
+        "/dev/shm, or",
         "node3: ulimit -n (open files) is 64, 500 are needed",
         "refusing: the connection was refused",
     ]
@@ -225,8 +232,10 @@ def late_python(tmp_path_factory: pytest.TempPathFactory) -> str:
         "#define _GNU_SOURCE\n#include <dlfcn.h>\n#include <time.h>\n"
         "int clock_gettime(clockid_t id, struct timespec *now) {\n"
         "  static int (*real)(clockid_t, struct timespec *);\n"
-        '  if (!real) real = (int (*)(clockid_t, struct timespec *)) dlsym(RTLD_NEXT, "clock_gettime");\n'
-        "  int status = real(id, now);\n  if (id == CLOCK_REALTIME) now->tv_sec -= 60;\n  return status;\n}\n"
+        "  if (!real) real = (int (*)(clockid_t, struct timespec *)) dlsym(RTLD_NEXT, "
+        '"clock_gettime");\n'
+        "  int status = real(id, now);\n  if (id == CLOCK_REALTIME) now->tv_sec -= 60;\n  "
+        "return status;\n}\n"
     )
     subprocess.run(
         ["cc", "-shared", "-fPIC", "-o", folder / "late.so", folder / "late.c", "-ldl"], check=True

@@ -98,11 +98,13 @@ def gone(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (
             down,
-            "node2: srun could not start the agent (status 1): srun: error: Task launch failed on node node2",
+            "node2: srun could not start the agent (status 1): srun: error: Task launch failed "
+            "on node node2",
         ),
         (
             gone,
-            "srun: No such file or directory: launch.backend: slurm needs Slurm's commands on this host",
+            "srun: No such file or directory: launch.backend: slurm needs Slurm's commands on "
+            "this host",
         ),
     ],
 )

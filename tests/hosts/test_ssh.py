@@ -156,7 +156,8 @@ FAILURES = {
     "refusing": r"the connection was refused: .*\(connect to host \S+ port 9: Connection refused\)",
     "unseen": "its host key is not known here: log in once by hand with ssh unseen",
     "changed": "its host key is not the one known here, .* ssh-keygen -R changed",
-    "stranger": r"ssh was refused \(.*Permission denied \(publickey\).*\): ssh stranger must work without a password",
+    "stranger": r"ssh was refused \(.*Permission denied \(publickey\).*\): ssh stranger must "
+    r"work without a password",
     "node1": "there is no Python /opt/none/bin/python: install it there",
     "node2": "/bin/python has no zrun: install the same version there",
 }

@@ -1,4 +1,7 @@
-"""Three hosts train as one, with the same bits; what goes wrong is named, stops everywhere, and can be gone on from."""
+"""Three hosts train as one, with the same bits.
+
+What goes wrong is named, stops everywhere, and can be gone on from.
+"""
 
 from __future__ import annotations
 

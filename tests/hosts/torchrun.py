@@ -2,8 +2,9 @@
 
     python tests/hosts/torchrun.py
 
-There is no launcher of the whole: an ssh client runs torchrun on each host, as its documentation has it. "s" is from
-the fault until every one of them has ended, "exit" what they ended with; what is still there after a minute is "left".
+There is no launcher of the whole: an ssh client runs torchrun on each host, as its documentation
+has it. "s" is from the fault until every one of them has ended, "exit" what they ended with; what
+is still there after a minute is "left".
 """
 
 from __future__ import annotations
@@ -42,7 +43,10 @@ class Peers:
             return 0
 
     def name_hosts(self) -> None:
-        """Let the hosts know each other by name: torchrun ends at once where its own name does not resolve."""
+        """Let the hosts know each other by name.
+
+        torchrun ends at once where its own name does not resolve.
+        """
         file = self.rig.folder / "hosts"
         lines = [f"{host.address} {name}" for name, host in self.rig.hosts.items()]
         file.write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))

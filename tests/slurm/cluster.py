@@ -1,10 +1,12 @@
-"""A real Slurm of two nodes in this machine: munged, slurmctld, and a slurmd in the namespaces of two hosts.
+"""A real Slurm of two nodes in this machine.
+
+munged, slurmctld, and a slurmd in the namespaces of two hosts.
 
     with hosts.build(folder) as rig, cluster.start(rig, folder / "slurm") as slurm:
         subprocess.run(["salloc", "-N", "2", "hostname"], env=slurm.environ)
 
-Its controller and its clients are on this machine, as on a login node. Everything lies in its folder, and all processes
-end with it.
+Its controller and its clients are on this machine, as on a login node. Everything lies in its
+folder, and all processes end with it.
 """
 
 from __future__ import annotations
@@ -151,7 +153,8 @@ def _config(rig: rigs.Rig, folder: Path) -> str:
     ):
         ports = one.getsockname()[1], other.getsockname()[1]
     nodes = "".join(
-        f"NodeName={node} NodeAddr={rig.hosts[node].address} NodeHostname={node} CPUs=2 RealMemory=4000\n"
+        f"NodeName={node} NodeAddr={rig.hosts[node].address} NodeHostname={node} CPUs=2 "
+        "RealMemory=4000\n"
         for node in NODES
     )
     return f"""ClusterName=zrun

@@ -1,4 +1,7 @@
-"""zrun under a real Slurm: in a shell of salloc's, in a batch script, as tasks of srun, and when Slurm's parts die."""
+"""zrun under a real Slurm.
+
+In a shell of salloc's, in a batch script, as tasks of srun, and when Slurm's parts die.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,9 @@ def test_a_killed_worker_is_named_with_its_node(slurm: Slurm, folder: Path) -> N
 
 
 def test_a_killed_slurmstepd_is_a_lost_host(slurm: Slurm, folder: Path) -> None:
-    """srun notices it half a minute later, and what its death leaves would be a rank that felt it."""
+    """srun notices it half a minute later,
+    and what its death leaves would be a rank that felt it.
+    """
     launch = salloc(slurm, folder, *TRAIN)
     trains(launch, folder)
     for pid in slurm.pids("node2", "slurmstepd"):

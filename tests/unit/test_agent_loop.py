@@ -1,4 +1,7 @@
-"""An agent whose launcher does not listen: it goes on to obey, to watch over its workers, and loses no word."""
+"""An agent whose launcher does not listen.
+
+It goes on to obey, to watch over its workers, and loses no word.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Who started this process: torchrun, mpirun, srun, a pod, Slurm's shell, or nobody. No environment is guessed at."""
+"""Who started this process: torchrun, mpirun, srun, a pod, Slurm's shell, or nobody.
+
+No environment is guessed at.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""One process imports for all ranks of a host and becomes them: what each finds, and that none begins by accident."""
+"""One process imports for all ranks of a host and becomes them.
+
+What each finds, and that none begins by accident.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +33,11 @@ with socket.create_server(("127.0.0.1", 0)) as store:
     server = WorkerCommand(
         run_id="r", module=module, argument="spec.json",
         env=os.environ | {"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b"} | more,
-        world_size=5, host=(0, 2), ranks=range(3), logs={rank: Path(f"{rank}.log").resolve() for rank in range(3)},
+        world_size=5, host=(0, 2), ranks=range(3),
+        logs={rank: Path(f"{rank}.log").resolve() for rank in range(3)},
         # The CPUs of rank 2 are not there: a rank without them is slower, not wrong.
-        cpus={0: str(min(os.sched_getaffinity(0))), 2: "4000-4001"}, alone={1: "MIG-b"}, store=store,
+        cpus={0: str(min(os.sched_getaffinity(0))), 2: "4000-4001"}, alone={1: "MIG-b"},
+        store=store,
     ).start()
     workers = server.workers()
     found = {rank: (worker.pid, worker.wait()) for rank, worker in workers.items()}
@@ -62,9 +67,11 @@ def main():
     environ = Path("/proc/self/environ").read_bytes().split(b"\\0")[:-1]
     print("on stderr", file=sys.stderr)
     print(json.dumps({
-        "pid": os.getpid(), "parent": os.getppid(), "session": os.getsid(0), "dies_by": signal.value, "links": links,
-        "cpus": [sorted(os.sched_getaffinity(0)), *found], "argv": sys.argv, "stdin": sys.stdin.read(),
-        "environ": dict(os.environ), "same": sorted(environ) == sorted(k + b"=" + v for k, v in os.environb.items()),
+        "pid": os.getpid(), "parent": os.getppid(), "session": os.getsid(0),
+        "dies_by": signal.value, "links": links, "argv": sys.argv,
+        "cpus": [sorted(os.sched_getaffinity(0)), *found], "stdin": sys.stdin.read(),
+        "environ": dict(os.environ),
+        "same": sorted(environ) == sorted(k + b"=" + v for k, v in os.environb.items()),
         "line": Path("/proc/self/cmdline").read_text().split("\\0")[:-1],
         "drawn": [random.random(), numpy.random.random()],
     }))
@@ -72,7 +79,10 @@ def main():
 
 
 def start(folder: Path, code: str, **more: str) -> list[Any]:
-    """Run `code` as the module of three ranks: pids and statuses by rank, and what else their agent knows."""
+    """Run `code` as the module of three ranks.
+
+    Pids and statuses by rank, and what else their agent knows.
+    """
     (folder / "module_of_ranks.py").write_text(code)
     done = subprocess.run(
         [sys.executable, "-c", AGENT, json.dumps(["module_of_ranks", more])],
@@ -94,7 +104,10 @@ def logs(folder: Path) -> list[list[str]]:
     "thread", ["", "threading.Thread(target=threading.Event().wait, daemon=True).start()\n"]
 )
 def test_what_a_rank_finds(tmp_path: Path, thread: str) -> None:
-    """Also where a library starts a thread as it is imported, which no fork would copy: each rank imports by itself."""
+    """Also where a library starts a thread as it is imported, which no fork would copy.
+
+    Each rank imports by itself.
+    """
     said, agent, store, ended, cpus = start(tmp_path, TELLS + thread, OMP_NUM_THREADS="2")
     assert ("started threads (python): each imports by itself" in said) == bool(thread)
     assert cpus == CPUS, "the agent's own stay what they were"
@@ -148,7 +161,8 @@ def test_whoever_binds_by_hand_is_left_alone(tmp_path: Path) -> None:
         ("raise ValueError('broken')", 1, ["ValueError: broken"]),
         ("import os\nos.kill(os.getpid(), 9)", -9, []),
         (
-            "import os\nos.register_at_fork(after_in_child=lambda: os.kill(os.getpid(), 9))\nmain = None",
+            "import os\nos.register_at_fork(after_in_child=lambda: os.kill(os.getpid(), "
+            "9))\nmain = None",
             -9,
             [],
         ),
@@ -158,7 +172,9 @@ def test_whoever_binds_by_hand_is_left_alone(tmp_path: Path) -> None:
 def test_ranks_that_fail_as_they_begin(
     tmp_path: Path, code: str, status: int, last: list[str]
 ) -> None:
-    """What fails before they are processes of their own is told as theirs, and written to the first one's log."""
+    """What fails before they are processes of their own is told as theirs,
+    and written to the first one's log.
+    """
     _, _, _, ended, _ = start(tmp_path, code)
     assert [number for _, number in ended.values()] == [status] * 3
     assert [each[-1:] for each in logs(tmp_path)] == [last, [], []]
@@ -190,7 +206,10 @@ def test_a_program_that_an_import_starts_holds_up_nobody(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("word", [b"", fork_server.BEGIN * 2])
 def test_no_rank_begins_without_its_agent(tmp_path: Path, word: bytes) -> None:
-    """Where it ends before it says so, and just after that: this process does not adopt them, as if it were gone."""
+    """Where it ends before it says so, and just after that.
+
+    This process does not adopt them, as if it were gone.
+    """
     (tmp_path / "marks.py").write_text("def main():\n    print('begun')\n")
     told, told_end = os.pipe()
     begin_end, begin = os.pipe()

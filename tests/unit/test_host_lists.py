@@ -1,4 +1,7 @@
-"""Host files, lists and picks: what is read, the message for each usual mistake, and what `launch.backend` comes to."""
+"""Host files, lists and picks.
+
+What is read, the message for each usual mistake, and what `launch.backend` comes to.
+"""
 
 from __future__ import annotations
 
@@ -112,7 +115,8 @@ def test_ports_make_hosts_of_one_name_several() -> None:
         ("-l@x", 'hf:1:1: "-l@x" begins with "-", which no host name does'),
         (
             "$(id)",
-            'hf:1:1: "$(id)" is not a host name: letters, digits, dots, - and _, no other character',
+            'hf:1:1: "$(id)" is not a host name: letters, digits, dots, - and _, no other '
+            "character",
         ),
         (
             "a;b",
@@ -146,7 +150,8 @@ def test_ports_make_hosts_of_one_name_several() -> None:
         ),
         (
             "node1:70000",
-            'hf:1:1: port "70000" is not a number from 22 to 65535: write [user@]name[:port] slots=N',
+            'hf:1:1: port "70000" is not a number from 22 to 65535: write [user@]name[:port] '
+            "slots=N",
         ),
         (
             "node1:8",
@@ -199,7 +204,8 @@ def test_long_files_of_mistakes_are_cut() -> None:
         (b"# none\n\n", "hf names no host: write a line for each host, such as: node1 slots=8"),
         (
             b"\x7fELF\0\0",
-            "hf is a binary file, not a host file; write a line for each host, such as: node1 slots=8",
+            "hf is a binary file, not a host file; write a line for each host, such as: node1 "
+            "slots=8",
         ),
         (b"a\nb\xff", "hf:2:2: not UTF-8 text; save the file as UTF-8"),
     ],
@@ -282,8 +288,8 @@ def test_hosts_of_the_job(tmp_path: Path) -> None:
     )
     message = refused(HostOptions(), job(hosts="node1:8"))
     assert (
-        "there is no host file node1:8; a list of names is written in brackets, as in hosts: [node1:8]"
-        in message
+        "there is no host file node1:8; a list of names is written in brackets, as in hosts: "
+        "[node1:8]" in message
     )
     assert "is not a path" in refused(HostOptions(), job(hosts="~nobody-at-all/x"))
 
@@ -383,7 +389,8 @@ def test_picks_among_addresses_and_ports() -> None:
 def test_what_is_excluded_must_be_known() -> None:
     options = HostOptions(host_list="h1,h2", exclude="h1:0")
     assert refused(options) == (
-        "--exclude: how many slots h1 has is not written at -H:1:1: write slots=N there, or --include with the slots "
+        "--exclude: how many slots h1 has is not written at -H:1:1: write slots=N there, or "
+        "--include with the slots "
         "to use, as in --include h1:0,1"
     )
 

@@ -1,4 +1,7 @@
-"""Ten thousand damaged host files: each is a list of hosts, or an error that names a line and a column (exit 2)."""
+"""Ten thousand damaged host files.
+
+Each is a list of hosts, or an error that names a line and a column (exit 2).
+"""
 
 from __future__ import annotations
 

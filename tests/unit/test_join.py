@@ -1,4 +1,7 @@
-"""Processes of another launcher that come together: where they meet, who is let in, and who then runs what."""
+"""Processes of another launcher that come together.
+
+Where they meet, who is let in, and who then runs what.
+"""
 
 from __future__ import annotations
 
@@ -118,7 +121,8 @@ def test_ranks_of_a_start_have_one_mark_and_other_starts_have_others() -> None:
         ),
         (
             {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"},
-            "nothing tells these processes from those of another start on this host: pass MASTER_PORT",
+            "nothing tells these processes from those of another start on this host: pass "
+            "MASTER_PORT",
         ),
     ],
 )

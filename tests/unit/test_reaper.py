@@ -32,7 +32,9 @@ sys.exit(7)
 
 @contextmanager
 def agent() -> Iterator[tuple[subprocess.Popen[str], list[Process], Path]]:
-    """The reaper, the agent and two helpers of its, of which one leads a session, and the agent's folder."""
+    """The reaper, the agent and two helpers of its, of which one leads a session,
+    and the agent's folder.
+    """
     with subprocess.Popen(
         [sys.executable, "-c", AGENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:

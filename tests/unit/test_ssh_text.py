@@ -1,4 +1,7 @@
-"""The command that leads to an agent, and what the end of an ssh connection is called. No connection is made."""
+"""The command that leads to an agent, and what the end of an ssh connection is called.
+
+No connection is made.
+"""
 
 from __future__ import annotations
 

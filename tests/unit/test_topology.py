@@ -1,4 +1,6 @@
-"""Links as NVML tells them, through the real pynvml and a library of our own, and as scenarios tell them."""
+"""Links as NVML tells them, through the real pynvml and a library of our own,
+and as scenarios tell them.
+"""
 
 from __future__ import annotations
 
@@ -249,7 +251,8 @@ def test_topo_draws_links_and_groups() -> None:
     lines = topo("dgx1v").splitlines()
     assert (
         lines[0]
-        == "host: 80 cores, 512.0 GiB, 8 x Tesla V100-SXM2-32GB, driver 535.161.08; hybrid cube mesh"
+        == "host: 80 cores, 512.0 GiB, 8 x Tesla V100-SXM2-32GB, driver 535.161.08; hybrid cube "
+        "mesh"
     )
     paths = "0 X NV1 NV1 NV2 NV2 SYS SYS SYS"
     assert lines[2].split() == [*paths.split(), "32.0", "GiB", "0", "0-19,40-59"]

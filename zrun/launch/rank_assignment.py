@@ -40,7 +40,8 @@ def group_by_host(processes: Sequence[JoiningProcess], is_rank: bool) -> list[Jo
     for host, found in ranks.items():
         if found != list(range(found[0], found[0] + len(found))):
             raise PreflightError(
-                f"{host} has the ranks {listed(list(map(str, found)))}: those of a host must follow "
+                f"{host} has the ranks {listed(list(map(str, found)))}: those of a host must "
+                "follow "
                 "each other, as with mpirun --map-by slot or srun --distribution=block"
             )
         local = [processes[rank].local_index for rank in found]

@@ -111,7 +111,7 @@ class LineBudget:
 
 
 class Echo:
-    """What is new in the log of one rank."""
+    """A reader of the log of one rank, as it grows."""
 
     def __init__(
         self, log: Path, rank: int, *, share: int = 1, place: str = "", note: Path | None = None

@@ -49,7 +49,7 @@ class RankSlot(TypedDict):
 
 
 class ForkRequest(TypedDict):
-    """What is to be forked, and for whom."""
+    """The agent's request: ranks to be forked."""
 
     agent: int
     told: int  # descriptor of the pipe up
@@ -59,7 +59,7 @@ class ForkRequest(TypedDict):
 
 
 class ForkReply(TypedDict):
-    """What became of it."""
+    """The fork server's reply, once all ranks are forked."""
 
     pids: dict[str, int]  # by rank
     threads: list[str]  # names of those that another thread than this one started

@@ -1,4 +1,4 @@
-"""When an agent takes the silence of a launcher on another host for its end."""
+"""The silence of a launcher on another host, which an agent takes for its end after a while."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an agent sees of the ranks of its host.
+"""The agent's view of the ranks of its host.
 
 How far they are is in the flight recorder, to which they write. Why one ended is in its note and at
 the end of its log. While one hangs, all of them are asked for their stacks.

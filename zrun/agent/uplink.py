@@ -1,4 +1,4 @@
-"""What goes up from an agent to its launcher, and the telemetry of the workers on its way there.
+"""The way up from an agent to its launcher, for frames and for the telemetry of workers.
 
     main thread, agent loop ---------- send ------> Uplink ---> stdout, to the launcher
     workers --- datagrams ---> TelemetryRelay ----^

@@ -134,7 +134,7 @@ def isolated_gpus(places: Sequence[Mapping[str, Any]]) -> dict[int, str]:
 
 @dataclass(frozen=True)
 class WorkerCommand:
-    """What runs on this host: `main` of a module, once per rank.
+    """A command for this host: run `main` of a module once per rank.
 
     Attributes:
         module, argument: that `main` finds in `sys.argv`.

@@ -26,7 +26,7 @@ _NAMED = 3  # hosts that a message lists before it counts
 
 @dataclass(frozen=True)
 class Gpu:
-    """What a rank may have: a GPU, or a MIG slice of one.
+    """A device for one rank: a GPU, or a MIG slice of one.
 
     Attributes:
         memory_bytes: 0 if that is not known.
@@ -46,7 +46,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class HostFacts:
-    """What one machine offers to a job.
+    """The resources that one machine offers to a job.
 
     Attributes:
         hostname: what messages and the plan call it; unique in a cluster.

@@ -50,7 +50,7 @@ class Member:
 
 @dataclass(frozen=True)
 class ClusterEnv:
-    """What an environment says.
+    """The place of a process among others, as its environment says.
 
     Attributes:
         evidence: who started this process, and the variables that say so.

@@ -71,7 +71,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class HostReport:
-    """What is known of a host.
+    """The state of a host.
 
     Attributes:
         code: digests of the job's Python files; None: the folder is not there.

@@ -1,4 +1,4 @@
-"""Who runs which ranks, where another launcher started a process for each rank or host. Pure.
+"""Ranks of hosts, where another launcher started a process for each rank or host. Pure.
 
 That launcher has decided on which hosts the ranks are, in which order, and perhaps which cores and
 GPUs each one has. What is planned then keeps to it.
@@ -41,8 +41,7 @@ def group_by_host(processes: Sequence[JoiningProcess], is_rank: bool) -> list[Jo
         if found != list(range(found[0], found[0] + len(found))):
             raise PreflightError(
                 f"{host} has the ranks {listed(list(map(str, found)))}: those of a host must "
-                "follow "
-                "each other, as with mpirun --map-by slot or srun --distribution=block"
+                "follow each other, as with mpirun --map-by slot or srun --distribution=block"
             )
         local = [processes[rank].local_index for rank in found]
         if local != list(range(len(found))):

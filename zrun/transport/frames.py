@@ -1,4 +1,4 @@
-"""What a launcher and the agent of a host say to each other.
+"""The protocol between a launcher and the agent of a host.
 
 Down the agent's stdin go length-prefixed JSON objects; its end is the end of the launcher, and of
 the workers:
@@ -52,7 +52,7 @@ _ZLIB = b"\x78"  # how its streams begin; JSON does not
 
 
 class StopMode(StrEnum):
-    """How workers are asked to end, from the gentlest on."""
+    """Ways in which workers are asked to end, from the gentlest on."""
 
     FINISH = "finish"  # the step, save if the job does, and leave together
     NOW = "now"  # with a moment to clean up

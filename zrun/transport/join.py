@@ -67,7 +67,7 @@ _MARKS = (
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where the processes of a start meet, and which of them this one is.
+    """The meeting of the processes of a start, as one of them sees it.
 
     Attributes:
         member: this process. It has an address and a port, unless all are on this host.

@@ -1,4 +1,5 @@
-"""Direct exchange, through memory and through sockets, against gloo's own collectives: where does which one win?
+"""Direct exchange, through memory and through sockets, against gloo's own collectives: where does
+which one win?
 
     python benchmarks/comm.py                      2 and 4 ranks, 4 KiB to 64 MiB: about 2 minutes
     python benchmarks/comm.py --ranks 2,3,8 --quick
@@ -125,7 +126,7 @@ def _rank(rank: int, ranks: int, sizes_kib: tuple[int, ...], repetitions: int, f
 
 
 def _call(comm: Comm, operation: str, group: Group, numel: int) -> Callable[[], None]:
-    """A function that runs `operation` on a buffer of `numel` floats (or a few more, so that it divides)."""
+    """Return a function that runs `operation` on `numel` floats, or a few more that divide."""
     import torch
 
     shard_numel = -(-numel // group.size)

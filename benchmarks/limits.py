@@ -3,7 +3,8 @@
     python benchmarks/limits.py                    everything: about 2 minutes
     python benchmarks/limits.py gemm,adam --json limits.json
 
-`gemm` and `memory` are measured in one process and in two at once, because two ranks share caches and memory.
+`gemm` and `memory` are measured in one process and in two at once, because two ranks share caches
+and memory.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ def _child(part: str, quick: bool, barrier: Barrier, queue: Queue[Rates]) -> Non
 
 
 def gemm(quick: bool) -> Rates:
-    """All matrix products of a model, forward and both gradients, weighted by their work: GFLOP/s."""
+    """Return GFLOP/s of all matrix products of a model, forward and both gradients, weighted."""
     import torch
 
     rates = {}
@@ -150,7 +151,7 @@ def gloo(quick: bool) -> Rates:
 
 
 def adam(quick: bool, pieces: int = 64) -> dict[str, Rates]:
-    """One AdamW step on 100 million fp32 parameters in one thread, by torch's three implementations."""
+    """Time one AdamW step on 100 million fp32 parameters in one thread, three ways of torch."""
     import torch
 
     numel = (1 if quick else 100) * 1_000_000

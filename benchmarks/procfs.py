@@ -1,4 +1,7 @@
-"""What Linux says about this process and about everybody else. Cheap enough to be read around every step."""
+"""What Linux says about this process and about everybody else.
+
+Cheap enough to be read around every step.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,12 @@ import struct
 from contextlib import suppress
 from pathlib import Path
 
-_SENT_AT = 200  # tcpi_bytes_sent and then tcpi_bytes_retrans in the kernel's struct tcp_info, since Linux 4.18
+# Of tcpi_bytes_sent and then tcpi_bytes_retrans in the kernel's struct tcp_info, since Linux 4.18.
+_SENT_AT = 200
 
 
 def memory_mb(key: str) -> float:
-    """MiB of this process: `VmRSS` is resident now, `VmHWM` was at its highest since `restart_peak`."""
+    """Return MiB of this process: `VmRSS` now, `VmHWM` the highest since `restart_peak`."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{key}:"):
             return int(line.split()[1]) / 1024
@@ -26,7 +30,7 @@ def restart_peak() -> None:
 
 
 def busy_s() -> float:
-    """CPU seconds used by everybody on this machine, and by its neighbours where they stole ours."""
+    """Return CPU seconds used on this machine by all processes, and stolen by its neighbours."""
     with open("/proc/stat") as file:
         user, nice, system, _, _, irq, softirq, steal = map(int, file.readline().split()[1:9])
     return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")

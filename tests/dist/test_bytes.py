@@ -1,4 +1,6 @@
-"""Exact bytes: traffic from `Comm` against the formulas, memory from `Layout` against what is allocated."""
+"""Exact bytes: traffic from `Comm` against the formulas, memory from `Layout` against what is
+allocated.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from zrun_core.zero.exchange import KINDS
 
 
 class Exact(nn.Module):
-    """Four units of 96 x 1024 elements: shards of any of 1 to 4 ranks are whole pages, without padding."""
+    """Four units of 96 x 1024 elements: shards of any of 1 to 4 ranks are whole pages, without
+    padding.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +75,9 @@ def test_traffic_of_a_step_is_the_formula(ranks, world_size, accumulation):
 @pytest.mark.parametrize("reduce", ["compute", "fp32"])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_model_states_are_the_papers(ranks, world_size, reduce):
-    """Rajbhandari et al. 2020, section 5: 16P, 4P + 12P/N, 2P + 14P/N, 16P/N; fp32 gradients take 2 bytes more."""
+    """Rajbhandari et al. 2020, section 5: 16P, 4P + 12P/N, 2P + 14P/N, 16P/N; fp32 gradients take 2
+    bytes more.
+    """
     n, grad = world_size, 2 if reduce == "compute" else 4
     expected = [
         (2 + grad) * P + 12 * P,

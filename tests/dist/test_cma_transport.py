@@ -1,4 +1,6 @@
-"""Messages through the memory of the ranks of a host: the same bits as through sockets, in order, and never a hang."""
+"""Messages through the memory of the ranks of a host: the same bits as through sockets, in order,
+and never a hang.
+"""
 
 from __future__ import annotations
 
@@ -163,7 +165,9 @@ def test_ranks_that_wait_in_different_orders_do_not_wait_for_each_other(ranks, w
 
 
 def overtake() -> list[float]:
-    """Rank 0 is done with a gather that rank 1 has not looked at; `settle` makes it wait before it writes."""
+    """Rank 0 is done with a gather that rank 1 has not looked at; `settle` makes it wait before it
+    writes.
+    """
     comm, group = join_memory()
     store = dist.distributed_c10d._get_default_store()
     full = torch.zeros(2)
@@ -195,7 +199,9 @@ _CALLS = itertools.count()  # the ranks of a pool make the same ones
 
 
 def owe_a_message() -> list[float]:
-    """Rank 0 has a second message behind one not taken yet, and finds all that it asked for at the first look."""
+    """Rank 0 has a second message behind one not taken yet, and finds all that it asked for at the
+    first look.
+    """
     comm, group = join_memory(timeout_s=10.0)
     call = next(_CALLS)
 
@@ -229,7 +235,7 @@ def test_what_is_due_is_sent_before_a_rank_turns_to_something_else(ranks):
 
 
 def settle_while_another_waits_for_a_socket() -> tuple[list[float], list[float]]:
-    """Rank 1 has asked for a gather that it needs later only; rank 0 must not wait for it in vain."""
+    """Rank 1 has asked for a gather that it needs later; rank 0 must not wait for it in vain."""
     comm, group = join()
     assert comm.use_cma(group, 10.0) is None
     full = torch.zeros(2)

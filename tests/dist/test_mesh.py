@@ -80,7 +80,7 @@ def test_another_order_of_the_axes(ranks: Any) -> None:
 def test_samples_count_once_where_several_ranks_read_them(
     dims: dict[str, Any], ranks: Any, tmp_path: Path
 ) -> None:
-    """Both ranks along `tensor`, or both stages, train the whole model: it is what two ranks train."""
+    """Both ranks along `tensor`, or both stages, train the whole model: as two ranks train it."""
     keys = job(
         model={"call": "runs.py:Speaker", "args": {"dropout": 0.0}},
         optim={"lr": 1e-2},

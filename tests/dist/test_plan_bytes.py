@@ -21,7 +21,8 @@ from zrun_core.spine.parallel_dims import Coordinates, ParallelDims, resolve_sha
 from zrun_core.spine.sizes import format_size
 from zrun_core.zero.sharded_model import ShardedModel
 
-# Tied and frozen parameters, batch norms and their statistics; of odd sizes, so that nothing divides.
+# Tied and frozen parameters, batch norms and their statistics; of odd sizes, so that nothing
+# divides.
 ODD = {"model": {"call": "runs.py:Speaker", "args": {"dim": 37, "depth": 3, "dropout": 0.0}}}
 CASES: dict[str, dict[str, Any]] = {
     "fp32": {"zero": {"bucket": "8kB", "prefetch": 2}},
@@ -137,7 +138,9 @@ def train(
 
 
 class Interleaved(Speaker):
-    """Runs one half of every block, then the other: all are in use, and have some of their gradients, at once."""
+    """Runs one half of every block, then the other: all are in use, and have some of their
+    gradients, at once.
+    """
 
     def forward(
         self, input_ids: torch.Tensor, labels: torch.Tensor, index: torch.Tensor
@@ -213,7 +216,8 @@ def test_rings_that_outgrow_their_plan_are_told(ranks, tmp_path):
     for rank, (told, rings) in enumerate(ranks(2).run(outgrow, keys, str(tmp_path))):
         assert all(held > planned for planned, held in rings)
         expected = [
-            f"the ring of {purpose} holds {format_size(held)}, {format_size(held - planned)} more than the "
+            f"the ring of {purpose} holds {format_size(held)}, {format_size(held - planned)} more "
+            "than the "
             f"{format_size(planned)} that were planned: "
             for purpose, (planned, held) in zip(("gathering", "reducing"), rings, strict=True)
         ]

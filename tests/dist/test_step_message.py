@@ -1,4 +1,4 @@
-"""What ranks tell each other in a step: one message where all train the same parameters, else two."""
+"""The step's message: one where all ranks train the same parameters, else two."""
 
 from __future__ import annotations
 
@@ -59,7 +59,9 @@ def test_one_message_says_everything_where_all_train_the_same(ranks):
 
 @pytest.mark.parametrize("direct", [True, False])
 def test_stages_of_other_parameters_tell_each_other_sums_only(ranks, direct):
-    """The pairs have different numbers of parameters, and gather differently: that is no disagreement."""
+    """The pairs have different numbers of parameters, and gather differently: that is no
+    disagreement.
+    """
     said = [
         speaker(0, [1, 0, 1], 5),
         speaker(1, [0, 0, 1], 5),

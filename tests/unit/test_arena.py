@@ -1,4 +1,6 @@
-"""Memory for units: values survive being given up, views stay good, and the own shard is always there."""
+"""Memory for units: values survive being given up, views stay good, and the own shard is always
+there.
+"""
 
 from __future__ import annotations
 
@@ -166,7 +168,9 @@ def test_memory_outlives_its_owner_as_long_as_a_view_of_it():
     pool_pages=st.integers(0, 24),
 )
 def test_any_sequence_of_acquire_and_release_keeps_every_value(shapes, moves, pool_pages):
-    """Fragmented pools assemble a unit from many extents, across regions that have no borders in common."""
+    """Fragmented pools assemble a unit from many extents, across regions that have no borders in
+    common.
+    """
     pool = PagePool(pool_pages * PAGE_BYTES)
     windows, values, held = [], [], []
     for number, (num_shards, pages, index) in enumerate(shapes):

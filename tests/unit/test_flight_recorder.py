@@ -194,9 +194,12 @@ def test_the_watchdog_stops_ranks_that_all_wait_for_different_things(recorders):
 
 
 def test_a_halted_process_is_late_and_no_stalemate(recorders, tmp_path):
-    """A rank that was sent SIGSTOP while it waits may still come: its peers must not be told that it disagrees."""
+    """A rank that was sent SIGSTOP while it waits may still come: its peers must not be told that
+    it disagrees.
+    """
     code = (
-        "import sys, os, signal\nfrom pathlib import Path\nfrom zrun_core.spine.flight_recorder import FlightRecorder\n"
+        "import sys, os, signal\nfrom pathlib import Path\nfrom zrun_core.spine.flight_recorder "
+        "import FlightRecorder\n"
         "board = FlightRecorder(Path(sys.argv[1]), 0, range(3), 3)\n"
         "board.waiting(True)\nos.kill(os.getpid(), signal.SIGSTOP)\n"
     )
@@ -222,7 +225,8 @@ def test_a_loop_that_tells_no_steps_has_its_own_advice(tmp_path):
     )
     recorders[1].issue("all_gather", over(0, 1), "other")
     assert recorders[0].disagreement() == (
-        "ranks disagree on all_gather 1: rank 0 is at 'extra' (0 B), rank 1 at 'other' (0 B). Do this"
+        "ranks disagree on all_gather 1: rank 0 is at 'extra' (0 B), rank 1 at 'other' (0 B). Do "
+        "this"
     )
 
 

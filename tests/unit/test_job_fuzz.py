@@ -1,4 +1,7 @@
-"""Ten thousand damaged job files: each is a job, or an error that names a line and a column. Never anything else."""
+"""Ten thousand damaged job files: each is a job, or an error that names a line and a column.
+
+Never anything else.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +17,16 @@ from zrun_core.spine.config import JobConfig
 NUM_FILES = 10_000
 _PLACE = re.compile(r":\d+:\d+: ")
 _SEEDS = (
-    "name: a\nmodel: m.py:f\ndata: d.py:g\nsteps: 10\nbatch: {global: 8, micro: 2}\nprecision: bf16\nzero: 2\n",
-    "name: b\nmodel: {call: m:f, args: {dim: 64, names: [x, 'y']}}\ndata: d:g\nepochs: 1\nbatch: 4\n"
-    "optim:\n  lr: 1e-4\n  betas: [0.9, 0.95]\n  no_decay: ['bias$']\nlr: {schedule: cosine, warmup: 5}\n",
+    "name: a\nmodel: m.py:f\ndata: d.py:g\nsteps: 10\nbatch: {global: 8, micro: 2}\n"
+    "precision: bf16\nzero: 2\n",
+    "name: b\nmodel: {call: m:f, args: {dim: 64, names: [x, 'y']}}\ndata: d:g\nepochs: 1\n"
+    "batch: 4\n"
+    "optim:\n  lr: 1e-4\n  betas: [0.9, 0.95]\n  no_decay: ['bias$']\n"
+    "lr: {schedule: cosine, warmup: 5}\n",
     "name: c\nmodel: m:f\ndata:\n  call: d:g\n  collate: {call: d:c}\ntokens: 99\n"
     "batch:\n  micro: auto\n  global: 6\n"
-    'zero: {stage: 3, bucket: 1MiB, units: ["h\\\\.[0-9]+"]}\nenv: {A: "${env:HOME}", B: null}\neval: {data: d:v}\n',
+    'zero: {stage: 3, bucket: 1MiB, units: ["h\\\\.[0-9]+"]}\nenv: {A: "${env:HOME}", B: null}\n'
+    "eval: {data: d:v}\n",
 )
 _ODD_VALUES = (
     "",

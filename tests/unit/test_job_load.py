@@ -32,7 +32,9 @@ FIVE_LINES = "".join(line for line in EIGHT_LINES.splitlines(True) if line[0] in
 
 
 class Folder:
-    """Writes `job.yaml` into a folder that is the working directory, so that messages start with `job.yaml:`."""
+    """Writes `job.yaml` into a folder that is the working directory, so that messages start with
+    `job.yaml:`.
+    """
 
     def load(self, text: str | bytes, *overrides: str, **environ: str) -> LoadedJob:
         raw = text if isinstance(text, bytes) else text.encode()
@@ -84,11 +86,13 @@ def test_origin_of_every_value(folder: Folder) -> None:
         ("zer: 3", 'job.yaml:6:1: zer: unknown key; did you mean "zero"? write zero: 3'),
         (
             "bucket: 1MiB",
-            'job.yaml:6:1: bucket: unknown key; did you mean "zero.bucket"? write zero: {bucket: 1MiB}',
+            'job.yaml:6:1: bucket: unknown key; did you mean "zero.bucket"? write zero: {bucket: '
+            "1MiB}",
         ),
         (
             "learning_rate: 1",
-            'job.yaml:6:1: learning_rate: unknown key; did you mean "optim.lr"? write optim: {lr: 1}',
+            'job.yaml:6:1: learning_rate: unknown key; did you mean "optim.lr"? write optim: {lr: '
+            "1}",
         ),
         (
             "zero: {q: 3}",
@@ -97,15 +101,18 @@ def test_origin_of_every_value(folder: Folder) -> None:
         ),
         (
             "optim: {lr: fast}",
-            'job.yaml:6:13: optim.lr: expected number > 0, found "fast"; write for example lr: 0.001',
+            'job.yaml:6:13: optim.lr: expected number > 0, found "fast"; write for example lr: '
+            "0.001",
         ),
         (
             "optim: {lr: .inf}",
-            "job.yaml:6:13: optim.lr: expected number > 0, at most 1e+30, found .inf; write for example lr: 0.001",
+            "job.yaml:6:13: optim.lr: expected number > 0, at most 1e+30, found .inf; write for "
+            "example lr: 0.001",
         ),
         (
             "optim: {betas: [0.9]}",
-            "job.yaml:6:16: optim.betas: expected [number >= 0 and < 1, number >= 0 and < 1] | null, found [0.9]; "
+            "job.yaml:6:16: optim.betas: expected [number >= 0 and < 1, number >= 0 and < 1] | "
+            "null, found [0.9]; "
             "write for example betas: [0.9, 0.95]",
         ),
         (
@@ -115,12 +122,14 @@ def test_origin_of_every_value(folder: Folder) -> None:
         ),
         (
             "zero: 7",
-            "job.yaml:6:7: zero: expected 0 | 1 | 2 | 3 | {stage, bucket, units, leaf, shard_group, persist_below, "
+            "job.yaml:6:7: zero: expected 0 | 1 | 2 | 3 | {stage, bucket, units, leaf, "
+            "shard_group, persist_below, "
             "prefetch}, found 7; write for example zero: 2",
         ),
         (
             "zero: [2]",
-            "job.yaml:6:7: zero: expected 0 | 1 | 2 | 3 | {stage, bucket, units, leaf, shard_group, persist_below, "
+            "job.yaml:6:7: zero: expected 0 | 1 | 2 | 3 | {stage, bucket, units, leaf, "
+            "shard_group, persist_below, "
             "prefetch}, found [2]; write for example zero: 2",
         ),
         (
@@ -135,12 +144,14 @@ def test_origin_of_every_value(folder: Folder) -> None:
         ),
         (
             "precision: bf61",
-            "job.yaml:6:12: precision: expected fp32 | bf16 | fp16 | {compute, reduce, master, loss_scale}, "
+            "job.yaml:6:12: precision: expected fp32 | bf16 | fp16 | {compute, reduce, master, "
+            "loss_scale}, "
             'found "bf61"; did you mean "bf16"? write precision: bf16',
         ),
         (
             "device: gpu",
-            'job.yaml:6:9: device: expected auto | cpu | cuda, found "gpu"; write for example device: auto',
+            'job.yaml:6:9: device: expected auto | cpu | cuda, found "gpu"; write for example '
+            "device: auto",
         ),
         (
             "threads: true",
@@ -153,7 +164,8 @@ def test_origin_of_every_value(folder: Folder) -> None:
         ),
         (
             "eval: {every: 5}",
-            "job.yaml:6:1: eval.data: missing key (returns the validation Dataset; or a mapping of names to several); "
+            "job.yaml:6:1: eval.data: missing key (returns the validation Dataset; or a mapping "
+            "of names to several); "
             "write data: train.py:build_val_data",
         ),
         (
@@ -167,7 +179,8 @@ def test_origin_of_every_value(folder: Folder) -> None:
         ),
         (
             "log: ",
-            "job.yaml:6:5: log: expected {every, ranks}, found nothing; write for example log: {every: 1}",
+            "job.yaml:6:5: log: expected {every, ranks}, found nothing; write for example log: "
+            "{every: 1}",
         ),
         (
             "seed: 0\nseed: 1",
@@ -181,7 +194,8 @@ def test_origin_of_every_value(folder: Folder) -> None:
         ),
         (
             "env: {A: !!python/object:os.system x}",
-            "job.yaml:6:10: env.A: tags (!name) are not supported; remove it, and quote a value that is text",
+            "job.yaml:6:10: env.A: tags (!name) are not supported; remove it, and quote a value "
+            "that is text",
         ),
         (
             "env: {A: '${env:NO}'}",
@@ -189,7 +203,8 @@ def test_origin_of_every_value(folder: Folder) -> None:
         ),
         (
             "env: {A: '${env:a b}'}",
-            "job.yaml:6:10: env.A: 'a b' is not the name of an environment variable; write ${env:NAME}",
+            "job.yaml:6:10: env.A: 'a b' is not the name of an environment variable; write "
+            "${env:NAME}",
         ),
     ],
 )
@@ -200,7 +215,8 @@ def test_one_mistake_one_line(folder: Folder, line: str, message: str) -> None:
 def test_missing_batch(folder: Folder) -> None:
     text = EIGHT_LINES.replace("batch: {global: 512, micro: 4}\n", "")
     assert folder.problems(text) == [
-        "job.yaml:1:1: batch: missing key (samples per step: {global, micro}); write batch: {global: 512, micro: 4}"
+        "job.yaml:1:1: batch: missing key (samples per step: {global, micro}); write batch: "
+        "{global: 512, micro: 4}"
     ]
 
 
@@ -226,7 +242,8 @@ def test_no_length(folder: Folder) -> None:
 @pytest.mark.parametrize("reference", ["train", "train.py", "a b:c", "train.py:1x", "../x.sh:f"])
 def test_bad_reference(folder: Folder, reference: str) -> None:
     assert folder.problems(EIGHT_LINES.replace("train.py:build_model", reference)) == [
-        f'job.yaml:2:8: model: {reference!r} is not a reference: write "module:attr" or "file.py:attr"'
+        f'job.yaml:2:8: model: {reference!r} is not a reference: write "module:attr" or '
+        '"file.py:attr"'
     ]
 
 
@@ -237,7 +254,10 @@ def test_misspelt_required_key_is_told_once(folder: Folder) -> None:
 
 
 def test_every_mistake_is_told_in_the_order_of_the_file(folder: Folder) -> None:
-    text = "name: a b\nmodel: m:f\ndata: m:d\nsteps: fast\nepochs: 1\nbatch: 4\nzero: {stag: 1, bucket: x}\nseed: -1\n"
+    text = (
+        "name: a b\nmodel: m:f\ndata: m:d\nsteps: fast\nepochs: 1\nbatch: 4\n"
+        "zero: {stag: 1, bucket: x}\nseed: -1\n"
+    )
     places = [line.split(": ")[0] for line in folder.problems(text)]
     assert places == [f"job.yaml:{at}" for at in ("1:7", "4:8", "5:1", "7:8", "7:25", "8:7")]
 
@@ -467,8 +487,10 @@ def test_json_schema_allows_short_forms() -> None:
     [
         (
             "optim: {name: adafactor}",
-            "job.yaml:6:15: optim.name: adafactor cannot update slices of parameters: it keeps means over the rows and "
-            "columns of whole matrices; write adamw with optim.moments: bf16 (4 bytes of state per parameter) or lion "
+            "job.yaml:6:15: optim.name: adafactor cannot update slices of parameters: it keeps "
+            "means over the rows and "
+            "columns of whole matrices; write adamw with optim.moments: bf16 (4 bytes of state "
+            "per parameter) or lion "
             "(4, or 2 with bf16)",
         ),
         (
@@ -477,11 +499,13 @@ def test_json_schema_allows_short_forms() -> None:
         ),
         (
             "optim: {name: sgd, moments: bf16}",
-            "job.yaml:6:29: optim.moments: sgd keeps its state in fp32; bf16 is for adam, adamw, lamb, lion",
+            "job.yaml:6:29: optim.moments: sgd keeps its state in fp32; bf16 is for adam, adamw, "
+            "lamb, lion",
         ),
         (
             "zero: 1\nsync: server",
-            "job.yaml:7:1: sync: server keeps all states on one rank, and zero 1 divides them over all; write zero: 0, "
+            "job.yaml:7:1: sync: server keeps all states on one rank, and zero 1 divides them "
+            "over all; write zero: 0, "
             "or leave sync out",
         ),
     ],

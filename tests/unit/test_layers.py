@@ -1,4 +1,7 @@
-"""Imports point down, heavy ones are late, and only one module talks to other ranks. Read from the source, not run."""
+"""Imports point down, heavy ones are late, and only one module talks to other ranks.
+
+Read from the source, not run.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,9 @@ def _source(name: str) -> str:
 
 
 class _Imports(ast.NodeVisitor):
-    """Collects the modules that are imported; without `late`, only those imported along with the module itself."""
+    """Collects the modules that are imported; without `late`, only those imported along with the
+    module itself.
+    """
 
     def __init__(self, late: bool) -> None:
         self.late = late
@@ -125,7 +130,7 @@ def test_launcher_imports_torch_late(name: str) -> None:
 
 
 def test_an_agent_needs_the_standard_library_only() -> None:
-    """It is there sooner, on every host: pydantic takes longer to import than all the rest of it."""
+    """It starts sooner on every host: pydantic takes longer to import than all the rest of it."""
     left, found = ["zrun.agent.main"], set()
     while left:
         name = left.pop()
@@ -199,7 +204,7 @@ def test_no_cycles() -> None:
 
 
 def test_folders_have_no_cycles() -> None:
-    """Whoever reads a folder of `zrun` needs those below it only: late imports and types count too."""
+    """A folder of `zrun` needs those below it only: late imports and types count too."""
     imports: dict[str, set[str]] = {}
     for name in LAUNCHER:
         named = {node.module for node in ast.walk(_tree(name)) if isinstance(node, ast.ImportFrom)}
@@ -258,7 +263,10 @@ def test_no_bytes_of_others_are_unpickled(name: str) -> None:
     source = _source(name)
     if name == "zrun_core.checkpoint.export":
         source = source.replace("torch.save(", "")  # for others to load; nothing here does
-    calls = r"\w*_object_list|\w*_object|torch\.load|torch\.save|yaml\.(?:unsafe_load|full_load|load)|np\.load|numpy\.load"
+    calls = (
+        r"\w*_object_list|\w*_object|torch\.load|torch\.save"
+        r"|yaml\.(?:unsafe_load|full_load|load)|np\.load|numpy\.load"
+    )
     if (
         name == "zrun_core.checkpoint.initial"
     ):  # a state_dict that the job names, as tensors and nothing else

@@ -1,4 +1,6 @@
-"""Where parameters lie: shards are equal and page-aligned, pieces tile parameters, buffers follow the formulas."""
+"""Where parameters lie: shards are equal and page-aligned, pieces tile parameters, buffers follow
+the formulas.
+"""
 
 from __future__ import annotations
 
@@ -176,7 +178,7 @@ def test_any_permuted_tensor_fits_its_slot_exactly(shape, order):
 @pytest.mark.parametrize("reduce_dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("num_shards", [1, 2, 4])
 def test_buffers_are_the_papers(num_shards, reduce_dtype):
-    """16P, 4P + 12P/N, 2P + 14P/N, 16P/N with gradients in bf16; fp32 gradients take 2 bytes more."""
+    """16P, 4P + 12P/N, 2P + 14P/N, 16P/N with bf16 gradients; fp32 gradients take 2 bytes more."""
     n, g, p = num_shards, reduce_dtype.itemsize, 64 * 1024
     expected = [
         (14 + g) * p,
@@ -246,7 +248,9 @@ def test_units_of_a_block_that_is_recomputed_are_whole_together():
 
 
 def test_sums_of_copies_have_room_also_where_nothing_is_divided():
-    """Hybrid sharding with groups of one: each rank has all states, and gradients are summed like equal shards."""
+    """Hybrid sharding with groups of one: each rank has all states, and gradients are summed like
+    equal shards.
+    """
     units = [unit((8, 1024), num_shards=1)]
     assert (
         policy(2).reduce_ring_bytes(units, MeshInfo(1, num_replicas=4, direct_up_to=8))

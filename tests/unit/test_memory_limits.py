@@ -1,4 +1,6 @@
-"""How much memory there is: what the kernel's files come to, and when ranks have taken too much of it."""
+"""How much memory there is: what the kernel's files come to, and when ranks have taken too much of
+it.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ MIB = 1 << 20
 
 @pytest.fixture
 def group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The root of control groups that are not there; this process is in `jobs/mine` of both versions."""
+    """The root of control groups that are not there; this process is in `jobs/mine` of both
+    versions.
+    """
     read = memory_limits.text
     of_process = "4:cpu,memory:/jobs/mine\n0::/jobs/mine\n"
     monkeypatch.setattr(memory_limits, "_GROUPS", tmp_path)

@@ -1,4 +1,6 @@
-"""Mistakes on the command line and in the job file: a line that says what to do, and the right exit code."""
+"""Mistakes on the command line and in the job file: a line that says what to do, and the right exit
+code.
+"""
 
 from __future__ import annotations
 

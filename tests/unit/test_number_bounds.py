@@ -15,7 +15,10 @@ from zrun.placement.plan import make_plan
 from zrun.watch.preface import preface
 from zrun_core.errors import JobError, PreflightError
 
-JOB = "name: t\nmodel: m:f\ndata: m:d\nsteps: 9\nbatch: 8\neval: {data: m:d}\ncheckpoint: 5\nprecision: fp16\n"
+JOB = (
+    "name: t\nmodel: m:f\ndata: m:d\nsteps: 9\nbatch: 8\neval: {data: m:d}\n"
+    "checkpoint: 5\nprecision: fp16\n"
+)
 CLUSTER = Cluster((HostFacts("box", cores=2, memory_bytes=16 << 30),))
 NUMBERS = (
     "0",
@@ -90,7 +93,8 @@ def test_any_number_is_planned_or_refused(tmp_path: Path, key: str) -> None:
         ),
         (
             f"batch.global={2**63}",
-            "batch.global: expected whole number > 0 | auto, at most 1e+09, found 9223372036854775808; write for",
+            "batch.global: expected whole number > 0 | auto, at most 1e+09, found "
+            "9223372036854775808; write for",
         ),
         ("steps=1e300", "steps: expected whole number > 0 | null, at most 1e+12, found 1e+300"),
         ("zero.bucket=9999TiB", "zero.bucket: expected size such as 64MiB | auto"),

@@ -109,7 +109,13 @@ class _Peer:
             os.close(table)
 
     def copy(self, address: int, num_bytes: int, to: int) -> None:
-        """Copy from the peer's memory at `address` into this process's at `to`."""
+        """Copy from the peer's memory into this process's.
+
+        Args:
+            address: in the peer's memory.
+            num_bytes: any number.
+            to: address in this process's memory.
+        """
         done = 0
         while done < num_bytes:  # the kernel moves at most 2 GiB at once
             here = _Range(to + done, num_bytes - done)

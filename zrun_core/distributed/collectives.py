@@ -43,7 +43,14 @@ class Collectives(ABC):
 
     @abstractmethod
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, group: Group, tag: int) -> Handle:
-        """Fill `full` [size * n] with every rank's `shard` [n]."""
+        """Fill `full` with every rank's `shard`.
+
+        Args:
+            full: [size * n].
+            shard: [n], or the own slice of `full`.
+            group: of the ranks.
+            tag: see [Note: tags].
+        """
 
     @abstractmethod
     def reduce_scatter(
@@ -56,13 +63,29 @@ class Collectives(ABC):
         accumulate: bool,
         tag: int,
     ) -> Handle:
-        """Sum `full` [size * n] over ranks; store this rank's slice, or add it, `into` [n]."""
+        """Sum `full` over ranks, and store this rank's slice, or add it, `into` a tensor.
+
+        Args:
+            full: [size * n], scratch afterwards.
+            recv_buffer: [num_recv_shards * n or more], scratch.
+            into: [n].
+            group: of the ranks.
+            accumulate: add to `into`.
+            tag: see [Note: tags].
+        """
 
     @abstractmethod
     def all_reduce(
         self, full: torch.Tensor, recv_buffer: torch.Tensor, group: Group, tag: int
     ) -> Handle:
-        """Sum `full` [any length] over ranks, in place."""
+        """Sum `full` over ranks, in place.
+
+        Args:
+            full: [any length].
+            recv_buffer: [num_recv_shards * length of a slice, or more], scratch.
+            group: of the ranks.
+            tag: see [Note: tags].
+        """
 
     @abstractmethod
     def all_reduce_small(self, values: torch.Tensor, group: Group) -> torch.Tensor:
@@ -195,7 +218,13 @@ class BackendCollectives(Collectives):
         self._comm.wait_for([_all_gather_single(rows.view(-1), own, group)])
 
     def broadcast(self, tensor: torch.Tensor, source: int, group: Group) -> None:
-        """Overwrite the contiguous `tensor` with that of rank `source`, and wait for it."""
+        """Overwrite a tensor with that of one rank, and wait for it.
+
+        Args:
+            tensor: contiguous, of any dtype.
+            source: place of the sender in the group.
+            group: of the ranks.
+        """
         raw = as_bytes(tensor)  # gloo has no bool and few integers; bytes need no arithmetic
         root = group.ranks[source]
         work = dist.broadcast(raw, root, group=group.process_group, async_op=True)
@@ -261,10 +290,14 @@ def _rows(recv_buffer: torch.Tensor, group: Group, numel: int) -> tuple[torch.Te
 
 
 def slice_start(numel: int, parts: int, index: int) -> int:
-    """Return where part `index` begins of `numel` elements cut into `parts`.
+    """Return where a part begins of elements that are cut into parts.
 
-    The last parts may be shorter, or empty: of 7 elements in 3 parts these are [0, 3), [3, 6) and
-    [6, 7).
+    The last parts may be shorter, or empty: 7 elements in 3 parts are [0, 3), [3, 6) and [6, 7).
+
+    Args:
+        numel: elements.
+        parts: of them.
+        index: of the part.
     """
     part_numel = -(-numel // parts)
     return min(numel, index * part_numel)

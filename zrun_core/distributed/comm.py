@@ -330,7 +330,13 @@ class Comm:
         return self._collectives(group).all_reduce_small(values, group)
 
     def all_gather_bytes(self, payload: bytes, group: Group, *, name: str) -> list[bytes]:
-        """Return every rank's `payload`, in the order of the group. For short messages."""
+        """Return every rank's `payload`, in the order of the group.
+
+        Args:
+            payload: short: each rank gets all of them, and waits for them.
+            group: of the ranks.
+            name: what it is about, the same on all ranks.
+        """
         size = group.size
         if size == 1:
             return [payload]
@@ -350,7 +356,13 @@ class Comm:
         ]
 
     def all_equal(self, number: int, group: Group, *, name: str) -> bool:
-        """Return whether all ranks name the same `number`, as far as its last 20 bits tell."""
+        """Return whether all ranks name the same number.
+
+        Args:
+            number: of which the last 20 bits are compared.
+            group: of the ranks.
+            name: what it is about, the same on all ranks.
+        """
         if group.size == 1:
             return True
         own = torch.tensor(equality_terms(number), dtype=torch.float64, device=self.device)

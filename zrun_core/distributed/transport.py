@@ -74,11 +74,25 @@ class Transport(ABC):
 
     @abstractmethod
     def send(self, tensor: torch.Tensor, group: Group, peer: int, tag: int) -> Work:
-        """Send the contiguous `tensor` to rank `peer` of `group`; it must not change until then."""
+        """Send a tensor to another rank.
+
+        Args:
+            tensor: contiguous; it must not change until the work is over.
+            group: of both ranks.
+            peer: place of the receiver in the group.
+            tag: see [Note: tags].
+        """
 
     @abstractmethod
     def receive(self, tensor: torch.Tensor, group: Group, peer: int, tag: int) -> Work:
-        """Receive the next message of rank `peer` of `group` into the contiguous `tensor`."""
+        """Receive the next message of another rank.
+
+        Args:
+            tensor: contiguous, filled when the work is over.
+            group: of both ranks.
+            peer: place of the sender in the group.
+            tag: that the sender gives to the message.
+        """
 
     @abstractmethod
     def prepare_to_wait(self, works: Sequence[Work]) -> None:

@@ -44,10 +44,11 @@ import torch.distributed.checkpoint as dcp
 import xxhash
 
 import zrun_core
-from zrun_core.checkpoint.checkpointer import Checkpointer, RunInfo, versions
+from zrun_core.checkpoint.checkpointer import Checkpointer, versions
 from zrun_core.checkpoint.digest import digest
 from zrun_core.checkpoint.folder import CheckpointFolder
 from zrun_core.checkpoint.model_state import ModelState
+from zrun_core.checkpoint.rank_save import RunInfo
 from zrun_core.checkpoint.resume import load_newest
 from zrun_core.checkpoint.shard_file import as_bytes
 from zrun_core.distributed.rng import Streams

@@ -17,6 +17,7 @@ from toys import world
 from zrun_core.checkpoint import checkpointer, folder, shard_file
 from zrun_core.checkpoint.checkpointer import Checkpointer
 from zrun_core.checkpoint.folder import CheckpointFolder, read_step
+from zrun_core.checkpoint.snapshot import LateCopies, Snapshot
 from zrun_core.checkpoint.verify import verify
 from zrun_core.distributed.named_vector import NamedVector
 from zrun_core.errors import DivergedError, HangError, SaveError
@@ -70,7 +71,7 @@ def run_with_late_copies(keys: dict[str, Any], run_dir: str) -> dict[str, Any]:
     """As `run`, where the thread copies once the next update has begun, and has had the time to end without it."""
     update, make, begun, ended = (
         ShardedModel._update,
-        checkpointer._Copies.make,
+        LateCopies.make,
         threading.Event(),
         threading.Event(),
     )
@@ -89,7 +90,7 @@ def run_with_late_copies(keys: dict[str, Any], run_dir: str) -> dict[str, Any]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ShardedModel, "_update", tell_update)
-        patch.setattr(checkpointer._Copies, "make", make_late)
+        patch.setattr(LateCopies, "make", make_late)
         patch.setattr(Checkpointer, "after_step", forget(begun, Checkpointer.after_step))
         return run(keys, run_dir)
 
@@ -334,9 +335,11 @@ def test_a_step_that_was_right_is_committed_where_ranks_diverge_later(
     assert steps_of(tmp_path) == [2]
 
 
-def run_without_memory(keys: dict[str, Any], run_dir: str, what: str) -> dict[str, Any]:
+def run_without_memory(
+    keys: dict[str, Any], run_dir: str, owner: type, what: str
+) -> dict[str, Any]:
     """As `run`, where rank 1 cannot make what it is to write, in the second save."""
-    real, number = getattr(Checkpointer, what), 0
+    real, number = getattr(owner, what), 0
 
     def fails(*args: Any) -> Any:
         nonlocal number
@@ -346,13 +349,15 @@ def run_without_memory(keys: dict[str, Any], run_dir: str, what: str) -> dict[st
         return real(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Checkpointer, what, fails)
+        patch.setattr(owner, what, fails)
         return run(keys, run_dir)
 
 
 def test_a_rank_without_memory_for_a_copy_fails_the_save_of_all(ranks, tmp_path):
     options = {"every": 2, "keep": 9, "async": True, "on_save_error": "warn"}
-    found = ranks(2).run(run_without_memory, job(checkpoint=options), str(tmp_path), "_snapshot")
+    found = ranks(2).run(
+        run_without_memory, job(checkpoint=options), str(tmp_path), Snapshot, "take"
+    )
     assert [each["error"] for each in found] == ["", ""]
     assert steps_of(tmp_path) == [8, 6, 2]
     assert any(
@@ -454,7 +459,11 @@ def test_older_steps_go_behind_and_not_for_one_that_rotted(ranks, tmp_path, in_b
 
 def run_with_slow_disks(keys: dict[str, Any], run_dir: str, waits: bool) -> dict[str, Any]:
     """As `run`, where rank 1 writes and rank 0 commits while ranks ask eight times whether all are ready; or never."""
-    write, commit, await_all = shard_file.write_file, CheckpointFolder.commit, Checkpointer._await
+    write, commit, await_all = (
+        shard_file.write_file,
+        CheckpointFolder.commit,
+        Checkpointer._wait_for_all,
+    )
     asked, gave_up = threading.Semaphore(0), threading.Event()
 
     def be_slow() -> None:
@@ -489,7 +498,7 @@ def run_with_slow_disks(keys: dict[str, Any], run_dir: str, waits: bool) -> dict
         patch.setattr(shard_file, "write_file", write_file)
         patch.setattr(CheckpointFolder, "commit", commit_slowly)
         patch.setattr(checkpointer, "wait", wait_a_turn)
-        patch.setattr(Checkpointer, "_await", give_up)
+        patch.setattr(Checkpointer, "_wait_for_all", give_up)
         return run(keys, run_dir)
 
 

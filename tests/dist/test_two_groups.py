@@ -18,10 +18,11 @@ from safetensors.torch import load_file
 from torch import nn
 from toys import Net, full_state, make_sharded, world
 
-from zrun_core.checkpoint.checkpointer import Checkpointer, RunInfo
+from zrun_core.checkpoint.checkpointer import Checkpointer
 from zrun_core.checkpoint.export import export
 from zrun_core.checkpoint.folder import CheckpointFolder, read_step
 from zrun_core.checkpoint.model_state import ModelState
+from zrun_core.checkpoint.rank_save import RunInfo
 from zrun_core.checkpoint.resume import load_newest
 from zrun_core.distributed import rng
 from zrun_core.distributed.comm import Comm

@@ -18,10 +18,12 @@ from zrun.launch import save_request
 from zrun.runs.listing import read_run
 from zrun.runs.rundir import RunDir
 from zrun_core.checkpoint import checkpointer as module
-from zrun_core.checkpoint.checkpointer import Checkpointer, RunInfo, SaveConsensus
+from zrun_core.checkpoint import rank_save
+from zrun_core.checkpoint.checkpointer import Checkpointer, SaveConsensus
 from zrun_core.checkpoint.folder import CheckpointFolder
 from zrun_core.checkpoint.manifest import TensorInfo
 from zrun_core.checkpoint.model_files import ModelFiles
+from zrun_core.checkpoint.rank_save import RunInfo
 from zrun_core.checkpoint.shard_file import WriteItem
 from zrun_core.distributed import rng
 from zrun_core.errors import HangError, JobError, PreflightError, SaveError
@@ -150,6 +152,15 @@ def test_what_cannot_be_asked(rundir: RunDir, run: ExitStack) -> None:
         save_request.check(read_run(rundir.path))
 
 
+class Clock:
+    """In place of the module `time`."""
+
+    now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
 class OneTensor:
     """A model of four numbers."""
 
@@ -186,13 +197,13 @@ class Rank:
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, **config: Any) -> None:
         self.go_on, self.told = threading.Event(), list[dict[str, Any]]()
-        write = module.write_shard
+        write = rank_save.write_shard
 
         def held_up(*args: Any) -> Any:
             self.go_on.wait()
             return write(*args)
 
-        monkeypatch.setattr(module, "write_shard", held_up)
+        monkeypatch.setattr(rank_save, "write_shard", held_up)
         comm: Any = SimpleNamespace(
             device=torch.device("cpu"),
             all_gather_bytes=lambda data, group, name: [data],
@@ -201,7 +212,7 @@ class Rank:
         world: Any = SimpleNamespace(index=0, size=1)
         state: Any = OneTensor()
         settings = CheckpointConfig.model_validate({"async": True, **config})
-        about = RunInfo("run", {}, {})
+        run = RunInfo("run", {}, {})
         self.saves = Checkpointer(
             CheckpointFolder(folder),
             state,
@@ -209,7 +220,7 @@ class Rank:
             settings,
             comm,
             world,
-            about,
+            run,
             lambda **fields: self.told.append(fields),
         )
         self.step = 0
@@ -286,4 +297,28 @@ def test_one_that_fails_is_not_tried_again(tmp_path: Path, monkeypatch: pytest.M
     assert told["unsaved"] == 1
     rank.end_step()
     assert rank.saves.under_way is None
+    rank.saves.close()
+
+
+def test_a_save_that_is_skipped_is_not_due_again_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is written for longer than `minutes`: one warning each time they have passed."""
+    clock = Clock()
+    monkeypatch.setattr(module, "time", clock)
+    rank = Rank(tmp_path, monkeypatch, minutes=60, busy="skip")
+    clock.now += 3600
+    rank.end_step()
+    assert rank.saves.under_way == 1
+    rank.end_step()
+    assert rank.warnings == []
+    clock.now += 3600
+    for _ in range(3):
+        rank.end_step()
+    assert rank.warnings == ["step 3 is not saved: step 1 is still being written"]
+    clock.now += 3600
+    rank.end_step()
+    assert rank.warnings[1:] == ["step 6 is not saved: step 1 is still being written"]
+    rank.go_on.set()
+    rank.saves.finish()
     rank.saves.close()

@@ -14,13 +14,14 @@ from typing import Any, Literal
 from pydantic import ValidationError
 from torch import nn
 
-from zrun_core.checkpoint.checkpointer import Checkpointer, RunInfo, versions
+from zrun_core.checkpoint.checkpointer import Checkpointer, versions
 from zrun_core.checkpoint.folder import CheckpointFolder
 from zrun_core.checkpoint.folder_lock import hold
 from zrun_core.checkpoint.manifest import Manifest, TensorInfo
 from zrun_core.checkpoint.manifest_fields import RANK
 from zrun_core.checkpoint.model_files import ModelFiles
 from zrun_core.checkpoint.model_state import ModelState
+from zrun_core.checkpoint.rank_save import RunInfo
 from zrun_core.checkpoint.resume import Resumed, load_newest, restore_streams
 from zrun_core.checkpoint.shard_file import WriteItem
 from zrun_core.errors import CheckpointError, PeerError, SaveError, UserCodeError

@@ -1,4 +1,4 @@
-"""From what a person gives, a run by name or path, a folder of checkpoints or one step, to the steps that are meant."""
+"""Finding the steps that a person means: by a run, a folder of checkpoints, or one step."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ class StepLocation:
     folder: CheckpointFolder
     steps: Sequence[SavedStep]
     is_single: bool  # the path was that of one step
-    attempts: Mapping[int, StepLocation] = field(
-        default_factory=dict
-    )  # earlier ones of the run, newest first
+    # Earlier ones of the run, newest first.
+    attempts: Mapping[int, StepLocation] = field(default_factory=dict)
 
     def newest_valid(self) -> SavedStep:
-        """The newest step that counts.
+        """Return the newest step that counts.
 
         Raises:
-            CheckpointError: there is none; the message says what is wrong with those that are there.
+            CheckpointError: there is none; the message says what is wrong with those that are
+                there.
         """
         for found in self.steps:
             if found.problem is None:
@@ -80,15 +80,19 @@ class StepLocation:
         return number
 
     def _elsewhere(self) -> str:
-        newest = next(iter(self.attempts.values()), None)
-        return "" if newest is None else f"\n  an earlier attempt has some: {newest.folder.path}"
+        for newest in self.attempts.values():
+            return f"\n  an earlier attempt has some: {newest.folder.path}"
+        return ""
 
 
 def locate(text: str) -> StepLocation:
-    """Return the steps that `text` leads to: at least one, or one that was set aside, or of an earlier attempt.
+    """Return the steps that `text` leads to.
+
+    There is at least one, or one that was set aside, or one of an earlier attempt.
 
     Args:
-        text: a path, or else a run as `zrun logs` takes it: its id or the beginning of that, or a job.
+        text: a path, or else a run as `zrun logs` takes it: its id or the beginning of that, or a
+            job.
 
     Raises:
         JobError: there is no such folder, and no such run.
@@ -104,46 +108,42 @@ def locate(text: str) -> StepLocation:
             return StepLocation(folder, steps, is_single=True)
     attempts = _attempts(path)
     for candidate in (path / "checkpoints", path, checkpoints_of(path)):
+        if not candidate.is_dir():
+            continue
         folder = CheckpointFolder(candidate)
-        if candidate.is_dir() and ((steps := folder.scan()) or folder.aside()):
+        steps = folder.scan()
+        if steps or folder.aside():
             return StepLocation(folder, steps, is_single=False, attempts=attempts)
     if attempts:
-        return StepLocation(
-            CheckpointFolder(path / "checkpoints"), [], is_single=False, attempts=attempts
-        )
+        folder = CheckpointFolder(path / "checkpoints")
+        return StepLocation(folder, [], is_single=False, attempts=attempts)
     raise CheckpointError(f"{path} holds no checkpoints{_runs_below(path)}")
 
 
 def _path_of(text: str) -> Path:
-    path = Path(
-        os.path.expanduser(text)
-    )  # unlike Path's, it takes a user who does not exist for a name
+    path = Path(os.path.expanduser(text))  # unlike Path's, it leaves a user who does not exist
     if path.is_dir():
         return path.absolute()
     if "/" in text:
         raise JobError(
-            f"{text}: no such folder; give a run directory, its checkpoints folder, or one step in it"
+            f"{text}: no such folder; give a run directory, its checkpoints folder, "
+            "or one step in it"
         )
     return find_run(text)
 
 
 def _attempts(run: Path) -> dict[int, StepLocation]:
-    """The steps of the attempts that a run started over from, as far as they have any, newest first."""
+    """Return the steps of earlier attempts of a run that was started over, newest first."""
     from zrun_core.checkpoint.folder import CheckpointFolder
 
-    numbers = sorted(
-        (int(each.name) for each in (run / "attempts").glob("*") if each.name.isdecimal()),
-        reverse=True,
-    )
-    folders = {
-        number: CheckpointFolder(run / "attempts" / str(number) / "checkpoints")
-        for number in numbers
-    }
-    places = {
-        number: StepLocation(folder, folder.scan(), is_single=False)
-        for number, folder in folders.items()
-    }
-    return {number: place for number, place in places.items() if place.steps}
+    names = [each.name for each in (run / "attempts").glob("*") if each.name.isdecimal()]
+    found = {}
+    for number in sorted(map(int, names), reverse=True):
+        folder = CheckpointFolder(run / "attempts" / str(number) / "checkpoints")
+        steps = folder.scan()
+        if steps:
+            found[number] = StepLocation(folder, steps, is_single=False)
+    return found
 
 
 def _runs_below(path: Path) -> str:

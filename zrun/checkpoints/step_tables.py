@@ -28,18 +28,23 @@ def _table(*columns: str, right: Sequence[str] = ()) -> Table:
 
 
 def _problem(found: SavedStep, text: str) -> Text:
-    return Text(
-        printable(text.replace(f"{found.path}/", "").replace(f"{found.path}: ", "")), style="red"
-    )
+    short = text.replace(f"{found.path}/", "").replace(f"{found.path}: ", "")
+    return Text(printable(short), style="red")
 
 
 def steps_table(
     steps: Sequence[SavedStep], saved: Sequence[str], latest: int | None, best: int | None = None
 ) -> Table:
-    """A row per step, newest first. `saved` are the times; `latest` and `best` are told so."""
-    table = _table(
-        "step", "saved", "size", "ranks", "run", "state", right=("step", "size", "ranks")
-    )
+    """Return a row per step.
+
+    Args:
+        steps: newest first.
+        saved: when each was saved, in words.
+        latest: the step that is marked so.
+        best: the step that is marked so.
+    """
+    columns = ("step", "saved", "size", "ranks", "run", "state")
+    table = _table(*columns, right=("step", "size", "ranks"))
     for found, time in zip(steps, saved, strict=True):
         if found.manifest is None:
             table.add_row(str(found.step), time, "", "", "", _problem(found, found.problem or ""))
@@ -53,7 +58,7 @@ def steps_table(
 
 
 def step_facts(found: SavedStep) -> dict[str, Any]:
-    """A step for JSON, without what it holds."""
+    """Return a step for JSON, without what it holds."""
     manifest = found.manifest
     facts: dict[str, Any] = {"step": found.step, "path": str(found.path), "problem": found.problem}
     if manifest is not None:
@@ -66,27 +71,30 @@ def step_facts(found: SavedStep) -> dict[str, Any]:
 
 
 def summary(found: SavedStep, manifest: Manifest) -> Table:
-    """What a checkpoint is of, in two columns."""
+    """Return what a checkpoint is of, in two columns."""
     layout, *others = manifest.layouts
-    differing = [{k: v for k, v in each.items() if v != layout.get(k)} for each in others]
     kinds = Counter(tensor.kind for tensor in manifest.tensors)
     elements = sum(tensor.numel for tensor in manifest.tensors)
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold")
     table.add_column(overflow="fold")
+    versions = ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
+    numbers = ", ".join(f"{number} {kind}" for kind, number in sorted(kinds.items()))
     rows = {
         "checkpoint": str(found.path),
         "step": str(manifest.step),
         "run": manifest.run_id,
         "job": str(manifest.job.get("name", "")),
         "model": manifest.model.class_name if manifest.model is not None else "",
-        "written by": ", ".join(f"{name} {version}" for name, version in manifest.versions.items()),
+        "written by": versions,
         "ranks": str(manifest.world_size),
         "layout": _pairs(layout),
-        **({"other parts": "; ".join(map(_pairs, differing))} if others else {}),
+    }
+    if others:
+        rows["other parts"] = "; ".join(_pairs(_differing(each, layout)) for each in others)
+    rows |= {
         "progress": _pairs(manifest.progress),
-        "tensors": f"{len(manifest.tensors)} with {count(elements)} elements: "
-        + ", ".join(f"{number} {kind}" for kind, number in sorted(kinds.items())),
+        "tensors": f"{len(manifest.tensors)} with {count(elements)} elements: {numbers}",
         "files": f"{len(manifest.files)} with {format_size(manifest.num_bytes)}",
     }
     for name, value in rows.items():
@@ -94,8 +102,12 @@ def summary(found: SavedStep, manifest: Manifest) -> Table:
     return table
 
 
+def _differing(layout: dict[str, Any], first: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in layout.items() if value != first.get(key)}
+
+
 def _pairs(facts: dict[str, Any]) -> str:
-    """Nested facts on one line: `samples 6400, cursor.epoch 1`."""
+    """Return nested facts on one line: `samples 6400, cursor.epoch 1`."""
     flat: list[str] = []
 
     def walk(prefix: str, value: Any) -> None:
@@ -110,7 +122,7 @@ def _pairs(facts: dict[str, Any]) -> str:
 
 
 def states_table(manifest: Manifest) -> Table:
-    """How many bytes each kind of state takes."""
+    """Return a row per kind of state, with the bytes that it takes."""
     num_bytes: Counter[tuple[str, str]] = Counter()
     tensors: dict[tuple[str, str], set[str]] = {}
     for fragment in manifest.fragments:
@@ -124,7 +136,7 @@ def states_table(manifest: Manifest) -> Table:
 
 
 def tensors_table(manifest: Manifest) -> Table:
-    """A row per tensor of the model, with the states that are kept of it."""
+    """Return a row per tensor of the model, with the states that are kept of it."""
     states: dict[str, dict[str, None]] = {}
     for fragment in manifest.fragments:
         states.setdefault(fragment.tensor, {})[fragment.state] = None
@@ -138,7 +150,7 @@ def tensors_table(manifest: Manifest) -> Table:
 
 
 def inspect_facts(found: SavedStep, manifest: Manifest) -> dict[str, Any]:
-    """Everything in a manifest but its fragments, for JSON."""
+    """Return everything in a manifest but its fragments, for JSON."""
     facts = asdict(manifest)
     del facts["fragments"]
     return {"path": str(found.path), **facts}
@@ -147,15 +159,20 @@ def inspect_facts(found: SavedStep, manifest: Manifest) -> dict[str, Any]:
 def verify_table(
     steps: Sequence[SavedStep], problems: Sequence[Sequence[str]], seconds: Sequence[float]
 ) -> Table:
-    """A row per step that was read whole."""
+    """Return a row per step that was read whole.
+
+    Args:
+        steps: that were read.
+        problems: of each; none: it is as it was saved.
+        seconds: that reading each took.
+    """
     table = _table("step", "size", "read at", "result", right=("step", "size", "read at"))
     for found, wrong, time in zip(steps, problems, seconds, strict=True):
         num_bytes = found.manifest.num_bytes if found.manifest is not None else 0
         rate = f"{format_size(num_bytes / time)}/s" if num_bytes and time > 0 else ""
-        result = (
-            _problem(found, "\n".join(wrong))
-            if wrong
-            else Text("every byte as saved", style="green")
-        )
-        table.add_row(str(found.step), format_size(num_bytes) if num_bytes else "", rate, result)
+        result = Text("every byte as saved", style="green")
+        if wrong:
+            result = _problem(found, "\n".join(wrong))
+        size = format_size(num_bytes) if num_bytes else ""
+        table.add_row(str(found.step), size, rate, result)
     return table

@@ -1,4 +1,4 @@
-"""Which value of a metric is the best so far: `checkpoint.best` keeps it, `eval.stop` waits for it.
+"""The best value of a metric so far: `checkpoint.best` keeps it, `eval.stop` waits for it.
 
 All ranks see the same numbers of an evaluation, so that all judge alike without a message.
 """
@@ -34,7 +34,7 @@ class Best:
     value: Number
 
     def is_of(self, goal: Goal) -> bool:
-        """Whether `goal` asks for the same metric in the same direction."""
+        """Return whether `goal` asks for the same metric in the same direction."""
         return (self.metric, self.mode) == (goal.metric, goal.mode)
 
 
@@ -104,7 +104,8 @@ class EarlyStop:
         """Go on from what `to_json` returned; return whether it was of the same metric.
 
         Args:
-            had_ended: the run had ended early: whoever trains on has its patience anew.
+            found: what `to_json` returned.
+            had_ended: the run had ended early: it has its patience anew.
         """
         best = None if found["best"] is None else Best(**found["best"])
         if best is not None and not best.is_of(self._config):

@@ -1,7 +1,7 @@
 """Writes a new file in large blocks, past the page cache where the file system allows that.
 
-One thread takes digests of the pieces and copies them into aligned blocks while others write the blocks before: the
-disk is always busy, and what is held beside the pieces is constant.
+One thread takes digests of the pieces and copies them into aligned blocks while others write the
+blocks before: the disk is always busy, and what is held beside the pieces is constant.
 """
 
 from __future__ import annotations
@@ -31,24 +31,31 @@ _ALIGNMENT = 4096
 
 
 def write_file(path: Path, num_bytes: int, pieces: Iterable[Bytes], mode: int = 0o600) -> list[str]:
-    """Create `path` with the bytes of `pieces`, `num_bytes` in all, and wait until they are on the disk.
+    """Create a file, and wait until it is on the disk.
+
+    Args:
+        path: of the file.
+        num_bytes: of all pieces; reserved before any byte is written.
+        pieces: the content.
+        mode: of the file, less the umask.
 
     Returns:
         The digest of each piece.
 
     Raises:
-        SaveError: the file exists, or the disk is full, read-only or fails. Nothing is left of the file.
+        SaveError: the file exists, or the disk is full, read-only or fails. Nothing is left of the
+            file.
     """
     try:
         with _created(path, num_bytes, mode) as file:
             past_the_cache(file, True)
-            # Leaving the pool waits for its threads, also after an error: none writes to a descriptor that is closed.
+            # Leaving the pool waits for its threads, also after an error: none writes to a
+            # descriptor that is closed.
             with ThreadPoolExecutor(_BLOCKS - 1, thread_name_prefix="zrun-write") as pool:
                 blocks = _Blocks(file, pool)
-                digests = list(
-                    map(blocks.add, pieces)
-                )  # which keeps no piece while the next one is made
-                if (written := blocks.finish()) != num_bytes:
+                digests = list(map(blocks.add, pieces))  # keeps no piece while the next is made
+                written = blocks.finish()
+                if written != num_bytes:
                     raise ValueError(f"{written} bytes in a file of {num_bytes}")
             os.fsync(file)
     except OSError as error:
@@ -57,13 +64,19 @@ def write_file(path: Path, num_bytes: int, pieces: Iterable[Bytes], mode: int = 
 
 
 def save_error(path: Path, error: OSError, num_bytes: int | None = None) -> SaveError:
-    """What a user reads when `path`, of `num_bytes`, could not be written."""
+    """Return the error that tells a user why a file could not be written.
+
+    Args:
+        path: of the file.
+        error: of the system.
+        num_bytes: that the file needs, if that is known.
+    """
     text = f"cannot save {path}: {error.strerror or error}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        needed = f"{format_size(num_bytes)} needed, " if num_bytes is not None else ""
-        return SaveError(
-            f"{text} ({needed}{_free(path.parent)} free); free some space, or keep fewer checkpoints"
-        )
+        space = f"{_free(path.parent)} free"
+        if num_bytes is not None:
+            space = f"{format_size(num_bytes)} needed, {space}"
+        return SaveError(f"{text} ({space}); free some space, or keep fewer checkpoints")
     return SaveError(f"{text}; the checkpoint before it is kept")
 
 
@@ -77,7 +90,7 @@ def _free(folder: Path) -> str:
 
 @contextmanager
 def _created(path: Path, num_bytes: int, mode: int) -> Iterator[int]:
-    """A descriptor of a new file with its space reserved; it is removed again if the block raises."""
+    """Yield the descriptor of a new file with its space reserved; remove it if the block raises."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     file = os.open(path, flags, mode)
     try:
@@ -120,7 +133,7 @@ class _Blocks:
         self._filled = 0  # bytes in it
 
     def add(self, piece: Bytes) -> str:
-        """Take the bytes of `piece`. Returns their digest."""
+        """Take the bytes of `piece`; return their digest."""
         running = xxhash.xxh3_128()
         done = 0
         while done < len(piece):
@@ -143,8 +156,9 @@ class _Blocks:
             self._pending.popleft().result()
 
     def finish(self) -> int:
-        """Write what is left, and wait for all. Returns how many bytes there were."""
-        left, begin = self._blocks[0], self._filled - self._filled % _ALIGNMENT
+        """Write what is left, and wait for all; return how many bytes there were."""
+        left = self._blocks[0]
+        begin = self._filled - self._filled % _ALIGNMENT  # of the part that fills no page
         self._send(begin)
         for write in self._pending:
             write.result()
@@ -154,10 +168,15 @@ class _Blocks:
 
 
 def past_the_cache(file: int, wanted: bool) -> None:
-    """Direct writes: twice as fast as through the page cache, which stays for what is read again."""
-    flags = fcntl.fcntl(file, fcntl.F_GETFL)
+    """Switch direct reads and writes on or off, where the file system has them.
+
+    They are twice as fast as through the page cache, which stays for what is read again.
+    """
+    flags = fcntl.fcntl(file, fcntl.F_GETFL) & ~os.O_DIRECT
+    if wanted:
+        flags |= os.O_DIRECT
     try:
-        fcntl.fcntl(file, fcntl.F_SETFL, flags | os.O_DIRECT if wanted else flags & ~os.O_DIRECT)
+        fcntl.fcntl(file, fcntl.F_SETFL, flags)
     except OSError as error:
         if error.errno != errno.EINVAL:  # this file system has no such thing
             raise

@@ -1,4 +1,6 @@
-"""Digests of what is on disk: XXH3 of 128 bits, which finds every accident and costs less than reading the bytes.
+"""Digests of what is on disk: XXH3 of 128 bits.
+
+It finds every accident, and costs less than reading the bytes.
 
 It is no signature: whoever may write into a checkpoint may also write a digest that fits.
 """
@@ -21,7 +23,7 @@ _BLOCK = 2**20  # the digest finds in the cache what was read, and the kernel re
 
 
 def digest(*pieces: bytes | memoryview) -> str:
-    """The digest of `pieces`, one after the other, in hexadecimal."""
+    """Return the digest of `pieces`, one after the other, in hexadecimal."""
     running = xxhash.xxh3_128()
     for piece in pieces:
         running.update(piece)
@@ -29,13 +31,15 @@ def digest(*pieces: bytes | memoryview) -> str:
 
 
 def combined(digests: Iterable[str]) -> str:
-    """One digest for many, in their order."""
+    """Return one digest for many, in their order."""
     return digest("\n".join(digests).encode())
 
 
 @contextmanager
 def opened(folder: Path, name: str) -> Iterator[int]:
-    """A descriptor of the regular file `name` in `folder`. Symbolic links, pipes and devices are not opened.
+    """Yield a descriptor of the regular file `name` in `folder`.
+
+    Symbolic links, pipes and devices are not opened.
 
     Raises:
         CheckpointError: there is no such file, it is no regular file, or it cannot be read.
@@ -57,10 +61,16 @@ def opened(folder: Path, name: str) -> Iterator[int]:
 
 
 def read_into(file: int, name: Path, offset: int, target: memoryview) -> str:
-    """Fill `target` with the bytes of `file` from `offset` on. Returns their digest.
+    """Fill memory from a file; return the digest of the bytes.
+
+    Args:
+        file: descriptor.
+        name: of the file, for the message.
+        offset: of the first byte.
+        target: contiguous memory.
 
     Raises:
-        CheckpointError: the file ends before, or the disk fails. `name` is for the message.
+        CheckpointError: the file ends before, or the disk fails.
     """
     running = xxhash.xxh3_128()
     _read(file, name, offset, target, running)
@@ -68,10 +78,17 @@ def read_into(file: int, name: Path, offset: int, target: memoryview) -> str:
 
 
 def digest_of_range(file: int, name: Path, offset: int, num_bytes: int, buffer: memoryview) -> str:
-    """The digest of a range of `file`, read through `buffer`.
+    """Return the digest of a range of a file.
+
+    Args:
+        file: descriptor.
+        name: of the file, for the message.
+        offset: of the first byte.
+        num_bytes: of the range.
+        buffer: memory to read to, again and again.
 
     Raises:
-        CheckpointError: the file ends before, or the disk fails. `name` is for the message.
+        CheckpointError: the file ends before, or the disk fails.
     """
     running = xxhash.xxh3_128()
     for done in range(0, num_bytes, len(buffer)):

@@ -1,6 +1,7 @@
-"""A checkpoint as what the rest of the world reads: safetensors, in one file or many, or a plain `state_dict`.
+"""Exporting a checkpoint: safetensors, in one file or many, or a plain `state_dict`.
 
-Tensors pass through memory one at a time, each read with its digest compared. The values are those that training goes
+Tensors pass through memory one at a time, each read with its digest compared. The values are those
+that training goes
 on with: the fp32 masters where there are any.
 """
 
@@ -50,8 +51,11 @@ class _Item:
         return self.info.numel * ITEM_BYTES[self.dtype]
 
     def load(self, step: Path) -> torch.Tensor:
-        """The tensor, contiguous. Held meanwhile: its elements as stored, and as exported if that differs."""
-        stored = self.fragments[0].dtype if self.fragments else self.info.dtype
+        """Return the tensor, contiguous, from the folder `step`.
+
+        Held meanwhile: its elements as stored, and as exported if that differs.
+        """
+        stored = _stored_dtype(self.info, self.fragments)
         flat = torch.empty(self.info.numel, dtype=getattr(torch, stored))
         for fragment in self.fragments:
             read_fragment(step, fragment, flat[fragment.start : fragment.stop])
@@ -68,10 +72,12 @@ def export(
 
     Args:
         step: the folder of `manifest`.
-        out: what does not exist yet: `*.safetensors` one file, `*.pt` or `*.pth` a plain `state_dict`, else a folder of
-            `model.safetensors`, or of several with an index as `transformers` writes them. It has a config too where
-            the model is one of transformers, and then names are those of that model.
-        dtype: a key of DTYPES; "keep" is the format of the masters. Integers and masks stay what they are.
+        out: what does not exist yet: `*.safetensors` one file, `*.pt` or `*.pth` a plain
+            `state_dict`, else a folder of `model.safetensors`, or of several with an index as
+            `transformers` writes them. It has a config too where the model is one of transformers,
+            and then names are those of that model.
+        dtype: a key of DTYPES; "keep" is the format of the masters. Integers and masks stay what
+            they are.
         max_shard_bytes: of a file in a folder, unless a single tensor is larger.
 
     Returns:
@@ -112,19 +118,24 @@ def _items(manifest: Manifest, dtype: str | None) -> list[_Item]:
     items = []
     for info in manifest.tensors:
         fragments = values.get(info.name, [])
-        stored = fragments[0].dtype if fragments else info.dtype
-        target = dtype if dtype is not None and stored in _FLOATING else stored
+        target = _stored_dtype(info, fragments)
+        if dtype is not None and target in _FLOATING:
+            target = dtype
         items += [_Item(name, info, fragments, target) for name in (info.name, *info.aliases)]
     return items
 
 
+def _stored_dtype(info: TensorInfo, fragments: Sequence[Fragment]) -> str:
+    return fragments[0].dtype if fragments else info.dtype  # without elements, without fragments
+
+
 def _write_safetensors(path: Path, step: Path, items: Sequence[_Item]) -> dict[str, int]:
-    """One file. Returns the offset of each tensor in it."""
+    """Write one file; return the offset of each tensor in it."""
     items = sorted(items, key=lambda item: -ITEM_BYTES[item.dtype])
-    header = encode_header(
-        [Entry(each.name, each.dtype, each.info.shape, each.num_bytes) for each in items], _METADATA
-    )
-    offsets, end = {}, len(header)
+    entries = [Entry(each.name, each.dtype, each.info.shape, each.num_bytes) for each in items]
+    header = encode_header(entries, _METADATA)
+    offsets = {}
+    end = len(header)
     for item in items:
         offsets[item.name] = end
         end += item.num_bytes
@@ -151,20 +162,19 @@ def _write_folder(folder: Path, step: Path, items: Sequence[_Item], max_shard_by
         _write_safetensors(folder / "model.safetensors", step, items)
         return
     where = {}
-    for index, shard in enumerate(shards):
-        name = f"model-{index + 1:05d}-of-{len(shards):05d}.safetensors"
+    for number, shard in enumerate(shards, start=1):
+        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         _write_safetensors(folder / name, step, shard)
         where.update({item.name: name for item in shard})
     total = sum(item.num_bytes for item in items)
-    text = json.dumps(
-        {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}, indent=2
-    )
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
+    text = json.dumps(index, indent=2)
     content = np.frombuffer(f"{text}\n".encode(), dtype=np.uint8)
     write_file(folder / "model.safetensors.index.json", len(content), [content], _MODE)
 
 
 def _as_in_library(manifest: Manifest, items: Sequence[_Item]) -> Sequence[_Item]:
-    """The items by the names that the model of transformers has for them, if it is inside of another one."""
+    """Return the items by the names of the model of transformers, if it is inside another one."""
     model = manifest.model
     if model is None or model.obstacle is not None or model.prefix is None:
         return items
@@ -174,7 +184,7 @@ def _as_in_library(manifest: Manifest, items: Sequence[_Item]) -> Sequence[_Item
 def _write_model_files(
     folder: Path, step: Path, manifest: Manifest, items: Sequence[_Item]
 ) -> None:
-    """Config and tokenizer, which lie in the step; the config says in which format to load the tensors."""
+    """Copy config and tokenizer from the step; the config gets the format of the tensors."""
     # All are floating; frozen parameters may be narrower than the masters of the others.
     formats = [item.dtype for item in items if item.info.kind != "buffer"]
     widest = max(formats, key=lambda dtype: ITEM_BYTES[dtype], default=None)
@@ -183,15 +193,15 @@ def _write_model_files(
         if file.name == CONFIG:
             config = {**json.loads(content), "dtype": widest}
             content = f"{json.dumps(config, indent=2, sort_keys=True)}\n".encode()
-        write_file(
-            folder / file.name, len(content), [np.frombuffer(content, dtype=np.uint8)], _MODE
-        )
+        pieces = [np.frombuffer(content, dtype=np.uint8)]
+        write_file(folder / file.name, len(content), pieces, _MODE)
 
 
 def _write_state_dict(path: Path, step: Path, items: Sequence[_Item]) -> None:
-    """What `torch.load` gives back as a dict of tensors; tied names share their memory.
+    """Write what `torch.load` returns as a dict of tensors; tied names share their memory.
 
-    The tensors lie in a file meanwhile, from which torch reads them through the page cache: none is held in memory.
+    The tensors lie in a file meanwhile, from which torch reads them through the page cache: none is
+        held in memory.
     """
     values = path.with_name(f"{path.name}.values")
     try:
@@ -210,7 +220,7 @@ def _write_state_dict(path: Path, step: Path, items: Sequence[_Item]) -> None:
 
 
 def _map(path: Path, offset: int, item: _Item) -> torch.Tensor:
-    """A tensor of the file `path`, in a storage of its own that is read when it is touched."""
+    """Map a tensor of the file `path`, in a storage of its own that is read when it is touched."""
     dtype = getattr(torch, item.dtype)
     if item.num_bytes == 0:
         return torch.empty(item.info.shape, dtype=dtype)

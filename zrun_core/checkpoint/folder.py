@@ -1,8 +1,8 @@
-"""The folder of a run's checkpoints: what makes a step complete, and what is removed when.
+"""The folder of a run's checkpoints: how a step becomes complete, and when it is removed.
 
-A step is written as `step-00000050.tmp-<nonce>`. It becomes `step-00000050` by one rename, after every byte of it and
-of its manifest has reached the disk. So at any instant, a step is there whole or not at all. `latest` is written after
-that, and nothing depends on it.
+A step is written as `step-00000050.tmp-<nonce>`. It becomes `step-00000050` by one rename, after
+every byte of it and of its manifest has reached the disk. So at any instant, a step is there whole
+or not at all. `latest` is written after that, and nothing depends on it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 import os
 import shutil
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,7 +49,9 @@ class SavedStep:
 
 
 class CheckpointFolder:
-    """The checkpoints below `path`. Writing is for one process at a time: rank 0 of the run that holds the folder.
+    """The checkpoints below `path`.
+
+    Writing is for one process at a time: rank 0 of the run that holds the folder.
 
     Attributes:
         damaged: steps whose bytes `prune` has read and found wrong, and how.
@@ -57,11 +59,9 @@ class CheckpointFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._is_anchored = (
-            False  # its own name, and those of the folders above it, are on the disk
-        )
         self.damaged: dict[int, str] = {}
-        self._whole: set[int] = set()  # steps whose bytes it has read and found right
+        self._verified: set[int] = set()  # steps whose bytes it has read and found right
+        self._is_anchored = False  # its name, and those of the folders above, are on the disk
 
     def step_path(self, step: int) -> Path:
         return self.path / step_name(step)
@@ -89,10 +89,12 @@ class CheckpointFolder:
         """Make what lies in `tmp` the step of `manifest`. All its files must be on the disk.
 
         Returns:
-            Why the step, which is there, may not be after a loss of power: its name may not be on the disk. Else "".
+            Why the step, which is there, may not be after a loss of power: its name may not be on
+                the disk. Else "".
 
         Raises:
-            SaveError: a file is missing or short, the step is there already, or the disk is full or fails.
+            SaveError: a file is missing or short, the step is there already, or the disk is full or
+                fails.
         """
         target = self.step_path(manifest.step)
         text = manifest.to_json()
@@ -102,15 +104,14 @@ class CheckpointFolder:
                 check_size(tmp, file)
         except CheckpointError as error:
             raise SaveError(f"cannot save step {manifest.step}: {error}") from error
-        self._whole.discard(manifest.step)
+        self._verified.discard(manifest.step)
         self.damaged.pop(manifest.step, None)
         try:
             _write_new(tmp / MANIFEST, text)
             _sync(tmp)
             if os.path.lexists(target):
-                raise SaveError(
-                    f"cannot save step {manifest.step}: {target} exists; no checkpoint is overwritten"
-                )
+                reason = f"{target} exists; no checkpoint is overwritten"
+                raise SaveError(f"cannot save step {manifest.step}: {reason}")
             os.rename(tmp, target)
         except OSError as error:
             raise save_error(tmp / MANIFEST, error, len(text)) from error
@@ -118,11 +119,12 @@ class CheckpointFolder:
             _sync(self.path)
             self._anchor()
         except OSError as error:
-            return f"step {manifest.step} is saved, but {self.path} cannot be synced: {error.strerror}; see the disk"
+            problem = f"{self.path} cannot be synced: {error.strerror}; see the disk"
+            return f"step {manifest.step} is saved, but {problem}"
         return ""
 
     def _anchor(self) -> None:
-        """Wait until the folder itself is on the disk: whoever made it, and those above it, has not waited for that."""
+        """Wait until the names of the folder and of those above it are on the disk, once."""
         if self._is_anchored:
             return
         path = Path(os.path.realpath(self.path))
@@ -156,7 +158,7 @@ class CheckpointFolder:
         return aside
 
     def aside(self) -> list[Path]:
-        """Damaged steps that were set aside, and folders with the steps of runs that were started over."""
+        """Return damaged steps that were set aside, and the steps of runs that started over."""
         try:
             names = sorted(name for name in os.listdir(self.path) if is_aside(name))
         except OSError:
@@ -164,7 +166,7 @@ class CheckpointFolder:
         return [self.path / name for name in names if (self.path / name).is_dir()]
 
     def remove_aside(self) -> list[Path]:
-        """Remove all of that; returns what is gone.
+        """Remove what `aside` returns; return what is gone.
 
         Raises:
             SaveError: a folder cannot be removed.
@@ -191,15 +193,15 @@ class CheckpointFolder:
         self._write_line(BEST, f"{step_name(best.step)} {best.metric} {best.mode} {best.value!r}")
 
     def latest(self) -> tuple[int | None, str | None]:
-        """The step that `latest` names, and what is wrong with the file. No file is no problem."""
+        """Return the step that `latest` names, and what is wrong with the file, if it exists."""
         return self._named_in(LATEST)[:2]
 
     def best(self) -> tuple[int | None, str | None]:
-        """The step that `best` names, and what is wrong with the file. No file is no problem."""
+        """Return the step that `best` names, and what is wrong with the file, if it exists."""
         return self._named_in(BEST)[:2]
 
     def best_so_far(self) -> Best | None:
-        """What `best` says of a step that is there; None where it cannot be read as that."""
+        """Return what `best` says of a step that exists; None where it cannot be read as that."""
         step, problem, words = self._named_in(BEST)
         if step is None or problem is not None or len(words) != 3:
             return None
@@ -208,9 +210,13 @@ class CheckpointFolder:
             value = float(text)
         except ValueError:
             return None
-        if mode not in ("min", "max") or not math.isfinite(value):
+        if not math.isfinite(value):
             return None
-        return Best(step, metric, "max" if mode == "max" else "min", value)
+        if mode == "min":
+            return Best(step, metric, "min", value)
+        if mode == "max":
+            return Best(step, metric, "max", value)
+        return None
 
     def _write_line(self, name: str, line: str) -> None:
         tmp = self.path / tmp_name(name)
@@ -223,7 +229,7 @@ class CheckpointFolder:
             raise save_error(self.path / name, error) from error
 
     def _named_in(self, name: str) -> tuple[int | None, str | None, list[str]]:
-        """The step that the file `name` names, what is wrong with it, and what else it says."""
+        """Return the step that a file names, what is wrong with it, and its other words."""
         path = self.path / name
         if not os.path.lexists(path):
             return None, None, []
@@ -236,11 +242,14 @@ class CheckpointFolder:
         step = step_of(first)
         if step is None:
             return None, f"{path} does not name a step", []
-        is_there = self.step_path(step).is_dir()
-        return step, None if is_there else f"{path} names step {step}, which is not there", words
+        if not self.step_path(step).is_dir():
+            return step, f"{path} names step {step}, which is not there", words
+        return step, None, words
 
     def scan(self) -> list[SavedStep]:
-        """Every step, newest first. Manifests are read and the sizes of files compared, their content is not.
+        """Return every step, newest first.
+
+        Manifests are read and the sizes of files compared, their content is not.
 
         Raises:
             CheckpointError: the folder cannot be read.
@@ -250,11 +259,14 @@ class CheckpointFolder:
     def prune(self, keep: int, *, thorough: bool = False, dry_run: bool = False) -> list[int]:
         """Remove all steps before the newest `keep` valid ones, but for the best one.
 
-        With fewer than these, nothing is removed.
+        With fewer than these, nothing is removed. A damaged step does not count, and one that is
+        newer than those kept stays: somebody may want to see it. No removal rests on manifests
+        alone: beside the newest step, which was just written, one more of those that stay is read
+        whole, once. With keep=2:
 
-        A damaged step does not count, and one that is newer than those kept stays: somebody may want to see it. No
-        removal rests on manifests alone: beside the newest step, which was just written, one more of those that stay is
-        read whole, once.
+            step 50   40                 30                  20   10
+            newest    not what it was    as it was written   --   the best
+            stays     stays, damaged     stays               goes stays
 
         Args:
             keep: at least LEAST_KEPT.
@@ -270,49 +282,58 @@ class CheckpointFolder:
         if keep < LEAST_KEPT:
             raise ValueError(f"keep={keep}: fewer than {LEAST_KEPT} are never kept")
         steps = self.scan()
-        countable = [place for place, found in enumerate(steps) if found.manifest is not None]
-        if len(countable) < keep or countable[keep - 1] == len(steps) - 1:
-            return []
-        kept, sure, gone = 0, 0, []
+        valid = [place for place, found in enumerate(steps) if found.manifest is not None]
+        if len(valid) < keep or valid[keep - 1] == len(steps) - 1:
+            return []  # there are too few, or nothing is older than those that stay
+        num_kept = 0
+        num_sure = 0  # of those kept: the newest, and those that were read whole
+        removed = []
         best = self._best_of(steps)
         for found in steps:
-            if kept >= keep and sure >= LEAST_KEPT:
-                if found.step in best and found.manifest is not None:
-                    continue
-                if not dry_run:
-                    self._remove(found.path)
-                gone.append(found.step)
-            elif found.manifest is not None:
-                must_read = thorough or 0 < sure < LEAST_KEPT
-                if must_read and not self._is_whole(
-                    found.path, found.manifest, verify if thorough else read_back
-                ):
-                    continue
-                kept += 1
-                sure += must_read or not sure
-        return gone
+            if num_kept >= keep and num_sure >= LEAST_KEPT:
+                is_best = found.step in best and found.manifest is not None
+                if not is_best:
+                    if not dry_run:
+                        self._remove(found.path)
+                    removed.append(found.step)
+                continue
+            if found.manifest is None:
+                continue
+            must_read = thorough or 0 < num_sure < LEAST_KEPT
+            if must_read and not self._is_whole(found.path, found.manifest, thorough=thorough):
+                continue
+            num_kept += 1
+            if must_read or num_sure == 0:
+                num_sure += 1
+        return removed
 
     def _best_of(self, steps: Sequence[SavedStep]) -> set[int]:
-        """The best step as the file `best` says, and as the newest valid step does.
+        """Return the best step as the file `best` has it, and as the newest valid step has it.
 
         They differ where a process died between the save of a better one and the file.
         """
-        newest = next((found.manifest for found in steps if found.manifest is not None), None)
-        told = None if newest is None else newest.progress.get("best")
+        steps_named = set()
         named, _ = self.best()
-        return {step for step in (named, told and told["step"]) if step is not None}
+        if named is not None:
+            steps_named.add(named)
+        for found in steps:
+            if found.manifest is not None:
+                best = found.manifest.progress.get("best")
+                if best is not None:
+                    steps_named.add(best["step"])
+                break
+        return steps_named
 
-    def _is_whole(
-        self, path: Path, manifest: Manifest, read: Callable[[Path, Manifest], list[str]]
-    ) -> bool:
-        """Whether every byte of a step is right; `read` finds out what is not, once."""
+    def _is_whole(self, path: Path, manifest: Manifest, *, thorough: bool) -> bool:
+        """Return whether every byte of a step is right; it is read once."""
         step = manifest.step
-        if step not in self._whole and step not in self.damaged:
-            if problems := read(path, manifest):
+        if step not in self._verified and step not in self.damaged:
+            problems = verify(path, manifest) if thorough else read_back(path, manifest)
+            if problems:
                 self.damaged[step] = problems[0]
             else:
-                self._whole.add(step)
-        return step in self._whole
+                self._verified.add(step)
+        return step in self._verified
 
     def _remove(self, path: Path) -> None:
         # Under another name first: half of it is never taken for a step.
@@ -330,10 +351,10 @@ class CheckpointFolder:
             raise SaveError(f"cannot remove {path}: {error.strerror}") from error
 
     def sweep(self) -> list[str]:
-        """Remove what processes that died have left. No save may be under way. Returns the names."""
-        names = (
-            [name for name in os.listdir(self.path) if is_stale(name)] if self.path.is_dir() else []
-        )
+        """Remove what processes that died have left; return the names. No save may be under way."""
+        if not self.path.is_dir():
+            return []
+        names = [name for name in os.listdir(self.path) if is_stale(name)]
         for name in names:
             path = self.path / name
             if path.is_dir() and not path.is_symlink():
@@ -344,7 +365,7 @@ class CheckpointFolder:
 
 
 def read_step(path: Path) -> Manifest:
-    """The manifest of the step folder `path`; its files are there and as long as it says.
+    """Return the manifest of the step folder `path`; its files exist, as long as it says.
 
     Raises:
         CheckpointError: it is not one, or not complete.

@@ -1,4 +1,4 @@
-"""The lock of a folder of checkpoints: whoever writes to it, removes from it or moves steps away holds it."""
+"""The lock of a folder of checkpoints, held by the process that writes to it or removes from it."""
 
 from __future__ import annotations
 
@@ -85,7 +85,11 @@ def release(lock: int) -> None:
 
 @contextmanager
 def held(folder: Path, patience_s: float = 0.0) -> Iterator[None]:
-    """Have the folder for oneself meanwhile.
+    """Hold the lock of a folder for the length of a `with` block.
+
+    Args:
+        folder: of checkpoints.
+        patience_s: as for `hold`.
 
     Raises:
         InUseError, SaveError: as `hold`.
@@ -97,10 +101,10 @@ def held(folder: Path, patience_s: float = 0.0) -> Iterator[None]:
         release(lock)
 
 
-def _let_go() -> None:
-    """In a process that was forked, such as a data loader's: it may live a little longer than the one that saves."""
+def _release_in_child() -> None:
+    """Close the locks in a forked process, such as a data loader's: it may outlive its parent."""
     while _held:
         os.close(_held.pop())
 
 
-os.register_at_fork(after_in_child=_let_go)
+os.register_at_fork(after_in_child=_release_in_child)

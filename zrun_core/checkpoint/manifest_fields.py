@@ -72,7 +72,7 @@ def is_name(text: str) -> bool:
 
 
 def number_class(dtype: str) -> str:
-    """Return the class of a format: within one, values keep their meaning, if not their precision."""
+    """Return the class of a format: within it, values keep their meaning, if not precision."""
     kind = re.match("[a-z]*", dtype)
     assert kind is not None
     return _NUMBER_CLASSES[kind[0]]
@@ -227,7 +227,7 @@ _WRONG_KEYS = ("missing", "unexpected_keyword_argument", "dataclass_type")
 
 
 def _in_words(error: ErrorDetails, where: str, kinds: Mapping[str, type]) -> str:
-    """Say where in the JSON something is wrong, and what: `the manifest, files[0], name: not a ...`."""
+    """Return where something is wrong, and what: `the manifest, files[0], name: not a text ...`."""
     kind, path = error["type"], error["loc"]
     if kind in ("missing", "unexpected_keyword_argument"):
         path = path[:-1]  # without the key itself

@@ -1,6 +1,7 @@
-"""What transformers needs beside the tensors to build a model and its tokenizer: files of a step.
+"""Files of a step from which transformers builds a model and its tokenizer.
 
-They are written with every step, so that it can be exported without the code that made it. A model of the user's own
+They are written with every step, so that it can be exported without the code that made it. A model
+of the user's own
 has none, but is described all the same: whoever exports it hears why.
 """
 
@@ -18,7 +19,8 @@ from zrun_core.checkpoint.manifest import ModelInfo
 from zrun_core.checkpoint.manifest_fields import is_name
 from zrun_core.user_code.pretrained import config_of, outermost
 
-CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
+CONFIG = "config.json"
+GENERATION_CONFIG = "generation_config.json"
 _PACKAGES = {"torch", "timm"}  # of modules that models of transformers are made of, beside its own
 
 
@@ -53,7 +55,7 @@ def describe(model: nn.Module, tokenizer: dict[str, bytes]) -> ModelFiles:
 
 
 def tokenizer_files(holders: Iterable[object]) -> dict[str, bytes]:
-    """Return the files of the first tokenizer that is an attribute `tokenizer` of `holders`; none without one."""
+    """Return the files of the first tokenizer that is an attribute `tokenizer` of `holders`."""
     for holder in holders:
         try:
             tokenizer = getattr(holder, "tokenizer", None)
@@ -69,7 +71,7 @@ def tokenizer_files(holders: Iterable[object]) -> dict[str, bytes]:
 
 
 def _configs(model: nn.Module) -> dict[str, bytes]:
-    """What `save_pretrained` writes beside the tensors."""
+    """Return the files that `save_pretrained` writes beside the tensors."""
     config = json.loads(config_of(model).to_json_string())  # type: ignore[union-attr]
     config["architectures"] = [type(model).__name__]
     files = {CONFIG: f"{json.dumps(config, indent=2, sort_keys=True)}\n".encode()}
@@ -80,17 +82,20 @@ def _configs(model: nn.Module) -> dict[str, bytes]:
 
 
 def _outside(model: nn.Module, prefix: str | None) -> str | None:
-    """Why the model of transformers that lies at `prefix` is not all of `model`; None: it is."""
+    """Return why the model of transformers at `prefix` is not all of `model`; None: it is."""
     if prefix is None:
         return None
-    outside = next((name for name in model.state_dict() if not name.startswith(prefix)), None)
-    return None if outside is None else f"of which {outside} is not a part"
+    for name in model.state_dict():
+        if not name.startswith(prefix):
+            return f"of which {name} is not a part"
+    return None
 
 
 def _foreign(model: nn.Module) -> str | None:
-    """Which module keeps a config from saying what `model` is made of; None: none does.
+    """Return which module keeps a config from describing `model`; None: none does.
 
-    Adapters that were put into it have other names than the tensors that the library would look for.
+    Adapters that were put into it have other names than the tensors that the library would look
+    for.
     """
     known = _PACKAGES.union(kind.__module__.partition(".")[0] for kind in type(model).__mro__)
     for name, module in model.named_modules():

@@ -1,10 +1,16 @@
-"""What a rank holds of a sharded model, as flat ranges of named tensors: to be saved by it, and to be found again.
+"""A rank's part of a sharded model as flat ranges of named tensors, to be saved and to be loaded.
 
-Each element is written by one rank: the owned range of a unit is cut once more over the ranks that hold equal copies of
-it, so that every rank writes about 1/N of everything. Loading is the intersection of what files have with what a rank
-owns now: stage, number of ranks, shard group, bucket and precision may all be others. Values travel as fp32 masters
-where there are any, and the parameters follow from them by the cast that every update ends with, so they have the same
-bits.
+Each element is written by one rank: the updated range of a unit is divided once more among the
+ranks that hold equal copies of it, so that every rank writes about 1/N of everything.
+
+    a unit of 12 elements, 4 ranks, shard group of 2 (ranks 0 and 1; 2 and 3)
+    held        0 0 0 0 0 0 1 1 1 1 1 1      by rank 0 and, the same, by rank 2; by ranks 1 and 3
+    written     0 0 0 2 2 2 1 1 1 3 3 3      half of its range by each of the two
+
+Loading is the intersection of what files have with what a rank holds now: stage, number of ranks,
+shard group, bucket and precision may all be others. Values are saved as fp32 masters where there
+are any, and the parameters follow from them by the cast that every update ends with, so they have
+the same bits.
 """
 
 from __future__ import annotations
@@ -35,7 +41,7 @@ from zrun_core.zero.unit import FlatUnit
 
 
 class CheckpointState(Protocol):
-    """What is saved and loaded: a `ModelState`, or several as one. Its methods say what they do."""
+    """A `ModelState`, or several as one, whose methods say what these do."""
 
     @property
     def layout(self) -> dict[str, Any]: ...
@@ -54,7 +60,7 @@ class CheckpointState(Protocol):
 
 
 class ModelState:
-    """Parameters, masters, optimizer state and persistent buffers of one sharded model, on this rank."""
+    """Parameters, masters, optimizer state and persistent buffers of a model, on this rank."""
 
     def __init__(
         self,
@@ -70,7 +76,8 @@ class ModelState:
             advice: what the user can do if the checkpoint is of another model.
         """
         self._other_model = f"it is another model: {advice}"
-        self._sharded, self._weights_only = sharded, weights_only
+        self._sharded = sharded
+        self._weights_only = weights_only
         self.holders: Sequence[object] = ()  # of what may be a tokenizer, beside the module
         self._tokenizer: dict[str, bytes] | None = None  # its files, once asked for
         self._aliases = _names(sharded.module.named_parameters(remove_duplicate=False))
@@ -85,17 +92,19 @@ class ModelState:
 
     @property
     def layout(self) -> dict[str, Any]:
-        """How the model is cut here: for people to read, and to tell whether two layouts are the same."""
-        settings, mesh = self._sharded.settings, self._sharded.mesh
+        """How the model is cut here: for people to read, and to compare two layouts."""
+        settings = self._sharded.settings
+        mesh = self._sharded.mesh
+        optimizer = None
+        if settings.optimizer is not None:
+            optimizer = settings.optimizer.name.lower()
         layout = {
             "stage": settings.zero.stage,
             "shard_group": mesh.shard.size,
             "precision": DTYPES[settings.precision.compute],
             "reduce": DTYPES[settings.precision.reduce],
             "bucket": settings.bucket,
-            "optimizer": settings.optimizer.name.lower()
-            if settings.optimizer is not None
-            else None,
+            "optimizer": optimizer,
             "units": [unit.name for unit in self._sharded.units],
         }
         if mesh.data.size < mesh.world.size:
@@ -111,7 +120,7 @@ class ModelState:
     # Saving
 
     def model_files(self) -> ModelFiles:
-        """What others need beside the tensors to build the model."""
+        """Return what others need beside the tensors to build the model."""
         if self._tokenizer is None:
             self._tokenizer = tokenizer_files([self._sharded.module, *self.holders])
         return describe(self._sharded.module, self._tokenizer)
@@ -120,11 +129,14 @@ class ModelState:
         """Return all tensors and persistent buffers of which this rank has a part; no scalars."""
         found = {}  # by name of a parameter
         for unit in self._sharded.units:
-            kind, dtype = "param" if unit.trainable else "frozen", DTYPES[unit.layout.dtype]
+            kind = "param" if unit.trainable else "frozen"
+            dtype = DTYPES[unit.layout.dtype]
             for slot in unit.layout.slots:
                 name, *aliases = self._names_of(slot)
-                shape, stride = slot.part.shape, slot.part.stride
-                found[slot.name] = TensorInfo(name, shape, stride, dtype, kind, tuple(aliases), {})
+                part = slot.part
+                found[slot.name] = TensorInfo(
+                    name, part.shape, part.stride, dtype, kind, tuple(aliases), {}
+                )
         in_order = [found[name] for name, _ in self._sharded.module.named_parameters()]
         params = {info.name: info for info in in_order}  # several may be parts of one
         buffers = [
@@ -146,10 +158,12 @@ class ModelState:
         mesh = self._sharded.mesh
         if mesh.data.size == mesh.world.size:
             return self.tensors()
-        own = [asdict(info) for info in self.tensors()] if self.describes_part else []
+        own: list[dict[str, Any]] = []
+        if self.describes_part:
+            own = [asdict(info) for info in self.tensors()]
         payload = json.dumps(own).encode()
-        told = self._sharded.comm.all_gather_bytes(payload, mesh.world, name="tensors")
-        return merge_tensors(tensors_from_json(json.loads(each)) for each in told)
+        by_rank = self._sharded.comm.all_gather_bytes(payload, mesh.world, name="tensors")
+        return merge_tensors(tensors_from_json(json.loads(each)) for each in by_rank)
 
     def _names_of(self, slot: ParamSlot) -> tuple[str, ...]:
         """Return all names of the tensor that a parameter is a part of."""
@@ -157,7 +171,7 @@ class ModelState:
         return (tensor, *self._aliases[slot.name]) if tensor == slot.name else (tensor,)
 
     def write_items(self) -> list[WriteItem]:
-        """What this rank writes. Views of live memory, on its device, where that is flat already."""
+        """Return what this rank writes: views of the memory of training where that is flat."""
         found: list[WriteItem] = []
         for unit in self._sharded.units:
             low, high = self._written(unit)
@@ -193,12 +207,16 @@ class ModelState:
         return found
 
     def _written(self, unit: FlatUnit) -> tuple[int, int]:
-        """The elements of the unit that this rank writes: its shard, divided among the ranks that hold the same."""
+        """Return the first element of the unit that this rank writes, and the one after the last.
+
+        That is its shard, divided among the ranks that hold the same.
+        """
         start, stop = unit.updated_range
         copies, index = self._sharded.mesh.along(
             [*unit.layout.replicated_over, *unit.exchange.updated_replicated_over(unit.layout)]
         )
-        low, high = (slice_start(stop - start, copies, index + end) for end in (0, 1))
+        low = slice_start(stop - start, copies, index)
+        high = slice_start(stop - start, copies, index + 1)
         return start + low, start + high
 
     def _optimizer_states(self) -> Iterator[tuple[FlatUnit, Piece, dict[str, Any]]]:
@@ -209,16 +227,14 @@ class ModelState:
                 yield unit, piece, state
 
     def _held(self) -> Iterator[tuple[FlatUnit, Piece, nn.Parameter, UnitOptimizer]]:
-        return (
-            self._sharded.optimizer.updated_pieces()
-            if self._sharded.settings.optimizer is not None
-            else iter(())
-        )
+        if self._sharded.settings.optimizer is None:
+            return iter(())
+        return self._sharded.optimizer.updated_pieces()
 
     # Loading
 
     def check(self, manifest: Manifest) -> None:
-        """Whether the checkpoint is of this model and this optimizer. The same on every rank.
+        """Check that the checkpoint is of this model and this optimizer; the same on every rank.
 
         Raises:
             CheckpointError: it is not; the message names the first difference.
@@ -226,25 +242,25 @@ class ModelState:
         known = by_name(manifest.tensors)
         tensors = self.all_tensors()
         for info in tensors:
-            saved = known.get(info.name) or next(
-                (known[name] for name in info.aliases if name in known), None
-            )
+            saved = _first_known((info.name, *info.aliases), known)
             if saved is None:
                 raise CheckpointError(
-                    f"the checkpoint has no tensor {info.name} {list(info.shape)}; {self._other_model}"
+                    f"the checkpoint has no tensor {info.name} {list(info.shape)}; "
+                    f"{self._other_model}"
                 )
             if saved.shape != info.shape:
                 raise CheckpointError(
-                    f"{info.name} is {list(saved.shape)} in the checkpoint and {list(info.shape)} in the model; "
-                    f"{self._other_model}"
+                    f"{info.name} is {list(saved.shape)} in the checkpoint and "
+                    f"{list(info.shape)} in the model; {self._other_model}"
                 )
             if number_class(saved.dtype) != number_class(info.dtype):
                 raise CheckpointError(
-                    f"{info.name} is {saved.dtype} in the checkpoint and {info.dtype} in the model; {self._other_model}"
+                    f"{info.name} is {saved.dtype} in the checkpoint and "
+                    f"{info.dtype} in the model; {self._other_model}"
                 )
         own = by_name(tensors)
         for saved in manifest.tensors:
-            if not any(name in own for name in (saved.name, *saved.aliases)):
+            if _first_known((saved.name, *saved.aliases), own) is None:
                 raise CheckpointError(
                     f"the checkpoint has a tensor {saved.name} {list(saved.shape)}, "
                     f"which the model has not; {self._other_model}"
@@ -253,16 +269,16 @@ class ModelState:
             self._check_optimizer(manifest, known)
 
     def _check_optimizer(self, manifest: Manifest, known: Mapping[str, TensorInfo]) -> None:
-        asked, used = self.layout["optimizer"], manifest.layout.get("optimizer")
+        asked = self.layout["optimizer"]
+        used = manifest.layout.get("optimizer")
         if used != asked:
             raise CheckpointError(
-                f"the checkpoint was made with the optimizer {used}, and optim.name is {asked}: write optim.name: "
-                f"{used}, or start from its weights alone with init_from"
+                f"the checkpoint was made with the optimizer {used}, and optim.name is {asked}: "
+                f"write optim.name: {used}, or start from its weights alone with init_from"
             )
-        expected = {
-            key: _kind(value) for key, value in self._prototype().items() if value is not None
-        }
-        states: dict[str, dict[str, str]] = defaultdict(dict)
+        prototype = self._prototype().items()
+        expected = {key: _kind(value) for key, value in prototype if value is not None}
+        states: dict[str, dict[str, str]] = defaultdict(dict)  # of a tensor: class by key
         for fragment in manifest.fragments:
             if fragment.state not in (VALUE, RANK):
                 states[fragment.tensor][fragment.state] = number_class(fragment.dtype)
@@ -271,12 +287,12 @@ class ModelState:
             if kept and kept != expected:
                 keeps = ", ".join(sorted(expected)) or "nothing"
                 raise CheckpointError(
-                    f"the optimizer kept {_kinds(kept, expected)} of {name} in the checkpoint, and keeps {keeps} with "
-                    "the options of this job: give optim the same options"
+                    f"the optimizer kept {_kinds(kept, expected)} of {name} in the checkpoint, and "
+                    f"keeps {keeps} with the options of this job: give optim the same options"
                 )
 
     def _prototype(self) -> dict[str, Any]:
-        """The state that the optimizer has of a parameter once it was updated."""
+        """Return the state that the optimizer has of a parameter once it was updated."""
         chosen = self._sharded.settings.optimizer
         if chosen is None:
             return {}
@@ -287,22 +303,30 @@ class ModelState:
         return dict(optimizer.state.get(param, {}))
 
     def load(self, folder: Path, manifest: Manifest) -> None:
-        """Fill this rank's part of the model and of the optimizer from a checkpoint that `check` has passed.
+        """Fill this rank's part of the model and of the optimizer from a checkpoint.
 
-        The foreign parts of units are stale afterwards, as after an update. Where the model is cut as it was then, its
-        reductions go on in the order that was learnt. Beside the model, memory is taken for one fragment per thread.
+        The foreign parts of units are stale afterwards, as after an update. Where the model is cut
+        as it was then, its reductions go on in the order that was learnt. Beside the model, memory
+        is taken for one fragment per thread.
+
+        Args:
+            folder: of the step.
+            manifest: that `check` has passed.
 
         Raises:
-            CheckpointError: a file is missing or damaged, or what it says of this rank cannot be. The model may hold
-                anything then.
+            CheckpointError: a file is missing or damaged, or what it says of this rank cannot be.
+                The model may hold anything then.
         """
         world = self._sharded.mesh.world
         with torch.no_grad():
             reader = Reader(folder, manifest, world)
             if not self._weights_only:
                 is_cut_alike = self.layout in manifest.layouts and manifest.world_size == world.size
-                own = manifest.rank_state(world.index) if is_cut_alike else None
-                self._sharded.reducer.load_state_dict(None if own is None else own.learnt)
+                own = manifest.rank_state(world.index)
+                learnt = None
+                if is_cut_alike and own is not None:
+                    learnt = own.learnt
+                self._sharded.reducer.load_state_dict(learnt)
                 reader.fill(self._optimizer_targets(manifest))
             self.fill(reader.fill)
             if self._had_these_ranks(manifest):
@@ -311,13 +335,14 @@ class ModelState:
                 reader.check_of_ranks("buffer/")
 
     def _had_these_ranks(self, manifest: Manifest) -> bool:
-        """Whether each rank had then what it has now of the batch and of the model."""
-        mesh, was = self._sharded.mesh, manifest.layout
+        """Return whether each rank had then what it has now of the batch and of the model."""
+        mesh = self._sharded.mesh
+        was = manifest.layout
         sizes = (manifest.world_size, was.get("tensor", 1), was.get("pipe", 1))
         return sizes == (mesh.world.size, mesh.tensor.size, mesh.pipe.size)
 
     def fill(self, fill: Callable[[Sequence[Target]], None]) -> None:
-        """Have `fill` write the values that this rank keeps; what follows from them is brought up to date."""
+        """Have `fill` write the values that this rank keeps, and update what follows from them."""
         self._sharded.comm.settle()
         with torch.no_grad():
             flat_buffers = {
@@ -351,9 +376,10 @@ class ModelState:
         for start, stop in unit.layout.padding(low, high):
             memory[start:stop].zero_()
         for each in unit.layout.tensor_ranges(low, high):
-            part, names = each.part, self._names_of(each.slot)
-            room = memory[each.start : each.stop]
-            yield Target(names, state, part.shape, part.stride, each.first, room)
+            part = each.part
+            names = self._names_of(each.slot)
+            target = memory[each.start : each.stop]
+            yield Target(names, state, part.shape, part.stride, each.first, target)
 
     def _buffer_target(self, name: str, memory: torch.Tensor) -> Target:
         buffer = self.buffers[name]
@@ -361,21 +387,28 @@ class ModelState:
         return Target(names, VALUE, tuple(buffer.shape), dense_stride(buffer), 0, memory)
 
     def _optimizer_targets(self, manifest: Manifest) -> list[Target]:
-        """Give the optimizer the state that the checkpoint has, without values yet. Scalars are complete."""
-        known, prototype = by_name(manifest.tensors), self._prototype()
+        """Give the optimizer the states of the checkpoint: scalars, and memory to be filled.
+
+        Returns:
+            The memory.
+        """
+        known = by_name(manifest.tensors)
+        prototype = self._prototype()
         targets: list[Target] = []
         states: dict[str, set[str]] = defaultdict(set)
         for fragment in manifest.fragments:
             if fragment.state not in (VALUE, RANK):
                 states[fragment.tensor].add(fragment.state)
         for unit, piece, param, update in self._held():
-            info = next(known[name] for name in self._names_of(piece.slot) if name in known)
+            info = _first_known(self._names_of(piece.slot), known)
+            assert info is not None  # `check` has passed
             if not states[info.name] and not info.scalars:
                 update.set_state(param, piece, None)  # it had not been updated then
                 continue
             state = dict(prototype)
-            for key in filter(lambda key: _is_scalar(prototype[key]), prototype):
-                state[key] = _like(prototype[key], info.scalars[key])
+            for key, value in prototype.items():
+                if _is_scalar(value):
+                    state[key] = _like(value, info.scalars[key])
             for key, value in update.set_state(param, piece, state).items():
                 if isinstance(value, torch.Tensor) and value.dim():
                     targets += self._targets(unit, key, value, unit.updated_range[0] + piece.start)
@@ -384,20 +417,20 @@ class ModelState:
     # What differs between ranks
 
     def reducer_state(self) -> dict[str, Any]:
-        """What this rank knows of the order of its reductions, as small JSON."""
+        """Return the order of this rank's reductions, as small JSON."""
         return self._sharded.reducer.state_dict()
 
     def buffer_digests(self) -> dict[str, str]:
-        """A digest of each persistent buffer as this rank has it."""
+        """Return a digest of each persistent buffer as this rank has it."""
         return {
             name: digest(as_bytes(flat(buffer).cpu()).data) for name, buffer in self.buffers.items()
         }
 
     def own_buffers(self, first: Mapping[str, str]) -> list[WriteItem]:
-        """Return the buffers that this rank has otherwise than they are saved for all.
+        """Return the buffers that differ on this rank from those that are saved for all.
 
         Args:
-            first: digests of those.
+            first: the digests of those that are saved for all.
         """
         rank = self._sharded.mesh.world.index
         found = []
@@ -417,7 +450,10 @@ class ModelState:
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements in memory order, [numel]: a view if they are dense, else a copy in the order of `dense_stride`."""
+    """Return the elements in memory order, [numel].
+
+    A view of the tensor if it is dense, else a copy in the order of `dense_stride`.
+    """
     dense, stride = tensor.detach(), dense_stride(tensor)
     if tensor.stride() != stride:
         dense = torch.empty_strided(
@@ -427,32 +463,40 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _put_back(memory: torch.Tensor, buffer: torch.Tensor) -> None:
-    """What `flat` of a buffer has been filled with."""
-    if memory.data_ptr() != buffer.data_ptr():
-        once = tuple(
-            slice(1) if stride == 0 else slice(None) for stride in buffer.stride()
-        )  # an expanded tensor
-        whole = memory.as_strided(buffer.shape, dense_stride(buffer))
-        buffer[once].copy_(whole[once])
+    """Copy to a buffer what its `flat` has been filled with, unless that was a view of it."""
+    if memory.data_ptr() == buffer.data_ptr():
+        return
+    # An expanded dimension, of stride 0, has one element in memory: it is written once.
+    once = tuple(slice(1) if stride == 0 else slice(None) for stride in buffer.stride())
+    dense = memory.as_strided(buffer.shape, dense_stride(buffer))
+    buffer[once].copy_(dense[once])
 
 
 _SCALAR = "a number"
 
 
 def _kind(value: Any) -> str:
-    """What the optimizer keeps: one number, or numbers of a class for every element."""
-    return (
-        number_class(DTYPES[value.dtype])
-        if isinstance(value, torch.Tensor) and value.dim()
-        else _SCALAR
-    )
+    """Return what a state of the optimizer is: one number, or the class of its elements."""
+    if isinstance(value, torch.Tensor) and value.dim():
+        return number_class(DTYPES[value.dtype])
+    return _SCALAR
 
 
 def _kinds(kept: Mapping[str, str], usual: Mapping[str, str]) -> str:
-    """By name, and how, where that is not as usual."""
-    return ", ".join(
-        key if usual.get(key, how) == how else f"{key} ({how})" for key, how in sorted(kept.items())
-    )
+    """List the states by name, each with its kind where that is not the usual one."""
+    words = []
+    for key, kind in sorted(kept.items()):
+        is_usual = usual.get(key, kind) == kind
+        words.append(key if is_usual else f"{key} ({kind})")
+    return ", ".join(words)
+
+
+def _first_known(names: Sequence[str], known: Mapping[str, TensorInfo]) -> TensorInfo | None:
+    """Return the tensor that goes by one of `names`, the first that there is."""
+    for name in names:
+        if name in known:
+            return known[name]
+    return None
 
 
 def _is_scalar(value: Any) -> bool:
@@ -460,10 +504,10 @@ def _is_scalar(value: Any) -> bool:
 
 
 def _like(value: Any, number: float) -> Any:
-    """`number` as a tensor or as what `value` is."""
-    return (
-        torch.full_like(value, number) if isinstance(value, torch.Tensor) else type(value)(number)
-    )
+    """Return `number` as what `value` is: a tensor, an int or a float."""
+    if isinstance(value, torch.Tensor):
+        return torch.full_like(value, number)
+    return type(value)(number)
 
 
 def _part(each: TensorRange, state: str, data: torch.Tensor) -> WriteItem:
@@ -471,7 +515,7 @@ def _part(each: TensorRange, state: str, data: torch.Tensor) -> WriteItem:
 
 
 def _per_element(piece: Piece, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The states that have a number for every element of the part of a parameter.
+    """Return the states that have a number for every element of the part of a parameter.
 
     Raises:
         SaveError: the optimizer keeps something else of the parameter.
@@ -481,14 +525,16 @@ def _per_element(piece: Piece, state: Mapping[str, Any]) -> dict[str, torch.Tens
         if isinstance(value, torch.Tensor) and value.shape == (piece.stop - piece.start,):
             found[key] = value
         elif value is not None and not _is_scalar(value):
-            shape = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
-            what = f"the optimizer's {key} of {piece.slot.name} ({shape})"
+            form: object = type(value).__name__
+            if isinstance(value, torch.Tensor):
+                form = list(value.shape)
+            what = f"the optimizer's {key} of {piece.slot.name} ({form})"
             raise SaveError(f"cannot save {what}: write checkpoint: null")
     return found
 
 
 def _names(found: Iterator[tuple[str, Any]]) -> dict[str, tuple[str, ...]]:
-    """First name of an object -> its other names."""
+    """Return the other names of each object, by its first."""
     first: dict[int, str] = {}
     names: dict[str, list[str]] = {}
     for name, each in found:

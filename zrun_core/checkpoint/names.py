@@ -27,21 +27,23 @@ _STALE = re.compile(r"(?:step-[0-9]{8,19}|latest|best|.+\.aside-[0-9a-f]{8})\.tm
 
 
 def step_name(step: int) -> str:
-    """The name of the folder of a complete step."""
+    """Return the name of the folder of a complete step."""
     return f"step-{step:08d}"
 
 
 def step_of(name: str) -> int | None:
-    """The step that a folder of this name holds; None: it is no complete step."""
+    """Return the step that a folder of this name holds; None: it is no complete step."""
     match = _STEP.fullmatch(name)
     return int(match[1]) if match else None
 
 
 def steps_in(folder: Path) -> list[int]:
-    """The steps that a folder holds, oldest first, whether they are valid or not. A folder that is not there has none.
+    """Return the steps that a folder holds, oldest first, whether they are valid or not.
+
+    A folder that is not there has none.
 
     Raises:
-        CheckpointError: it cannot be read: nobody knows what is there.
+        CheckpointError: it cannot be read.
     """
     try:
         names = os.listdir(folder)
@@ -53,32 +55,32 @@ def steps_in(folder: Path) -> list[int]:
 
 
 def tmp_name(name: str) -> str:
-    """What `name` is called until it is complete, or from when on it is not any more."""
+    """Return a name for a folder that is not complete yet, or not any more."""
     return f"{name}.tmp-{secrets.token_hex(8)}"
 
 
 def is_stale(name: str) -> bool:
-    """Whether it is such a name: of a save under way, or of one that never ended."""
+    """Return whether it is such a name: of a save under way, or of one that never ended."""
     return _STALE.fullmatch(name) is not None
 
 
 def aside_name(name: str) -> str:
-    """What a step is called that no longer counts."""
+    """Return a name for a step that is set aside."""
     return f"{name}.aside-{secrets.token_hex(4)}"
 
 
 def before_name(run_id: str) -> str:
-    """What the folder is called that has the steps from before the run started over."""
+    """Return a name for the folder of the steps from before the run started over."""
     return aside_name(f"before-{run_id}")
 
 
 def is_aside(name: str) -> bool:
-    """Whether it is such a name. A folder that a person has called before-something is none."""
+    """Return whether it is such a name; a person's folder `before-something` is none."""
     return _ASIDE.fullmatch(name) is not None
 
 
 def belongs_to_steps(name: str) -> bool:
-    """Whether it goes along when the steps of a folder are set aside. What is being written does not."""
+    """Return whether it goes along when steps are set aside; what is being written does not."""
     return (
         step_of(name) is not None
         or name in (LATEST, BEST)

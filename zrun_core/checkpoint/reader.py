@@ -2,7 +2,7 @@
 
 A range of a tensor is asked for in the memory order that the tensor has here, and fragments lie in
 the order that it had when it was saved. What both have in common is one range if the orders are the
-same, and else a few boxes, which are copied as strided views. So nobody needs a tensor as a whole.
+same, and else a few boxes, which are copied as strided views. No tensor is ever read as a whole.
 """
 
 from __future__ import annotations
@@ -49,8 +49,9 @@ class Target:
         return Extent(self.shape, self.stride, self.start, self.start + self.memory.numel())
 
     def place_of(self, extent: Extent, dtype: torch.dtype) -> torch.Tensor | None:
-        """Return where values of `dtype` can be read to as they are, if all of `extent` goes here."""
-        start, stop = extent.start - self.start, extent.stop - self.start
+        """Return the memory for all of `extent`, if values of `dtype` can be read to it."""
+        start = extent.start - self.start
+        stop = extent.stop - self.start
         is_inside = 0 <= start <= stop <= self.memory.numel()
         is_like = self.memory.dtype == dtype and self.memory.device.type == "cpu"
         if is_inside and is_like and extent.order == self.extent.order:
@@ -73,7 +74,9 @@ class Reader:
     """Fills flat ranges from the fragments of one checkpoint, each verified while it is read."""
 
     def __init__(self, folder: Path, manifest: Manifest, world: Group) -> None:
-        self._folder, self._manifest, self._world = folder, manifest, world
+        self._folder = folder
+        self._manifest = manifest
+        self._world = world
         self._known = by_name(manifest.tensors)
         self._fragments: dict[tuple[str, str], list[Fragment]] = defaultdict(list)
         for fragment in manifest.fragments:

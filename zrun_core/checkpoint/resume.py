@@ -1,10 +1,11 @@
-"""Which checkpoint a run goes on from: the newest that every rank can read whole, agreed on by all of them."""
+"""Resuming: all ranks load the newest checkpoint that every one of them can read whole."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ from zrun_core.spine.spec import ResumeSpec
 
 
 class SavedStreams(NamedTuple):
-    """Those of one rank, as `rng.Streams.capture` has seen them."""
+    """The random streams of one rank, as `rng.Streams.capture` returns them."""
 
     tensors: dict[str, torch.Tensor]
     numbers: dict[str, Any]
@@ -43,11 +44,11 @@ class Resumed:
     streams: SavedStreams | None
 
     def in_words(self) -> list[str]:
-        """What to tell the user."""
-        skipped = [
-            f"step {step} is skipped: {problem}" for step, problem in sorted(self.skipped.items())
-        ]
-        return [*skipped, f"goes on after step {self.manifest.step} of {self.path}"]
+        """Return lines for the user."""
+        lines = []
+        for step, problem in sorted(self.skipped.items()):
+            lines.append(f"step {step} is skipped: {problem}")
+        return [*lines, f"goes on after step {self.manifest.step} of {self.path}"]
 
 
 _OTHER_STEP = "name another with --resume PATH or --resume STEP, or start anew with --fresh"
@@ -61,7 +62,9 @@ def load_newest(
     *,
     advice: str = _OTHER_STEP,
 ) -> Resumed:
-    """Fill the model from the newest valid step of `source`, or from the one that it names. Collective.
+    """Fill the model from the newest valid step of `source`, or from the one that it names.
+
+    Collective.
 
     Args:
         source: a folder of checkpoints, and a step of it if one is named.
@@ -72,51 +75,68 @@ def load_newest(
     Raises:
         CheckpointError: none is valid, the named one is not, or it is of another model.
     """
-
-    def agree(look: Callable[[], str]) -> list[str]:
-        try:
-            said = look()
-        except CheckpointError as error:
-            said = f"!{error}"
-        return [
-            each.decode() for each in comm.all_gather_bytes(said.encode(), world, name="resume")
-        ]
-
+    agree = partial(_agree, comm, world)
     first = agree(lambda: _candidates(source) if world.index == 0 else "")[0]
     if first.startswith("!"):
         raise CheckpointError(first[1:])
     found = json.loads(first)
     skipped = {int(step): problem for step, problem in found["skipped"].items()}
     for step, name in found["paths"]:
-        path = Path(name)
-        manifests: list[Manifest] = []
-        streams: list[SavedStreams | None] = []
-
-        def look(path: Path = path, manifests: list[Manifest] = manifests) -> str:
-            manifests.append(read_step(path))
-            return manifests[0].to_json()[-40:].decode()  # with its digest
-
-        def load(
-            path: Path = path,
-            manifests: list[Manifest] = manifests,
-            streams: list[SavedStreams | None] = streams,
-        ) -> str:
-            reader = Reader(path, manifests[0], world)
-            reader.check_files()
-            streams.append(_own_streams(reader, manifests[0], world, comm.device))
-            state.load(path, manifests[0])
-            return ""
-
-        problem = _first_problem(said := agree(look))
-        if problem is None and len(set(said)) > 1:
-            problem = f"{path}: ranks read different manifests"
+        candidate = _Candidate(Path(name), state, world, comm.device)
+        answers = agree(candidate.look)
+        problem = _first_problem(answers)
+        if problem is None and len(set(answers)) > 1:
+            problem = f"{name}: ranks read different manifests"
         if problem is None:
-            state.check(manifests[0])  # the same on every rank
-            problem = _first_problem(agree(load))
+            state.check(candidate.manifest)  # the same on every rank
+            problem = _first_problem(agree(candidate.load))
         if problem is None:
-            return Resumed(path, manifests[0], skipped, streams[0])
+            return Resumed(candidate.path, candidate.manifest, skipped, candidate.streams)
         skipped[step] = problem
     raise CheckpointError(_none_valid(source, skipped, advice))
+
+
+def _agree(comm: Comm, world: Group, action: Callable[[], str]) -> list[str]:
+    """Exchange what `action` returns on each rank; a message after "!" where it could not."""
+    try:
+        answer = action()
+    except CheckpointError as error:
+        answer = f"!{error}"
+    by_rank = comm.all_gather_bytes(answer.encode(), world, name="resume")
+    return [each.decode() for each in by_rank]
+
+
+class _Candidate:
+    """A step that may be the one to go on from.
+
+    Attributes:
+        manifest: once `look` has returned.
+        streams: of this rank, once `load` has returned.
+    """
+
+    manifest: Manifest
+
+    def __init__(
+        self, path: Path, state: CheckpointState, world: Group, device: torch.device
+    ) -> None:
+        self.path = path
+        self.streams: SavedStreams | None = None
+        self._state = state
+        self._world = world
+        self._device = device
+
+    def look(self) -> str:
+        """Read the manifest; return its digest, which must be the same on every rank."""
+        self.manifest = read_step(self.path)
+        return self.manifest.to_json()[-40:].decode()
+
+    def load(self) -> str:
+        """Fill the model, and verify what no rank needs."""
+        reader = Reader(self.path, self.manifest, self._world)
+        reader.check_files()
+        self.streams = _own_streams(reader, self.manifest, self._world, self._device)
+        self._state.load(self.path, self.manifest)
+        return ""
 
 
 def _own_streams(
@@ -125,15 +145,16 @@ def _own_streams(
     world: Group,
     device: torch.device,
 ) -> SavedStreams | None:
-    """What this rank draws from, if there was such a rank. What nobody reads is verified.
+    """Return the streams of this rank, if there was such a rank; verify those that none needs.
 
     Raises:
         CheckpointError: it cannot be read, or is not what a rank draws from.
     """
     reader.check_of_ranks("rng/", first=world.size)
-    own, prefix = manifest.rank_state(world.index), f"rng/{world.index}/"
+    own = manifest.rank_state(world.index)
     if own is None:
         return None
+    prefix = f"rng/{world.index}/"
     tensors = reader.rank_tensors(prefix)
     named = {name.removeprefix(prefix): data for name, data in tensors.items()}
     streams = SavedStreams(named, own.rng)
@@ -142,9 +163,10 @@ def _own_streams(
 
 
 def _candidates(source: ResumeSpec) -> str:
-    """On rank 0: the steps worth trying, newest first, and those that are not, as JSON."""
+    """Return the steps worth trying, newest first, and those that are not, as JSON. For rank 0."""
     folder = CheckpointFolder(Path(source.folder))
-    paths, skipped = [], {}
+    paths = []
+    skipped = {}
     for found in folder.scan():
         if source.step is not None and found.step != source.step:
             continue
@@ -155,11 +177,11 @@ def _candidates(source: ResumeSpec) -> str:
     return json.dumps({"paths": paths, "skipped": skipped})
 
 
-def _first_problem(said: list[str]) -> str | None:
-    return next(
-        (f"{text[1:]} (rank {rank})" for rank, text in enumerate(said) if text.startswith("!")),
-        None,
-    )
+def _first_problem(answers: list[str]) -> str | None:
+    for rank, answer in enumerate(answers):
+        if answer.startswith("!"):
+            return f"{answer[1:]} (rank {rank})"
+    return None
 
 
 def _none_valid(source: ResumeSpec, skipped: dict[int, str], advice: str) -> str:

@@ -1,4 +1,4 @@
-"""The file of one rank: safetensors, written from the memory of the tensors and read straight back into it."""
+"""The file of one rank: safetensors, written from memory and read straight back into it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _ALIGNMENT = 4096  # the data begins on a page
 
 @dataclass(frozen=True)
 class WriteItem:
-    """What is to be written: a flat range of one state of one tensor."""
+    """A flat range of one state of one tensor, to be written."""
 
     tensor: str
     state: str
@@ -51,7 +51,8 @@ class WriteItem:
 
     @property
     def key(self) -> str:
-        return f"{self.state}/{self.tensor}" + (f"@{self.start}" if self.start else "")
+        key = f"{self.state}/{self.tensor}"
+        return f"{key}@{self.start}" if self.start else key
 
 
 @dataclass(frozen=True)
@@ -71,9 +72,10 @@ def write_shard(path: Path, parts: Sequence[WriteItem]) -> tuple[FileInfo, list[
         The file, and its fragments in its order.
 
     Raises:
-        SaveError: the file exists, the disk is full, read-only or fails. Nothing is left of the file.
+        SaveError: the file exists, or the disk is full, read-only or fails; the file is removed.
     """
-    # As the safetensors library does: wider formats first, so that every tensor is aligned to its format.
+    # As the safetensors library does: wider formats first, so that every tensor is aligned to its
+    # format.
     parts = sorted(parts, key=lambda part: -part.data.element_size())
     entries = [_entry(part) for part in parts]
     if len({entry.key for entry in entries}) != len(entries):
@@ -136,13 +138,18 @@ def _entry(part: WriteItem) -> Entry:
 
 
 def as_bytes(data: torch.Tensor) -> Bytes:
-    """The memory of a contiguous CPU tensor, [bytes]."""
+    """Return the memory of a contiguous CPU tensor, [bytes]."""
     flat: Bytes = data.detach().reshape(-1).view(torch.uint8).numpy()
     return flat
 
 
 def encode_header(entries: Sequence[Entry], metadata: Mapping[str, str] | None = None) -> bytes:
-    """The header of a safetensors file with `entries` in this order: its length, then JSON, padded to a whole page."""
+    """Return the header of a safetensors file: its length, then JSON, padded to a whole page.
+
+    Args:
+        entries: the tensors, in the order of the file.
+        metadata: texts by name, for other programs.
+    """
     content: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     offset = 0
     for entry in entries:
@@ -158,7 +165,12 @@ def encode_header(entries: Sequence[Entry], metadata: Mapping[str, str] | None =
 
 
 def read_fragment(folder: Path, fragment: Fragment, into: torch.Tensor) -> None:
-    """Read a fragment into the memory of `into` ([stop - start], contiguous, on the CPU), and compare its digest.
+    """Read a fragment into memory, and compare its digest.
+
+    Args:
+        folder: of the step.
+        fragment: what to read.
+        into: [stop - start], contiguous, on the CPU, of the fragment's format.
 
     Raises:
         CheckpointError: the file is missing, short or damaged. `into` may hold anything then.

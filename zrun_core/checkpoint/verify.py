@@ -1,4 +1,4 @@
-"""Reads every byte of a checkpoint and compares digests: in threads, or beside a training that goes on."""
+"""Comparing every byte of a checkpoint with its digests: in threads, or beside a training."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import xxhash
 
 from zrun_core.checkpoint.block_writer import past_the_cache
 from zrun_core.checkpoint.digest import digest_of_range, opened
-from zrun_core.checkpoint.manifest import FileInfo, Fragment, Manifest
+from zrun_core.checkpoint.manifest import FileInfo, Manifest
 from zrun_core.errors import CheckpointError
 
 _BLOCK = 4 * 2**20
@@ -36,106 +37,128 @@ def check_size(folder: Path, info: FileInfo) -> None:
         raise CheckpointError(f"{folder / info.name} has {num_bytes} bytes, not {info.num_bytes}")
 
 
-def verify(folder: Path, manifest: Manifest, threads: int | None = None) -> list[str]:
-    """What is wrong with the files of a step, read whole. Nothing: an empty list.
+class _Range(NamedTuple):
+    """A part of a file that has a digest: its header, or a fragment."""
 
-    Memory is constant: a block per thread. `threads` is the number of processors if not given, but at most 8.
+    file: str
+    name: str
+    offset: int
+    num_bytes: int
+    digest: str
+
+
+def _ranges(info: FileInfo, manifest: Manifest) -> list[_Range]:
+    """Return the parts of a file, in its order."""
+    header = _Range(info.name, "its header", 0, info.header_bytes, info.header_digest)
+    fragments = [
+        _Range(info.name, each.key, each.offset, each.num_bytes, each.digest)
+        for each in manifest.fragments_of(info.name)
+    ]
+    return [header, *fragments]
+
+
+def _damage(folder: Path, part: _Range) -> str:
+    return f"{folder / part.file} is damaged: the digest of {part.name} does not fit"
+
+
+def verify(folder: Path, manifest: Manifest, threads: int | None = None) -> list[str]:
+    """Read the files of a step and return what is wrong with them.
+
+    Memory is constant: a block per thread.
+
+    Args:
+        folder: of the step.
+        manifest: of the step.
+        threads: that read; None: one for each processor, but at most 8.
+
+    Returns:
+        The problems; none: every byte is as saved.
     """
     local = threading.local()
 
-    def look(info: FileInfo, piece: Fragment | None) -> str | None:
+    def look(part: _Range) -> str | None:
         buffer: memoryview | None = getattr(local, "buffer", None)
         if buffer is None:
             buffer = local.buffer = memoryview(bytearray(_BLOCK))
-        offset, num_bytes = (
-            (0, info.header_bytes) if piece is None else (piece.offset, piece.num_bytes)
-        )
-        expected, name = (
-            (info.header_digest, "its header") if piece is None else (piece.digest, piece.key)
-        )
+        path = folder / part.file
         try:
-            with opened(folder, info.name) as file:
-                found = digest_of_range(file, folder / info.name, offset, num_bytes, buffer)
+            with opened(folder, part.file) as file:
+                found = digest_of_range(file, path, part.offset, part.num_bytes, buffer)
         except CheckpointError as error:
             return str(error)
-        return (
-            None
-            if found == expected
-            else f"{folder / info.name} is damaged: the digest of {name} does not fit"
-        )
+        return None if found == part.digest else _damage(folder, part)
 
     problems: list[str] = []
-    jobs: list[tuple[FileInfo, Fragment | None]] = []
+    parts: list[_Range] = []
     for info in manifest.files:
         try:
             check_size(folder, info)
-            jobs += [
-                (info, None),
-                *((info, fragment) for fragment in manifest.fragments_of(info.name)),
-            ]
+            parts += _ranges(info, manifest)
         except CheckpointError as error:
             problems.append(str(error))
-    with ThreadPoolExecutor(
-        threads or min(8, os.cpu_count() or 1), thread_name_prefix="zrun-verify"
-    ) as pool:
-        problems += filter(None, pool.map(look, *zip(*jobs, strict=True))) if jobs else []
+    threads = threads or min(8, os.cpu_count() or 1)
+    with ThreadPoolExecutor(threads, thread_name_prefix="zrun-verify") as pool:
+        problems += filter(None, pool.map(look, parts))
     return problems
 
 
 def read_back(folder: Path, manifest: Manifest) -> list[str]:
-    """What is wrong with the files of a step, as `verify`, but as the disk has them, and in one thread.
+    """Return what is wrong with the files of a step, as `verify`, but as the disk has them.
 
-    Past the page cache that takes as long, and a fifth of the processor's time.
+    One thread reads past the page cache: that takes as long, and a fifth of the processor's time.
+
+    Args:
+        folder: of the step.
+        manifest: of the step.
     """
     problems: list[str] = []
     block = memoryview(mmap.mmap(-1, _BLOCK))
     for info in manifest.files:
-        pieces = manifest.fragments_of(info.name)
-        extents = [(0, info.header_bytes), *((piece.offset, piece.num_bytes) for piece in pieces)]
-        expected = [
-            ("its header", info.header_digest),
-            *((piece.key, piece.digest) for piece in pieces),
-        ]
+        parts = _ranges(info, manifest)
         try:
             check_size(folder, info)
             with opened(folder, info.name) as file:
-                digests = _digests(file, folder / info.name, extents, block)
-                problems += [
-                    f"{folder / info.name} is damaged: the digest of {key} does not fit"
-                    for (key, right), found in zip(expected, digests, strict=True)
-                    if found != right
-                ]
+                digests = _digests(file, folder / info.name, parts, block)
+                for part, found in zip(parts, digests, strict=True):
+                    if found != part.digest:
+                        problems.append(_damage(folder, part))
         except CheckpointError as error:
             problems.append(str(error))
     return problems
 
 
-def _digests(
-    file: int, name: Path, extents: Sequence[tuple[int, int]], block: memoryview
-) -> Iterator[str]:
-    """The digests of ranges of a file, each its first byte and how many, in the order of the file.
+def _digests(file: int, path: Path, parts: Sequence[_Range], block: memoryview) -> Iterator[str]:
+    """Yield the digests of parts of a file, in the order of the file.
+
+    Args:
+        file: descriptor.
+        path: for the message.
+        parts: one after the other in the file.
+        block: memory to read to, aligned to a page.
 
     Raises:
-        CheckpointError: the file ends before, or the disk fails. `name` is for the message.
+        CheckpointError: the file ends before, or the disk fails.
     """
     past_the_cache(file, True)
-    start = filled = 0  # what of the file is in the block
-    for offset, num_bytes in extents:
-        running, at, stop = xxhash.xxh3_128(), offset, offset + num_bytes
+    start = filled = 0  # the range of the file that is in the block
+    for part in parts:
+        running = xxhash.xxh3_128()
+        at = part.offset
+        stop = part.offset + part.num_bytes
         while at < stop:
             if not start <= at < start + filled:
                 start = at - at % _ALIGNMENT
-                filled = _read_block(file, name, start, block)
+                filled = _read_block(file, path, start, block)
                 if at >= start + filled:
-                    raise CheckpointError(f"{name} ends at byte {start + filled}")
+                    raise CheckpointError(f"{path} ends at byte {start + filled}")
             piece = block[at - start : min(filled, stop - start)]
             running.update(piece)
             at += len(piece)
         yield running.hexdigest()
 
 
-def _read_block(file: int, name: Path, offset: int, block: memoryview) -> int:
-    """Read what there is from `offset` on, as much as fits; returns how many bytes."""
+def _read_block(file: int, path: Path, offset: int, block: memoryview) -> int:
+    """Read from `offset` on, as much as fits; return how many bytes."""
     try:
         try:
             return os.preadv(file, [block], offset)
@@ -145,4 +168,4 @@ def _read_block(file: int, name: Path, offset: int, block: memoryview) -> int:
             past_the_cache(file, False)  # this file system says only now that it cannot
             return os.preadv(file, [block], offset)
     except OSError as error:
-        raise CheckpointError(f"{name} cannot be read at byte {offset}: {error.strerror}") from None
+        raise CheckpointError(f"{path} cannot be read at byte {offset}: {error.strerror}") from None

@@ -1,4 +1,4 @@
-"""A batch as the dataset's collate function made it: nested dicts, lists, tuples and dataclasses around tensors."""
+"""A batch: nested dicts, lists, tuples and dataclasses around tensors, as collation has made it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ _TOKEN_DTYPES = (torch.int64, torch.int32, torch.int16)  # uint8 is pixels, bool
 class MicroBatch:
     """What one rank runs through the model at once.
 
-    A rank that has run out of samples before the others holds a stand-in: a valid batch with `num_samples` 0.
+    A rank that has run out of samples before the others holds a stand-in: a valid batch with
+    `num_samples` 0.
     """
 
     batch: Any
@@ -39,20 +40,28 @@ class MicroBatch:
         """
         if isinstance(batch, FunctionType | functools.partial):
             raise JobError(
-                "data.collate returned a function in place of a batch: it is called with the samples of each batch, "
-                "not once to make the function; name the function itself, or a class with args and __call__"
+                "data.collate returned a function in place of a batch: it is called with the "
+                "samples of each batch, not once to make the function; name the function itself, "
+                "or a class with args and __call__"
             )
-        return cls(batch, num_samples, count_tokens(batch) if num_samples else 0)
+        num_tokens = count_tokens(batch) if num_samples else 0
+        return cls(batch, num_samples, num_tokens)
 
     def to(self, device: torch.device) -> MicroBatch:
-        """The same micro-batch with its tensors on `device`."""
+        """Return the same micro-batch with its tensors on `device`."""
         return dataclasses.replace(self, batch=to_device(self.batch, device))
 
 
 def count_tokens(batch: Any) -> int:
-    """Tokens in a batch: elements of its `input_ids`, else of its first integer tensor of 2 or more dims, else 0."""
-    if isinstance(batch, Mapping) and isinstance(ids := batch.get("input_ids"), Tensor):
-        return ids.numel()
+    """Return the number of tokens in a batch.
+
+    These are the elements of its `input_ids`, else of its first integer tensor of 2 or more dims;
+    0 if it has neither.
+    """
+    if isinstance(batch, Mapping):
+        ids = batch.get("input_ids")
+        if isinstance(ids, Tensor):
+            return ids.numel()
     tokens: list[int] = []
 
     def visit(tensor: Tensor) -> Tensor:
@@ -65,7 +74,10 @@ def count_tokens(batch: Any) -> int:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """A copy of a nested batch with every tensor on `device`; onto a GPU from pinned memory, without waiting."""
+    """Copy a nested batch with every tensor to `device`.
+
+    A copy to a GPU is from pinned memory, and is not waited for.
+    """
     return _map_tensors(lambda tensor: _move(tensor, device), batch)
 
 
@@ -77,13 +89,15 @@ def _move(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """`value` with `change` applied to every tensor in it, in order; what is no container of tensors stays itself."""
+    """Apply `change` to every tensor in `value`, in order.
+
+    What is no container of tensors stays itself.
+    """
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, MutableMapping):
-        copied = copy.copy(
-            value
-        )  # keeps the type: OrderedDict, defaultdict, a tokenizer's BatchEncoding
+        # Keeps the type: OrderedDict, defaultdict, a tokenizer's BatchEncoding.
+        copied = copy.copy(value)
         for key, item in value.items():
             copied[key] = _map_tensors(change, item)
         return copied

@@ -1,7 +1,8 @@
-"""The training data of one rank, step by step: `loader = BatchLoader(...)`, then `loader.next_step()` until None.
+"""The training data of one rank, step by step: `BatchLoader.next_step()` until it returns None.
 
-`loader.cursor` is the position in the stream in samples over all ranks; `loader.seek(cursor)` goes on from there, also
-on another number of ranks. Evaluation walks held-out data once, by the same rules: `eval_batches`.
+`loader.cursor` is the position in the stream in samples over all ranks; `loader.seek(cursor)` goes
+on from there, also on another number of ranks. Evaluation walks held-out data once, by the same
+rules: `eval_batches`.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ _LOOKED_AT = 64  # samples to come, by which ranks compare their order
 class BatchLoader:
     """Micro-batches of the data-parallel rank `rank`, in the order that `data.order` documents.
 
-    Batches stay in host memory, pinned when `device` is a GPU: moving each one right before its forward
-    (`MicroBatch.to`) keeps a single one on the device.
+    Batches stay in host memory, pinned when `device` is a GPU: moving each one right before its
+    forward (`MicroBatch.to`) keeps a single one on the device.
     """
 
     def __init__(
@@ -53,6 +54,11 @@ class BatchLoader:
         """
         Args:
             dataset: map-style (`__getitem__` and `__len__`) or iterable.
+            data: keys of the job.
+            batch: how a global batch is divided.
+            rank: data-parallel.
+            seed: of the job.
+            device: that batches are for.
             epochs: passes over the data before it ends; None: it never does.
             collate: list of samples -> batch; None: torch's default.
             draws: the random stream while reading; None: that of `rank` in a job of this seed.
@@ -75,8 +81,11 @@ class BatchLoader:
             pin_memory=device.type == "cuda",
         )
         self.num_samples = len(dataset) if is_map_style(dataset) else None  # type: ignore[arg-type]
-        self._batch, self._epochs, self._length = batch, epochs, length_of(dataset)
-        self._dataset, self._workers = dataset, data.workers
+        self._batch = batch
+        self._epochs = epochs
+        self._length = length_of(dataset)
+        self._dataset = dataset
+        self._workers = data.workers
         self.marks: Marks = {}  # of the dataset, once `mark` was called
         self.cursor = 0  # in the stream, in samples over all ranks
         self.last_step = range(0)  # positions in the stream that were read last, over all ranks
@@ -84,15 +93,17 @@ class BatchLoader:
 
     @property
     def epoch(self) -> float | None:
-        """Passes over the data that the cursor stands for; None for an iterable dataset, which has no length."""
-        return self.cursor / self.num_samples if self.num_samples else None
+        """Passes over the data up to the cursor; None for an iterable dataset, without length."""
+        if not self.num_samples:
+            return None
+        return self.cursor / self.num_samples
 
     def mark(self, before: Marks) -> None:
         """Read the marks of the dataset, also of the samples that had some `before`."""
         self.marks = marks_of(self._dataset, self._workers, before)
 
     def total_steps(self, steps: int = 0, cursor: int = 0) -> int | None:
-        """Return the optimizer steps of all epochs, or None where the data does not end or has no length.
+        """Return the optimizer steps of all epochs; None where the data has no end or no length.
 
         Args:
             steps: those that are made already, perhaps with another global batch.
@@ -103,14 +114,13 @@ class BatchLoader:
         return steps + self._batch.num_steps(self._length * self._epochs - cursor)
 
     def shared(self) -> dict[str, float]:
-        """What is the same on every rank, by name: the one random stream that all of them follow.
+        """Return what must be the same on every rank, by name: the stream that all of them follow.
 
         Its samples that come next stand for the seed and the epoch's permutation.
         """
         coming = self._source.numbers(range(self.cursor, self.cursor + _LOOKED_AT))
-        digest = (
-            xxhash.xxh3_64_intdigest(struct.pack(f"<{len(coming)}q", *coming)) % 2**53
-        )  # exact as a float
+        packed = struct.pack(f"<{len(coming)}q", *coming)
+        digest = xxhash.xxh3_64_intdigest(packed) % 2**53  # exact as a float
         length = -1 if self.num_samples is None else self.num_samples
         return {
             "position in the data": self.cursor,
@@ -125,7 +135,7 @@ class BatchLoader:
             self._steps = self._source.steps(cursor)
 
     def next_step(self) -> list[MicroBatch] | None:
-        """This rank's micro-batches of the next optimizer step, or None when the data has ended, on all ranks.
+        """Return this rank's micro-batches of the next step; None, on all ranks, at the end.
 
         Raises:
             UserCodeError: the dataset or the collate function raised.
@@ -143,7 +153,8 @@ class BatchLoader:
         """Return in words which samples a rank read in a step.
 
         Args:
-            step: its positions in the stream, as `last_step` says them.
+            step: its positions in the stream, as `last_step` has them.
+            rank: data-parallel.
             micro: only in this micro-batch of the rank; None: in all of them.
         """
         parts = micro_batches(len(step), self._batch, rank)
@@ -165,9 +176,19 @@ def eval_batches(
     seed: int = 0,
     device: torch.device = CPU,
 ) -> Iterator[MicroBatch]:
-    """Every sample of held-out data once, or the first `limit`, over all ranks; equally many batches on each.
+    """Yield every sample of held-out data once, in equally many batches on each rank.
 
     What samples and batches draw depends on `seed` and their place alone: it is the same each time.
+
+    Args:
+        dataset: map-style or iterable.
+        micro: samples in a batch.
+        rank: data-parallel.
+        num_ranks: data-parallel ones.
+        limit: samples at most, over all ranks; None: all.
+        collate: list of samples -> batch; None: torch's default.
+        seed: of what is drawn.
+        device: that batches are for.
 
     Raises:
         UserCodeError: the dataset is empty or no dataset, or it or the collate function raised.
@@ -225,6 +246,7 @@ def _open(
         )
     if shuffle:
         raise JobError(
-            f"data.shuffle: {name} is an iterable dataset, without indices to permute: shuffle inside it"
+            f"data.shuffle: {name} is an iterable dataset, without indices to permute: "
+            "shuffle inside it"
         )
     return IterableSource(dataset, batch, rank, draws, **options)

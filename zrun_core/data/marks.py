@@ -1,8 +1,9 @@
-"""Marks of a dataset, by which a run that goes on notices that it reads another one.
+"""Marks of a dataset, by which a resumed run notices that it reads another one.
 
-A mark is the digest of one sample. A few samples are read several times: where that draws random numbers, or the reads
-differ, as with augmentation, there are no marks, and nothing is compared. Reading changes nothing for the training: the
-rank's random streams are put back, and a dataset that holds generators of its own is not read at all.
+A mark is the digest of one sample. A few samples are read several times: where that draws random
+numbers, or the reads differ, as with augmentation, there are no marks, and nothing is compared.
+Reading changes nothing for the training: the rank's random streams are put back, and a dataset that
+holds generators of its own is not read at all.
 """
 
 from __future__ import annotations
@@ -33,20 +34,19 @@ _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.
 
 
 def marks_of(dataset: Any, workers: int = 0, also: Iterable[int] = ()) -> Marks:
-    """Return marks of a few samples; none where reading them is not repeatable, fails, or takes long.
+    """Return marks of a few samples; none where reading is not repeatable, fails or takes long.
 
     Args:
         dataset: of any kind; only one with indices has marks.
-        workers: `data.workers`. If there are any, one reads: files that a dataset opens when it is first read must not
-            be open in the process from which the others come.
+        workers: `data.workers`. If there are any, one reads: files that a dataset opens when it is
+            first read must not be open in the process from which the others come.
         also: numbers of more samples.
     """
     if not is_map_style(dataset):
         return {}
     length = len(dataset)
-    numbers = sorted(
-        {0, length // 2, length - 1, *(number for number in also if 0 <= number < length)}
-    )
+    before = {number for number in also if 0 <= number < length}
+    numbers = sorted({0, length // 2, length - 1} | before)
     if not workers:
         return _read(dataset, numbers)
     generator = torch.Generator()  # else the loader draws a seed from the rank's own stream
@@ -58,22 +58,21 @@ def marks_of(dataset: Any, workers: int = 0, also: Iterable[int] = ()) -> Marks:
 
 def differences(before: Mapping[int, str], now: Marks) -> str:
     """Return which samples differ, in words; "" if none does."""
-    numbers = [
-        str(number) for number in sorted(before) if number in now and now[number] != before[number]
-    ]
+    both = sorted(before.keys() & now.keys())
+    numbers = [str(number) for number in both if now[number] != before[number]]
     if not numbers:
         return ""
-    listed = (
-        " and ".join([", ".join(numbers[:-1]), numbers[-1]]) if len(numbers) > 1 else numbers[0]
-    )
-    return f"sample{'s' * (len(numbers) > 1)} {listed} {'are' if len(numbers) > 1 else 'is'} not what was there"
+    if len(numbers) == 1:
+        return f"sample {numbers[0]} is not what was there"
+    return f"samples {', '.join(numbers[:-1])} and {numbers[-1]} are not what was there"
 
 
 class _SampleReader(Dataset[Marks]):
     """Reads the marks of a dataset in a loader process."""
 
     def __init__(self, dataset: Any, numbers: list[int]) -> None:
-        self._dataset, self._numbers = dataset, numbers
+        self._dataset = dataset
+        self._numbers = numbers
 
     def __len__(self) -> int:
         return 1
@@ -116,7 +115,7 @@ def _same_streams(before: _Streams, after: _Streams) -> bool:
 
 
 def _holds_generator(dataset: Any) -> bool:
-    """Return whether a generator hangs on the dataset, three objects deep, or on the module of its class."""
+    """Return whether the dataset, three objects deep, or its class's module holds a generator."""
     level: list[Any] = [dataset]
     for _ in range(4):
         if any(_is_generator(each) or _is_beside_generator(each) for each in level):
@@ -130,10 +129,12 @@ def _is_generator(value: Any) -> bool:
 
 
 def _is_beside_generator(value: Any) -> bool:
-    module = (
-        sys.modules.get(type(value).__module__) if hasattr(type(value), "__getitem__") else None
-    )
-    return module is not None and any(_is_generator(each) for each in list(vars(module).values()))
+    if not hasattr(type(value), "__getitem__"):
+        return False
+    module = sys.modules.get(type(value).__module__)
+    if module is None:
+        return False
+    return any(_is_generator(each) for each in list(vars(module).values()))
 
 
 def _held_by(owner: Any) -> list[Any]:
@@ -157,7 +158,7 @@ def _digest(sample: Any) -> str:
 
 
 def _pieces(value: Any, depth: int = 0) -> Iterator[bytes]:
-    """Yield what a sample consists of. Of an object of an unknown kind it is the name of its class."""
+    """Yield the content of a sample; of an object of an unknown kind, the name of its class."""
     yield type(value).__name__.encode()
     if isinstance(value, torch.Tensor):
         flat = value.detach()

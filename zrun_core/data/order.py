@@ -1,14 +1,23 @@
-"""Which samples make up which optimizer step on which rank: pure, and simple enough for a plain loop to reproduce.
+"""The order of samples: which of them make up which optimizer step on which rank.
 
-The contract, for a global batch of G samples on N ranks and D samples in the dataset:
+It is pure, and simple enough for a plain loop to reproduce. The contract, for a global batch of G
+samples on N ranks and D samples in the dataset:
 
-- The stream is epoch after epoch; epoch e is `range(D)`, or with `shuffle: true` `permutation(D, seed, e)`.
+- The stream is epoch after epoch; epoch e is `range(D)`, or with `shuffle: true`
+  `permutation(D, seed, e)`.
 - Optimizer step k (from 0) consumes stream positions [kG, (k+1)G). A step may straddle two epochs.
-- Rank r takes the contiguous r-th N-th of them, cut into micro-batches in order.
-- A stream that ends leaves a last step of g < G samples. They are split as evenly as they go, contiguously, the first
-  g mod N ranks taking one more, and every rank runs the number of micro-batches that the largest part needs.
+- Rank r takes the contiguous r-th N-th of them, divided into micro-batches in order.
+- A stream that ends leaves a last step of g < G samples. They are split as evenly as they go,
+  contiguously, the first g mod N ranks taking one more, and every rank runs the number of
+  micro-batches that the largest part needs.
 
-The only state is a position in the stream, in samples, so a run resumes exactly, also on another number of ranks.
+For D = 10, G = 8, N = 2 and micro-batches of 2, without shuffling, one epoch:
+
+    step 0    rank 0: [0 1] [2 3]    rank 1: [4 5] [6 7]
+    step 1    rank 0: [8]            rank 1: [9]
+
+The only state is a position in the stream, in samples, so a run resumes exactly, also on another
+number of ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +31,7 @@ from zrun_core.spine.spec import BatchPlan
 
 
 def permutation(num_samples: int, seed: int, epoch: int) -> torch.Tensor:
-    """The order of one shuffled epoch, int64 [num_samples], from (seed, epoch) alone:
+    """Return the order of one shuffled epoch, int64 [num_samples], from (seed, epoch) alone:
 
     generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**32)
     torch.randperm(num_samples, generator=generator)
@@ -32,25 +41,46 @@ def permutation(num_samples: int, seed: int, epoch: int) -> torch.Tensor:
 
 
 def steps(start: int, global_size: int, total: int | None) -> Iterator[range]:
-    """The stream positions of each optimizer step from position `start` on; `total=None` is an endless stream."""
+    """Yield the stream positions of each optimizer step.
+
+    Args:
+        start: position in the stream.
+        global_size: samples in a step.
+        total: samples in the stream; None: it has no end.
+    """
     while total is None or start < total:
-        stop = start + global_size if total is None else min(start + global_size, total)
+        stop = start + global_size
+        if total is not None:
+            stop = min(stop, total)
         yield range(start, stop)
         start = stop
 
 
 def split(count: int, parts: int, index: int) -> range:
-    """The contiguous part `index` of `range(count)` cut into `parts`; the first ones are longer by one if need be."""
-    size, longer = divmod(count, parts)
-    start = index * size + min(index, longer)
-    return range(start, start + size + (index < longer))
+    """Return one of the contiguous parts of `range(count)`: split(8, 3, 0) is range(0, 3).
+
+    Args:
+        count: of all parts together.
+        parts: how many; the first ones are longer by one if need be.
+        index: of the part.
+    """
+    size, num_longer = divmod(count, parts)
+    start = index * size + min(index, num_longer)
+    if index < num_longer:
+        size += 1
+    return range(start, start + size)
 
 
 def micro_batches(count: int, batch: BatchPlan, rank: int) -> list[range]:
-    """The micro-batches of `rank` in a step of `count` samples, as offsets within the step.
+    """Return the micro-batches of a rank in a step, as offsets within the step.
 
-    Every rank gets equally many. An empty one means that the rank has no sample left for it: it runs any sample at
-    weight 0, so that its collectives match those of the others.
+    Every rank gets equally many. An empty one means that the rank has no sample left for it: it
+    runs any sample at weight 0, so that its collectives match those of the others.
+
+    Args:
+        count: samples in the step.
+        batch: how they are divided.
+        rank: data-parallel.
     """
     own = split(count, batch.ranks, rank)
     longest = len(split(count, batch.ranks, 0))
@@ -58,15 +88,18 @@ def micro_batches(count: int, batch: BatchPlan, rank: int) -> list[range]:
 
 
 def shifts(position: int, before: int | None, now: int | None, *, shuffle: bool) -> bool:
-    """Whether `position` of the stream is another place in the data once the dataset has another length.
+    """Return whether a position is another place in the data once the dataset's length changes.
 
     Args:
+        position: in the stream.
         before, now: samples in the dataset; None: it has no length, and its stream is one epoch.
     """
     if before == now or not position:
         return False
+    if shuffle:
+        return True
     # In its first epoch, in order, a dataset may grow behind the position.
-    return shuffle or position > min(length for length in (before, now) if length is not None)
+    return position > min(length for length in (before, now) if length is not None)
 
 
 class EpochOrder:
@@ -76,19 +109,21 @@ class EpochOrder:
         self.num_samples = num_samples
         self.shuffle = shuffle
         self.seed = seed
-        self._permutations: dict[
-            int, torch.Tensor
-        ] = {}  # the latest two epochs: a step may straddle them
+        # By epoch, the latest two: a step may straddle them.
+        self._permutations: dict[int, torch.Tensor] = {}
 
     def index(self, position: int) -> int:
-        """The dataset index of the sample at `position` of the stream."""
+        """Return the dataset index of the sample at `position` of the stream."""
         epoch, offset = divmod(position, self.num_samples)
-        return int(self._permutation(epoch)[offset]) if self.shuffle else offset
+        if not self.shuffle:
+            return offset
+        return int(self._permutation(epoch)[offset])
 
     def _permutation(self, epoch: int) -> torch.Tensor:
         found = self._permutations.get(epoch)
         if found is None:
-            found = self._permutations[epoch] = permutation(self.num_samples, self.seed, epoch)
+            found = permutation(self.num_samples, self.seed, epoch)
+            self._permutations[epoch] = found
             for old in sorted(self._permutations)[:-2]:
                 del self._permutations[old]
         return found

@@ -34,7 +34,9 @@ class Batches(Dataset[Any]):
     """
 
     def __init__(self, dataset: Any, collate: Collate | None, seed: int) -> None:
-        self._dataset, self._collate, self._seed = dataset, collate, seed
+        self._dataset = dataset
+        self._collate = collate
+        self._seed = seed
 
     def __getitems__(self, places: list[SamplePosition]) -> Any:
         samples = self._read(places)
@@ -68,6 +70,7 @@ def collated(samples: list[Any], numbers: Sequence[int], noun: str, collate: Col
     """Make a batch of samples.
 
     Args:
+        samples: as the dataset has returned them.
         numbers: what the samples are called, if this fails.
         noun: of one such number.
         collate: None: torch's default.
@@ -95,8 +98,14 @@ def in_words(numbers: Iterable[int]) -> str:
             runs[-1] = range(runs[-1].start, number + 1)
         else:
             runs.append(range(number, number + 1))
-    told = [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs[:_LISTED]]
-    return ", ".join(told) + (f", ... ({count} in all)" if len(runs) > _LISTED else "")
+    listed = ", ".join(map(_run_in_words, runs[:_LISTED]))
+    if len(runs) > _LISTED:
+        return f"{listed}, ... ({count} in all)"
+    return listed
+
+
+def _run_in_words(run: range) -> str:
+    return f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0])
 
 
 @contextmanager
@@ -119,7 +128,7 @@ class _Side(NamedTuple):
 
 
 def _difference(samples: Sequence[Any], numbers: Sequence[int], noun: str) -> str:
-    """The first thing for which torch's default collation makes no batch; "": none is known."""
+    """Return the first thing for which torch's default collation fails; "": none is known."""
     # A dataset that reads several samples at once may give what it likes.
     pairs = zip(samples, numbers, strict=False)
     sides = [_Side(sample, f"{noun} {number}") for sample, number in pairs]
@@ -127,13 +136,14 @@ def _difference(samples: Sequence[Any], numbers: Sequence[int], noun: str) -> st
 
 
 def _unlike(path: str, one: _Side, other: _Side) -> str:
-    """How two samples, or their parts at `path`, differ in what must be the same in a batch."""
+    """Return how two samples, or their parts at `path`, differ where a batch needs them alike."""
     what = path or "the sample"
     both = one.value, other.value
     if other.value is None:
         return f"{what} is None at {other.name}{_FORGOTTEN}"
     if all(isinstance(value, Mapping) for value in both):
-        if missing := sorted(map(repr, one.value.keys() ^ other.value.keys())):
+        missing = sorted(map(repr, one.value.keys() ^ other.value.keys()))
+        if missing:
             return f"{what} has {missing[0]} at only one of {one.name} and {other.name}"
         keys = list(one.value)
     elif all(isinstance(value, tuple | list) for value in both):
@@ -147,10 +157,11 @@ def _unlike(path: str, one: _Side, other: _Side) -> str:
 
 
 def _unlike_leaf(what: str, one: _Side, other: _Side) -> str:
-    shapes = _shape(one.value), _shape(other.value)
-    if None not in shapes:
-        return "" if shapes[0] == shapes[1] else _against(what, "shape", one, other, _shape)
-    if shapes[1] is None and not isinstance(other.value, int | float | str | bytes):
+    shape = _shape(one.value)
+    other_shape = _shape(other.value)
+    if shape is not None and other_shape is not None:
+        return "" if shape == other_shape else _against(what, "shape", one, other, _shape)
+    if other_shape is None and not isinstance(other.value, int | float | str | bytes):
         return f"{what} is {type(other.value).__name__} at {other.name}, of which no tensor is made"
     if type(one.value) is not type(other.value):
         return _against(what, "type", one, other, lambda value: type(value).__name__)

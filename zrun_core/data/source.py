@@ -1,6 +1,7 @@
-"""Where a rank's micro-batches come from: a dataset with indices, or one that can only be walked.
+"""The sources of a rank's micro-batches: a dataset with indices, or one that can only be walked.
 
-Both kinds turn a start position in the stream into an iterator of optimizer steps, by the contract of `data.order`.
+Both kinds turn a start position in the stream into an iterator of optimizer steps, by the contract
+of `data.order`.
 """
 
 from __future__ import annotations
@@ -21,30 +22,27 @@ from zrun_core.spine.spec import BatchPlan
 from zrun_core.spine.tracebacks import add_location
 from zrun_core.user_code.user import user_code
 
-Step: TypeAlias = tuple[
-    int, list[MicroBatch]
-]  # samples in the global batch, this rank's micro-batches of it
+# Samples in the global batch, this rank's micro-batches of it.
+Step: TypeAlias = tuple[int, list[MicroBatch]]
 
 
 class Source(Protocol):
     """A stream of optimizer steps for one rank."""
 
     def steps(self, start: int) -> Iterator[Step]:
-        """The steps from stream position `start` on; they end on all ranks at once."""
+        """Yield the steps from stream position `start` on; they end on all ranks at once."""
         ...
 
     def numbers(self, positions: Sequence[int]) -> list[int]:
-        """Which samples of the dataset come at these positions of the stream; none where only walking tells."""
+        """Return the numbers of the samples at these positions; none where only walking tells."""
         ...
 
 
 def is_map_style(dataset: object) -> bool:
-    """Whether samples are read by index. torch's own base class gives every dataset a `__getitem__`, used or not."""
-    return (
-        not isinstance(dataset, IterableDataset)
-        and hasattr(dataset, "__getitem__")
-        and hasattr(dataset, "__len__")
-    )
+    """Return whether samples are read by index."""
+    if isinstance(dataset, IterableDataset):
+        return False  # though torch's base class gives every dataset a `__getitem__`
+    return hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
 
 
 def length_of(dataset: object) -> int | None:
@@ -76,7 +74,9 @@ class MapSource:
             num_samples = len(dataset)
         if num_samples == 0:
             raise UserCodeError(f"the dataset is empty: {type(dataset).__name__} has length 0")
-        self._total = _smaller(None if epochs is None else num_samples * epochs, limit)
+        self._total = limit
+        if epochs is not None:
+            self._total = _smaller(num_samples * epochs, limit)
         self._dataset = dataset
         self._batch = batch
         self._rank = rank
@@ -87,8 +87,9 @@ class MapSource:
         self._pin_memory = pin_memory
 
     def steps(self, start: int) -> Iterator[Step]:
-        """The steps from stream position `start` on."""
-        # An own generator: DataLoader draws its workers' seeds from it instead of from the rank's global stream.
+        """Yield the steps from stream position `start` on."""
+        # An own generator: DataLoader draws its workers' seeds from it instead of from the rank's
+        # global stream.
         generator = torch.Generator().manual_seed(rng.mix(self._seed, self._rank))
         loader: DataLoader[Any] = DataLoader(
             Batches(self._dataset, self._collate, self._seed),
@@ -104,11 +105,11 @@ class MapSource:
             yield len(positions), [MicroBatch.of(next(batches), len(part)) for part in parts]
 
     def numbers(self, positions: Sequence[int]) -> list[int]:
-        """Which samples of the dataset come at these positions of the stream."""
+        """Return the numbers of the samples at these positions of the stream."""
         return [self._order.index(position) for position in positions]
 
     def micro_batch_places(self, start: int) -> Iterator[list[SamplePosition]]:
-        """The samples of every micro-batch of this rank from stream position `start` on."""
+        """Yield the samples of every micro-batch of this rank from position `start` on."""
         for positions in steps(start, self._batch.global_size, self._total):
             for part in micro_batches(len(positions), self._batch, self._rank):
                 # Nothing left for this rank: the step's first sample stands in.
@@ -117,7 +118,7 @@ class MapSource:
 
 
 class _Indices:
-    """A batch sampler: DataLoader wants an iterable, and its processes run ahead of the step being consumed."""
+    """A batch sampler; DataLoader's processes run ahead of the step being consumed."""
 
     def __init__(self, source: MapSource, start: int) -> None:
         self._source = source
@@ -130,8 +131,8 @@ class _Indices:
 class IterableSource:
     """Walks a dataset that has no indices. Every rank walks all of it and keeps its own part.
 
-    The dataset must yield the same samples in the same order on every rank. `set_epoch(epoch)`, where it has one, is
-    called before each pass.
+    The dataset must yield the same samples in the same order on every rank. `set_epoch(epoch)`,
+    where it has one, is called before each pass.
     """
 
     def __init__(
@@ -153,7 +154,8 @@ class IterableSource:
         """
         if workers > 1:
             raise JobError(
-                f"data.workers: {workers} processes would each yield the whole stream of {type(dataset).__name__}, "
+                f"data.workers: {workers} processes would each yield the whole stream of "
+                f"{type(dataset).__name__}, "
                 "an iterable dataset: write workers: 0 or 1, or give it __getitem__ and __len__"
             )
         self._dataset = dataset
@@ -167,7 +169,7 @@ class IterableSource:
         self._limit = limit
 
     def steps(self, start: int) -> Iterator[Step]:
-        """The steps from stream position `start` on, after walking past everything before it, which happens at once."""
+        """Walk past everything before `start` at once, and return the steps from there on."""
         stream = self._stream()
         for _ in islice(stream, start):
             pass
@@ -175,17 +177,18 @@ class IterableSource:
         return self._steps(islice(stream, stop), start)
 
     def numbers(self, positions: Sequence[int]) -> list[int]:
-        """None: only walking tells."""
+        """Return none: only walking tells."""
         return []
 
     def _steps(self, stream: Iterator[Any], start: int) -> Iterator[Step]:
         global_size = self._batch.global_size
-        # In a full step a rank needs its own part. In a short last one that part moves to the front, and how far is
-        # known only at its end, so all samples of the step are kept where the stream can end.
+        # In a full step a rank needs its own part. In a short last one that part moves to the
+        # front, and how far is known only at its end, so all samples of the step are kept where the
+        # stream can end.
         can_end = self._epochs is not None or self._limit is not None
-        wanted = (
-            range(global_size) if can_end else split(global_size, self._batch.ranks, self._rank)
-        )
+        wanted = range(global_size)
+        if not can_end:
+            wanted = split(global_size, self._batch.ranks, self._rank)
         while True:
             size = 0
             samples: dict[int, Any] = {}  # by offset in the step
@@ -207,8 +210,9 @@ class IterableSource:
         return MicroBatch.of(batch, len(part))
 
     def _stream(self) -> Iterator[Any]:
-        """Sample by sample, epoch after epoch."""
-        for epoch in count() if self._epochs is None else range(self._epochs):
+        """Yield sample by sample, epoch after epoch."""
+        epochs = count() if self._epochs is None else range(self._epochs)
+        for epoch in epochs:
             if hasattr(self._dataset, "set_epoch"):
                 self._dataset.set_epoch(epoch)
             num_read = 0
@@ -244,7 +248,8 @@ class _Walk(IterableDataset[Any]):
     """
 
     def __init__(self, samples: Iterable[Any], seed: int) -> None:
-        self._samples, self._seed = samples, seed
+        self._samples = samples
+        self._seed = seed
 
     def __iter__(self) -> Iterator[Any]:
         rng.seed(rng.mix(self._seed, 0))
@@ -257,6 +262,5 @@ def _as_is(sample: Any) -> Any:
     return sample
 
 
-def _smaller(first: int | None, second: int | None) -> int | None:
-    """The smaller of two limits, either of which may be missing."""
-    return min((limit for limit in (first, second) if limit is not None), default=None)
+def _smaller(size: int, limit: int | None) -> int:
+    return size if limit is None else min(size, limit)

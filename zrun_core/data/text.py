@@ -2,8 +2,9 @@
 
     data: {call: "zrun_core.data.text:text", args: {paths: "corpus/**/*.txt", seq_len: 1024}}
 
-`paths` is a file, a glob, a list of them, or `stdlib`: the source of Python's own library, real text on every machine.
-Files are tokenised once, into one memory-mapped cache file, and split into training and validation file by file.
+`paths` is a file, a glob, a list of them, or `stdlib`: the source of Python's own library, real
+text on every machine. Files are tokenised once, into one memory-mapped cache file, and split into
+training and validation file by file.
 """
 
 from __future__ import annotations
@@ -42,7 +43,10 @@ class TextSample(TypedDict):
 
 
 class NextTokens(Dataset[TextSample]):
-    """Windows of T tokens that do not overlap, labelled with the token after each; the tail is dropped."""
+    """Windows of T tokens that do not overlap, labelled with the token after each.
+
+    The tail is dropped.
+    """
 
     def __init__(self, packed: PackedTokens, seq_len: int) -> None:
         self.packed = packed
@@ -57,17 +61,16 @@ class NextTokens(Dataset[TextSample]):
         return {"input_ids": window[:-1], "labels": window[1:]}
 
     def __reduce__(self) -> tuple[type[NextTokens], tuple[PackedTokens, int]]:
-        return type(self), (
-            self.packed,
-            self.seq_len,
-        )  # a mapped file would be pickled with its content
+        # A mapped file would be pickled with its content.
+        return type(self), (self.packed, self.seq_len)
 
 
 class MaskedTokens(Dataset[TextSample]):
     """Windows of T tokens of which 15 % are to be guessed (Devlin et al. 2018, section 3.1).
 
-    80 % of these are replaced by the mask, 10 % by a random token, 10 % stay. What is drawn for a window depends on
-    (seed, index) alone: it is the same in every epoch, on every rank and in every loader process.
+    80 % of these are replaced by the mask, 10 % by a random token, 10 % stay. What is drawn for a
+    window depends on (seed, index) alone: it is the same in every epoch, on every rank and in every
+    loader process.
     """
 
     def __init__(
@@ -92,9 +95,8 @@ class MaskedTokens(Dataset[TextSample]):
         drawn = torch.randint(self.vocab_size, (num_masked,), generator=generator)  # [M]
         labels = torch.full_like(tokens, IGNORED)
         labels[masked] = tokens[masked]
-        shown = torch.where(
-            fate < 0.8, self.mask_id, torch.where(fate < 0.9, drawn, tokens[masked])
-        )
+        replaced = torch.where(fate < 0.9, drawn, tokens[masked])
+        shown = torch.where(fate < 0.8, self.mask_id, replaced)
         return {"input_ids": tokens.index_copy(0, masked, shown), "labels": labels}
 
     def __reduce__(self) -> tuple[type[MaskedTokens], tuple[PackedTokens, int, int, int, int]]:
@@ -111,22 +113,26 @@ def text(
     limit_bytes: int | None = None,
     cache_dir: str | None = None,
 ) -> NextTokens:
-    """Next-token samples: {"input_ids", "labels"}, int64 [seq_len] each.
+    """Return next-token samples: {"input_ids", "labels"}, int64 [seq_len] each.
 
     Args:
-        paths: a file, a glob (`**` crosses folders), a list of them, or "stdlib". Relative to the working directory.
-        split: "train", "val" or "all". A file belongs to one side by a hash of its path below the glob's fixed part.
-        tokenizer: path of a JSON file of the `tokenizers` library; None: bytes, a vocabulary of 256.
+        paths: a file, a glob (`**` crosses folders), a list of them, or "stdlib". Relative to the
+            working directory.
+        split: "train", "val" or "all". A file belongs to one side by a hash of its path below the
+            glob's fixed part.
+        tokenizer: path of a JSON file of the `tokenizers` library; None: bytes, a vocabulary of
+            256.
         val_fraction: expected share of the files on the validation side.
         limit_bytes: take no more than this much text, in the order of the paths.
-        cache_dir: folder for the packed tokens; None: $XDG_CACHE_HOME/zrun, ~/.cache/zrun or a temporary folder.
+        cache_dir: folder for the packed tokens; None: $XDG_CACHE_HOME/zrun, ~/.cache/zrun or a
+            temporary folder.
 
     Raises:
-        JobError: no file matches or lands on this side of the split, or the text is shorter than one sample.
+        JobError: no file matches or lands on this side of the split, or the text is shorter than
+            one sample.
     """
-    packed = pack(
-        _select(paths, split, val_fraction), open_tokenizer(tokenizer), limit_bytes, cache_dir
-    )
+    files = _select(paths, split, val_fraction)
+    packed = pack(files, open_tokenizer(tokenizer), limit_bytes, cache_dir)
     dataset = NextTokens(packed, seq_len)
     _require_sample(dataset, paths)
     return dataset
@@ -143,10 +149,12 @@ def masked_text(
     cache_dir: str | None = None,
     seed: int = 0,
 ) -> MaskedTokens:
-    """Masked-language-model samples: {"input_ids", "labels"}, int64 [seq_len] each, labels -100 elsewhere.
+    """Return masked-language-model samples: {"input_ids", "labels"}, int64 [seq_len] each.
 
-    Arguments and errors are those of `text`. The tokenizer must have a token `[MASK]`; for bytes the mask is id 256, so
-    that the model needs a vocabulary of 257.
+    Labels are -100 where no token is to be guessed.
+
+    Arguments and errors are those of `text`. The tokenizer must have a token `[MASK]`; for bytes
+    the mask is id 256, so that the model needs a vocabulary of 257.
     """
     encoding = open_tokenizer(tokenizer)
     if encoding.mask_id is None:
@@ -160,7 +168,15 @@ def masked_text(
 def _window(
     tokens: NDArray[np.integer], index: int, seq_len: int, num_windows: int, *, extra: int
 ) -> Tensor:
-    """Tokens of window `index` and `extra` more: int64 [seq_len + extra], a copy of the mapped file."""
+    """Return a window of the tokens: int64 [seq_len + extra], a copy of the mapped file.
+
+    Args:
+        tokens: [tokens].
+        index: of the window.
+        seq_len: tokens in a window.
+        num_windows: that there are.
+        extra: tokens after the window.
+    """
     if not 0 <= index < num_windows:
         raise IndexError(f"window {index} of {num_windows}")
     start = index * seq_len
@@ -175,10 +191,11 @@ def _require_sample(dataset: NextTokens | MaskedTokens, paths: str | list[str]) 
 
 
 def _select(paths: str | list[str], split: str, val_fraction: float) -> list[Path]:
-    """The files on one side of the split, in the order of their relative paths."""
+    """Return the files on one side of the split, in the order of their relative paths."""
     if split not in _SPLITS:
         raise JobError(f"data: there is no split {split!r}: write {', '.join(_SPLITS)}")
-    found = dict(_stdlib_files() if paths == "stdlib" else _matching_files(paths))
+    files = _stdlib_files() if paths == "stdlib" else _matching_files(paths)
+    found = dict(files)
     if not found:
         raise JobError(f"data: no file matches {paths} in {Path.cwd()}")
     chosen = [
@@ -195,7 +212,7 @@ def _select(paths: str | list[str], split: str, val_fraction: float) -> list[Pat
 
 
 def _is_val(name: str, val_fraction: float) -> bool:
-    """A coin flip that every machine and every later run repeats, whatever other files there are."""
+    """Flip a coin that every machine and every later run repeats, whatever other files exist."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8]) < val_fraction * 2**64
 
 
@@ -208,8 +225,10 @@ def _stdlib_files() -> Iterator[tuple[str, Path]]:
 
 
 def _matching_files(patterns: str | list[str]) -> Iterator[tuple[str, Path]]:
-    """(path below the fixed part of its pattern, path) of every file that matches."""
-    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+    """Yield (path below the fixed part of its pattern, path) of every file that matches."""
+    if isinstance(patterns, str):
+        patterns = [patterns]
+    for pattern in patterns:
         full = str(Path(pattern).expanduser())
         fixed = Path(full).parent
         while glob.has_magic(str(fixed)):

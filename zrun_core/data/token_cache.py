@@ -1,4 +1,4 @@
-"""Tokenised files as one memory-mapped file, made once: by the first rank of a machine, while the others wait."""
+"""Tokenised files as one memory-mapped file, made once, by the first rank of a machine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class PackedTokens:
     dtype: str
 
     def open(self) -> NDArray[np.integer]:
-        """The tokens, [tokens], mapped from the file."""
+        """Return the tokens, [tokens], mapped from the file."""
         if self.path.stat().st_size == 0:  # an empty file cannot be mapped
             return np.empty(0, dtype=self.dtype)
         return np.memmap(self.path, dtype=self.dtype, mode="r")
@@ -36,7 +36,15 @@ class PackedTokens:
 def pack(
     files: Sequence[Path], tokenizer: Tokenizer, limit_bytes: int | None, cache_dir: str | None
 ) -> PackedTokens:
-    """The tokens of `files`, one after the other, up to `limit_bytes` of text; from the cache if they are there.
+    """Return the tokens of files, one after the other, from the cache if they are there.
+
+    Other ranks of the machine wait while one writes the cache.
+
+    Args:
+        files: in their order.
+        tokenizer: for their text.
+        limit_bytes: of text; None: all of it.
+        cache_dir: folder for the tokens; None: the user's cache folder.
 
     Raises:
         JobError: a file cannot be read, or there is no folder to write to.
@@ -65,7 +73,8 @@ def _write(
                 if left == 0:
                     break
                 text = _read(file)[:left]
-                left = None if left is None else left - len(text)
+                if left is not None:
+                    left -= len(text)
                 out.write(tokenizer.encode(text).astype(packed.dtype, copy=False).data)
             out.flush()
             os.fsync(out.fileno())
@@ -83,7 +92,10 @@ def _read(file: Path) -> bytes:
 
 
 def _identity(files: Sequence[Path], tokenizer: Tokenizer, limit_bytes: int | None) -> str:
-    """Names the cache file. A file is its path, size and times; the change time cannot be set back by hand."""
+    """Return the name of the cache file.
+
+    A file is identified by its path, size and times; the change time cannot be set back by hand.
+    """
     digest = hashlib.sha256(f"{tokenizer.identity} {limit_bytes}\n".encode())
     for file in files:
         try:
@@ -97,11 +109,15 @@ def _identity(files: Sequence[Path], tokenizer: Tokenizer, limit_bytes: int | No
 
 
 def _smallest_dtype(vocab_size: int) -> str:
-    return "uint8" if vocab_size <= 2**8 else "uint16" if vocab_size <= 2**16 else "uint32"
+    if vocab_size <= 2**8:
+        return "uint8"
+    if vocab_size <= 2**16:
+        return "uint16"
+    return "uint32"
 
 
 def _cache_folder(asked: str | None) -> Path:
-    """`asked`, else the user's cache folder, else a folder of the user's own among the temporary ones."""
+    """Return `asked`, else the user's cache folder, else the user's own temporary folder."""
     if asked is not None:
         folder = Path(asked).expanduser()
         if not _is_usable(folder):
@@ -118,7 +134,7 @@ def _cache_folder(asked: str | None) -> Path:
 
 
 def _is_usable(folder: Path) -> bool:
-    """Whether the folder can be written; it is made if need be."""
+    """Return whether the folder can be written; it is made if need be."""
     try:
         make_private(folder)
     except OSError:
@@ -128,7 +144,7 @@ def _is_usable(folder: Path) -> bool:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold the lock file; it stays, because removing it would let two processes hold one lock each."""
+    """Hold the lock file; it stays, or two processes could hold one lock each."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -18,7 +18,7 @@ class Tokenizer(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """Ids are below this."""
+        """The number of ids."""
         ...
 
     @property
@@ -32,11 +32,11 @@ class Tokenizer(Protocol):
         ...
 
     def encode(self, text: bytes) -> NDArray[np.integer]:
-        """Token ids of UTF-8 text, [tokens]."""
+        """Return the token ids of UTF-8 text, [tokens]."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of token ids; what is not valid UTF-8 is shown as U+FFFD."""
+        """Return the text of token ids; what is not valid UTF-8 is shown as U+FFFD."""
         ...
 
 
@@ -48,11 +48,11 @@ class ByteTokenizer:
     mask_id = 256  # one past the bytes: a model of masked bytes has a vocabulary of 257
 
     def encode(self, text: bytes) -> NDArray[np.uint8]:
-        """The bytes themselves, without a copy."""
+        """Return the bytes themselves, without a copy."""
         return np.frombuffer(text, dtype=np.uint8)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of these bytes; ids beyond them are left out."""
+        """Return the text of these bytes; ids beyond them are left out."""
         return bytes(i for i in ids if i < self.vocab_size).decode(errors="replace")
 
 
@@ -73,25 +73,23 @@ class FileTokenizer:
         try:
             content = path.read_bytes()
             self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
-        except (
-            Exception
-        ) as error:  # the library raises plain Exception for a file that is not its own
+        except Exception as error:  # the library raises no other for a file that is not its own
             raise JobError(f"tokenizer: cannot read {path}: {error}") from None
         self.identity = hashlib.sha256(content).hexdigest()
         self.vocab_size: int = self._tokenizer.get_vocab_size()
         self.mask_id: int | None = self._tokenizer.token_to_id("[MASK]")
 
     def encode(self, text: bytes) -> NDArray[np.uint32]:
-        """Token ids; bytes that are not UTF-8 are read as U+FFFD."""
+        """Return the token ids; bytes that are not UTF-8 are read as U+FFFD."""
         encoding = self._tokenizer.encode(text.decode(errors="replace"), add_special_tokens=False)
         return np.asarray(encoding.ids, dtype=np.uint32)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of these tokens."""
+        """Return the text of these tokens."""
         text: str = self._tokenizer.decode(list(ids))
         return text
 
 
 def open_tokenizer(path: str | None) -> Tokenizer:
-    """The tokenizer stored at `path`, or bytes where there is none."""
+    """Return the tokenizer stored at `path`; None: bytes."""
     return ByteTokenizer() if path is None else FileTokenizer(Path(path).expanduser())

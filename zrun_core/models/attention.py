@@ -12,8 +12,9 @@ from zrun_core.models.rope import rotate
 class Attention(nn.Module):
     """Self-attention. Each of `kv_heads` key and value heads serves heads / kv_heads query heads.
 
-    One projection makes queries, keys and values, grouped by key head: (q, ..., q, k, v), (q, ..., q, k, v), ... A
-    contiguous slice of its rows is then whole heads, and the number of heads is read from the projection's width.
+    One projection makes queries, keys and values, grouped by key head: (q, ..., q, k, v), (q, ...,
+    q, k, v), ... A contiguous slice of its rows is then whole heads, and the number of heads is
+    read from the projection's width.
     """
 
     def __init__(
@@ -47,17 +48,18 @@ class Attention(nn.Module):
             [B, T, D].
         """
         batch, length, _ = x.shape
-        qkv = self.qkv(x).view(
-            batch, length, -1, self.group + 2, self.head_dim
-        )  # [B, T, KV, group + 2, H]
-        q, k, v = (
-            part.flatten(2, 3).transpose(1, 2) for part in qkv.split((self.group, 1, 1), dim=3)
-        )
+        # [B, T, KV, group + 2, H]
+        qkv = self.qkv(x).view(batch, length, -1, self.group + 2, self.head_dim)
+        q, k, v = qkv.split((self.group, 1, 1), dim=3)
+        q = q.flatten(2, 3).transpose(1, 2)  # [B, KV * group, T, H]
+        k = k.flatten(2, 3).transpose(1, 2)  # [B, KV, T, H]
+        v = v.flatten(2, 3).transpose(1, 2)  # [B, KV, T, H]
         if rope is not None:
-            q, k = rotate(q, rope), rotate(k, rope)
+            q = rotate(q, rope)
+            k = rotate(k, rope)
         attended = F.scaled_dot_product_attention(
-            q,  # [B, KV * group, T, H]
-            k,  # [B, KV, T, H]
+            q,
+            k,
             v,
             attn_mask=mask,
             dropout_p=self.dropout if self.training else 0.0,

@@ -1,4 +1,7 @@
-"""BERT with its masked-language-model head (Devlin et al. 2018): `model: zrun_core.models.bert:bert`."""
+"""BERT with its masked-language-model head (Devlin et al. 2018).
+
+In a job file: `model: zrun_core.models.bert:bert`.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,7 @@ from torch import Tensor, nn
 
 from zrun_core.errors import JobError
 from zrun_core.models.attention import Attention
-from zrun_core.models.feed_forward import GeluMLP
-from zrun_core.models.layers import Embedding, Linear
+from zrun_core.models.layers import Embedding, GeluMLP, Linear
 from zrun_core.models.token_loss import token_loss
 
 _STD = 0.02  # BERT's initial scale of every weight
@@ -92,10 +94,12 @@ class Bert(nn.Module):
             input_ids: int64 [B, T].
             labels: int64 [B, T], the original token where one was masked, -100 elsewhere.
             attention_mask: [B, T], nonzero at real tokens; None: all are.
-            token_type_ids: int64 [B, T] of 0 and 1, the segment of each token; None: all in segment 0.
+            token_type_ids: int64 [B, T] of 0 and 1, the segment of each token; None: all in segment
+                0.
 
         Returns:
-            Logits [B, T, V], or with labels their mean cross-entropy in nats per masked token (fp32, 0-d).
+            Logits [B, T, V], or with labels their mean cross-entropy in nats per masked token
+            (fp32, 0-d).
 
         Raises:
             ValueError: the sequence is longer than the model.
@@ -106,12 +110,15 @@ class Bert(nn.Module):
                 f"a sequence of {length} tokens is longer than the model's seq_len {seq_len}"
             )
         positions = torch.arange(length, device=input_ids.device)
-        segments = torch.zeros_like(input_ids) if token_type_ids is None else token_type_ids
-        x = (
-            self.tokens(input_ids) + self.positions(positions) + self.segments(segments)
-        )  # [B, T, D]
+        segments = token_type_ids
+        if segments is None:
+            segments = torch.zeros_like(input_ids)
+        x = self.tokens(input_ids)  # [B, T, D]
+        x = x + self.positions(positions) + self.segments(segments)
         x = self.dropout(self.norm(x))
-        mask = None if attention_mask is None else attention_mask[:, None, None, :].bool()
+        mask = None
+        if attention_mask is not None:
+            mask = attention_mask[:, None, None, :].bool()
         for layer in self.layers:
             x = layer(x, mask)
         if labels is not None:
@@ -131,9 +138,15 @@ def bert(
     dropout: float = 0.1,
     loss_chunk: int | None = None,
 ) -> Bert:
-    """A freshly initialised BERT; the defaults are bert-base-uncased.
+    """Return a freshly initialised BERT; the defaults are bert-base-uncased.
 
     Args:
+        vocab_size: token ids are below it.
+        dim: width of the residual stream; divides into `heads`.
+        depth: layers.
+        heads: attention heads per layer.
+        seq_len: positions at most.
+        dropout: probability, in every layer and on the embeddings.
         ffn_dim: width inside the feed-forward layer; None: 4 * dim.
         loss_chunk: positions whose logits exist at a time; None: all.
 

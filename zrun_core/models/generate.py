@@ -1,4 +1,6 @@
-"""Text from a language model: `generate`, and the hook `sample` that shows some after every evaluation:
+"""Text from a language model: `generate`, and the hook `sample`, which shows some.
+
+After every evaluation, from a job file:
 
 hooks: {on_eval: {call: "zrun_core.models.generate:sample", args: {prompt: "def "}}}
 """
@@ -44,7 +46,9 @@ def generate(
     """Continue each prompt token by token, attending to the last `seq_len` tokens.
 
     Args:
+        model: in any mode; it is put back.
         prompt_ids: int64 [B, T], T at least 1.
+        max_new_tokens: how many to add to each prompt.
         temperature: divides the logits; 0 takes the likeliest token.
         generator: on the model's device; None: torch's global one.
 
@@ -56,11 +60,10 @@ def generate(
         for _ in range(max_new_tokens):
             logits = model(ids[:, -model.config.seq_len :])[:, -1].float()  # [B, V]
             if temperature == 0:
-                chosen = logits.argmax(dim=-1, keepdim=True)
+                chosen = logits.argmax(dim=-1, keepdim=True)  # [B, 1]
             else:
-                chosen = torch.multinomial(
-                    (logits / temperature).softmax(dim=-1), 1, generator=generator
-                )
+                probabilities = (logits / temperature).softmax(dim=-1)
+                chosen = torch.multinomial(probabilities, 1, generator=generator)  # [B, 1]
             ids = torch.cat((ids, chosen), dim=1)
     return ids
 
@@ -73,22 +76,27 @@ def sample(
     tokenizer: str | None = None,
     seed: int = 0,
 ) -> None:
-    """Log a continuation of `prompt` by the model as it is now. The draws are the same after every evaluation.
+    """Log a continuation of `prompt` by the model as it is now.
+
+    The draws are the same after every evaluation.
 
     Args:
+        context: that the loop gives to a hook.
+        prompt: the text to continue.
+        num_tokens: how many to add to it.
+        temperature: as for `generate`.
+        seed: of the draws.
         tokenizer: path of the `tokenizers` JSON file that the training data uses; None: bytes.
     """
     if not isinstance(context.model, GPT):
-        raise JobError(
-            f"hooks.on_eval: sample continues text by a GPT, not by a {type(context.model).__name__}"
-        )
+        kind = type(context.model).__name__
+        raise JobError(f"hooks.on_eval: sample continues text by a GPT, not by a {kind}")
     with context.gathered():
         if not context.is_main:
             return
         encoding = open_tokenizer(tokenizer)
-        prompt_ids = torch.from_numpy(encoding.encode(prompt.encode()).astype("int64")).to(
-            context.device
-        )  # [T]
+        encoded = encoding.encode(prompt.encode()).astype("int64")
+        prompt_ids = torch.from_numpy(encoded).to(context.device)  # [T]
         generator = torch.Generator(context.device).manual_seed(seed)
         ids = generate(context.model, prompt_ids[None], num_tokens, temperature, generator)[0]
     context.log(encoding.decode(ids.tolist()))
@@ -96,7 +104,7 @@ def sample(
 
 @contextmanager
 def _evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Every module in evaluation mode; afterwards each in the mode that it had."""
+    """Put every module into evaluation mode, and afterwards each into the mode that it had."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

@@ -2,8 +2,9 @@
 
     model: {call: "zrun_core.models.gpt:gpt", args: {flavour: llama, dim: 512, depth: 8, heads: 8}}
 
-`gpt2`: learned positions, LayerNorm, GELU, biases (Radford et al. 2019). `llama`: RoPE, RMSNorm, SwiGLU, grouped
-queries, no biases (Touvron et al. 2023). Both normalise before each layer and can tie the head to the embedding.
+`gpt2`: learned positions, LayerNorm, GELU, biases (Radford et al. 2019). `llama`: RoPE, RMSNorm,
+SwiGLU, grouped queries, no biases (Touvron et al. 2023). Both normalise before each layer and can
+tie the head to the embedding.
 """
 
 from __future__ import annotations
@@ -16,8 +17,7 @@ from torch import Tensor, nn
 
 from zrun_core.errors import JobError
 from zrun_core.models.attention import Attention
-from zrun_core.models.feed_forward import GeluMLP, SwiGLU
-from zrun_core.models.layers import Embedding, Linear
+from zrun_core.models.layers import Embedding, GeluMLP, Linear, SwiGLU
 from zrun_core.models.rope import Rope
 from zrun_core.models.token_loss import token_loss
 
@@ -25,7 +25,7 @@ _STD = 0.02  # GPT-2's initial scale of every weight
 
 
 class Flavour(StrEnum):
-    """Which layers a block is made of."""
+    """The layers that a block is made of."""
 
     GPT2 = "gpt2"
     LLAMA = "llama"
@@ -59,9 +59,8 @@ class GPTConfig:
         if self.heads % self.kv_heads:
             raise JobError(f"gpt: {self.heads} heads do not divide over {self.kv_heads} kv_heads")
         if self.flavour is Flavour.LLAMA and self.head_dim % 2:
-            raise JobError(
-                f"gpt: RoPE rotates pairs, but dim {self.dim} / {self.heads} heads = {self.head_dim} is odd"
-            )
+            division = f"dim {self.dim} / {self.heads} heads = {self.head_dim}"
+            raise JobError(f"gpt: RoPE rotates pairs, but {division} is odd")
         if self.flavour is Flavour.LLAMA and self.dropout:
             raise JobError("gpt: the llama flavour has no dropout: write dropout: 0")
 
@@ -72,7 +71,10 @@ class GPTConfig:
 
     @property
     def residual_std(self) -> float:
-        """Initial scale of the layers that add to the residual stream: 2 * depth of them keep its variance."""
+        """Initial scale of the layers that add to the residual stream.
+
+        There are 2 * depth of them, which together keep its variance.
+        """
         return float(_STD / (2 * self.depth) ** 0.5)
 
 
@@ -94,11 +96,7 @@ class Block(nn.Module):
             out_std=config.residual_std,
         )
         self.mlp_norm = _norm(config)
-        self.mlp = (
-            GeluMLP(config.dim, config.ffn_dim, tanh=True, std=_STD, out_std=config.residual_std)
-            if is_gpt2
-            else SwiGLU(config.dim, config.ffn_dim, std=_STD, out_std=config.residual_std)
-        )
+        self.mlp = _mlp(config)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, rope: Tensor | None = None) -> Tensor:
@@ -140,8 +138,9 @@ class GPT(nn.Module):
         """
         length = input_ids.shape[1]
         if length > self.config.seq_len:
+            limit = self.config.seq_len
             raise ValueError(
-                f"a sequence of {length} tokens is longer than the model's seq_len {self.config.seq_len}"
+                f"a sequence of {length} tokens is longer than the model's seq_len {limit}"
             )
         x = self.tokens(input_ids)  # [B, T, D]
         rope = None
@@ -175,11 +174,22 @@ def gpt(
     rope_theta: float = 10_000.0,
     loss_chunk: int | None = None,
 ) -> GPT:
-    """A freshly initialised GPT.
+    """Return a freshly initialised GPT.
 
     Args:
+        flavour: gpt2 or llama.
+        vocab_size: token ids are below it.
+        dim: width of the residual stream; divides into `heads`.
+        depth: blocks.
+        heads: attention heads per block.
+        seq_len: positions at most.
+        tied: use the token embedding for the head, too.
+        dropout: probability; 0 in the llama flavour.
+        norm_eps: added to the variance in every norm.
+        rope_theta: base of the rotation's frequencies (llama).
         kv_heads: key and value heads; None: as many as `heads`.
-        ffn_dim: width inside the feed-forward layer; None: 4 * dim (gpt2), 8/3 * dim up to a multiple of 256 (llama).
+        ffn_dim: width inside the feed-forward layer; None: 4 * dim (gpt2), 8/3 * dim up to a
+            multiple of 256 (llama).
         loss_chunk: positions whose logits exist at a time; None: all.
 
     Raises:
@@ -188,7 +198,10 @@ def gpt(
     if flavour not in tuple(Flavour):
         raise JobError(f"gpt: there is no flavour {flavour!r}: write {' or '.join(Flavour)}")
     if ffn_dim is None:
-        ffn_dim = 4 * dim if flavour == Flavour.GPT2 else -(-8 * dim // 3 // 256) * 256
+        if flavour == Flavour.GPT2:
+            ffn_dim = 4 * dim
+        else:
+            ffn_dim = -(-8 * dim // 3 // 256) * 256
     return GPT(
         GPTConfig(
             flavour=Flavour(flavour),
@@ -206,6 +219,12 @@ def gpt(
             loss_chunk=loss_chunk,
         )
     )
+
+
+def _mlp(config: GPTConfig) -> nn.Module:
+    if config.flavour is Flavour.GPT2:
+        return GeluMLP(config.dim, config.ffn_dim, tanh=True, std=_STD, out_std=config.residual_std)
+    return SwiGLU(config.dim, config.ffn_dim, std=_STD, out_std=config.residual_std)
 
 
 def _norm(config: GPTConfig) -> nn.Module:

@@ -1,7 +1,7 @@
-"""The bundled GPT in the gpt2 flavour, in the names and the memory order of `transformers`' GPT2LMHeadModel.
+"""The bundled GPT in the gpt2 flavour, as `transformers`' GPT2LMHeadModel names and lays it out.
 
-Three things differ: names; linear weights, which are [in, out] there; and the projection to queries, keys and values,
-which is grouped by head here and by kind there.
+Three things differ: names; linear weights, which are [in, out] there; and the projection to
+queries, keys and values, which is grouped by head here and by kind there.
 """
 
 from __future__ import annotations
@@ -27,21 +27,26 @@ _PARTS = {
     "mlp.down": "mlp.c_proj",
 }
 _LINEAR = {"attention.qkv", "attention.out", "mlp.up", "mlp.down"}
-_OURS = re.compile(rf"blocks\.(\d+)\.({'|'.join(map(re.escape, _PARTS))})\.(weight|bias)")
-_THEIRS = re.compile(
-    rf"(?:transformer\.)?h\.(\d+)\.({'|'.join(re.escape(part) for part in _PARTS.values())})\.(weight|bias)"
-)
+_OUR_PARTS = "|".join(map(re.escape, _PARTS))
+_THEIR_PARTS = "|".join(map(re.escape, _PARTS.values()))
+_OURS = re.compile(rf"blocks\.(\d+)\.({_OUR_PARTS})\.(weight|bias)")
+_THEIRS = re.compile(rf"(?:transformer\.)?h\.(\d+)\.({_THEIR_PARTS})\.(weight|bias)")
 
 
 def to_transformers(state: Mapping[str, torch.Tensor], heads: int) -> dict[str, torch.Tensor]:
-    """The `state_dict` of a GPT2LMHeadModel with the weights of `state`, that of a GPT with so many heads.
+    """Return the `state_dict` of a GPT2LMHeadModel with the weights of a GPT.
+
+    Args:
+        state: the `state_dict` of the GPT.
+        heads: its attention heads.
 
     Raises:
         KeyError: a name that the gpt2 flavour has not.
     """
     found = {}
     for name, value in state.items():
-        if (match := _OURS.fullmatch(name)) is None:
+        match = _OURS.fullmatch(name)
+        if match is None:
             found[_NAMES[name]] = value
             continue
         number, part, kind = match.groups()
@@ -54,7 +59,13 @@ def to_transformers(state: Mapping[str, torch.Tensor], heads: int) -> dict[str, 
 
 
 def from_transformers(state: Mapping[str, torch.Tensor], heads: int) -> dict[str, torch.Tensor]:
-    """The other way round, also of a GPT2Model. Buffers of old releases (the causal masks) are left out.
+    """Return the `state_dict` of a GPT with the weights of a GPT2LMHeadModel or GPT2Model.
+
+    Buffers of old releases (the causal masks) are left out.
+
+    Args:
+        state: the `state_dict` of that model.
+        heads: its attention heads.
 
     Raises:
         KeyError: a name that a GPT-2 has not.
@@ -65,7 +76,8 @@ def from_transformers(state: Mapping[str, torch.Tensor], heads: int) -> dict[str
     for name, value in state.items():
         if re.fullmatch(r"(?:transformer\.)?h\.\d+\.attn\.(?:bias|masked_bias)", name):
             continue
-        if (match := _THEIRS.fullmatch(name)) is None:
+        match = _THEIRS.fullmatch(name)
+        if match is None:
             found[names[name.removeprefix("transformer.")]] = value
             continue
         number, part, kind = match.groups()
@@ -79,10 +91,10 @@ def from_transformers(state: Mapping[str, torch.Tensor], heads: int) -> dict[str
 
 
 def _by_kind(value: torch.Tensor, heads: int) -> torch.Tensor:
-    """Rows (q, k, v) of each head, [3D, ...] -> all q, all k, all v."""
+    """Reorder the rows of [3D, ...] from (q, k, v) of each head to all q, all k, all v."""
     return value.reshape(heads, 3, -1, *value.shape[1:]).transpose(0, 1).reshape(value.shape)
 
 
 def _by_head(value: torch.Tensor, heads: int) -> torch.Tensor:
-    """The other way round."""
+    """Reorder the rows of [3D, ...] from all q, all k, all v to (q, k, v) of each head."""
     return value.reshape(3, heads, -1, *value.shape[1:]).transpose(0, 1).reshape(value.shape)

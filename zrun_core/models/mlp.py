@@ -1,4 +1,7 @@
-"""A multilayer perceptron with its loss, the smallest model that trains: `model: zrun_core.models.mlp:mlp`."""
+"""A multilayer perceptron with its loss, the smallest model that trains.
+
+In a job file: `model: zrun_core.models.mlp:mlp`.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from torch import Tensor, nn
 
 
 class MLP(nn.Module):
-    """`depth` linear layers with ReLU between them; classifies integer targets, regresses floating ones."""
+    """Linear layers with ReLU between them; classifies integer targets, regresses floating ones."""
 
     def __init__(self, in_dim: int, hidden_dim: int, out_dim: int, depth: int) -> None:
         super().__init__()
@@ -26,16 +29,23 @@ class MLP(nn.Module):
             Outputs [B, out_dim], or with `y` the mean cross-entropy or squared error (fp32, 0-d).
         """
         for index, layer in enumerate(self.layers):
-            x = layer(F.relu(x) if index else x)
+            if index:
+                x = F.relu(x)
+            x = layer(x)
         if y is None:
             return x
-        return (
-            F.mse_loss(x.float(), y.float())
-            if y.is_floating_point()
-            else F.cross_entropy(x.float(), y)
-        )
+        if y.is_floating_point():
+            return F.mse_loss(x.float(), y.float())
+        return F.cross_entropy(x.float(), y)
 
 
 def mlp(in_dim: int = 32, hidden_dim: int = 64, out_dim: int = 10, depth: int = 3) -> MLP:
-    """A freshly initialised MLP of `depth` linear layers, in torch's default initialisation."""
+    """Return an MLP of `depth` linear layers, in torch's default initialisation.
+
+    Args:
+        in_dim: width of the input.
+        hidden_dim: width between two layers.
+        out_dim: classes, or width of the target.
+        depth: layers.
+    """
     return MLP(in_dim, hidden_dim, out_dim, depth)

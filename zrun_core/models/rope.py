@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al. 2021): the table of angles, and the rotation of queries and keys by it."""
+"""Rotary position embedding (Su et al. 2021): the angles by which queries and keys rotate."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from torch import Tensor, nn
 class Rope(nn.Module):
     """Cosines and sines of position * theta^(-2i/H) for a head of size H, kept in fp32.
 
-    The table is a non-persistent buffer: it follows the module's device, is in no checkpoint, and is computed anew when
-    the module is cast or leaves the meta device. In bf16 positions above 256 would collapse onto each other.
+    The table is a non-persistent buffer: it follows the module's device, is in no checkpoint, and
+    is computed anew when the module is cast or leaves the meta device. In bf16 positions above 256
+    would collapse onto each other.
     """
 
     table: Tensor  # fp32 [2, seq_len, H / 2]: cosines, sines
@@ -29,11 +30,10 @@ class Rope(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Compute the table on the device where it lies. Angles are taken in fp64: positions times frequencies."""
+        """Compute the table on the device where it lies; angles are computed in fp64."""
         device = self.table.device
-        exponents = (
-            torch.arange(0, self.head_dim, 2, dtype=torch.float64, device=device) / self.head_dim
-        )  # [H / 2]
+        dims = torch.arange(0, self.head_dim, 2, dtype=torch.float64, device=device)
+        exponents = dims / self.head_dim  # [H / 2]
         positions = torch.arange(self.seq_len, dtype=torch.float64, device=device)
         angles = torch.outer(positions, self.theta**-exponents)  # [seq_len, H / 2]
         self.table = torch.stack((angles.cos(), angles.sin())).float()
@@ -44,17 +44,21 @@ class Rope(nn.Module):
         return self
 
     def forward(self, length: int) -> Tensor:
-        """The part of the table for the first `length` positions, fp32 [2, length, H / 2]."""
+        """Return the table for the first `length` positions, fp32 [2, length, H / 2]."""
         return self.table[:, :length]
 
 
 def rotate(x: Tensor, table: Tensor) -> Tensor:
-    """Rotate each pair (x[i], x[i + H/2]) of a head by its position's angles; computed in fp32, returned as x.dtype.
+    """Rotate each pair (x[i], x[i + H/2]) of a head by its position's angles, in fp32.
 
     Args:
-        x: [B, heads, T, H].
+        x: [B, heads, T, H], of any format.
         table: fp32 [2, T, H / 2] from `Rope`.
+
+    Returns:
+        [B, heads, T, H], in the format of `x`.
     """
     cos, sin = table  # each [T, H / 2]
     first, second = x.float().chunk(2, dim=-1)  # each [B, heads, T, H / 2]
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return rotated.to(x.dtype)

@@ -15,10 +15,13 @@ from zrun_core.data.batch import IGNORED
 def token_loss(
     hidden: Tensor, labels: Tensor, head: Callable[[Tensor], Tensor], chunk: int | None
 ) -> Tensor:
-    """Mean cross-entropy of the labelled positions: fp32, 0-d; NaN where no position is labelled, as torch's own.
+    """Return the mean cross-entropy of the labelled positions: fp32, 0-d.
 
-    Logits are the largest activation of a small model: 4 bytes * positions * vocabulary, twice with their gradient.
-    With `chunk` they exist for that many positions at a time and are computed again in backward.
+    It is NaN where no position is labelled, as torch's own.
+
+    Logits are the largest activation of a small model: 4 bytes * positions * vocabulary, twice with
+    their gradient. With `chunk` they exist for that many positions at a time and are computed again
+    in backward.
 
     Args:
         hidden: [B, T, D].
@@ -26,17 +29,16 @@ def token_loss(
         head: [N, D] -> logits [N, V].
         chunk: positions per chunk; None: all at once.
     """
-    hidden, labels = hidden.flatten(0, 1), labels.flatten()  # [N, D], [N]
+    hidden = hidden.flatten(0, 1)  # [N, D]
+    labels = labels.flatten()  # [N]
     if chunk is None:
         return F.cross_entropy(head(hidden).float(), labels, ignore_index=IGNORED)
 
     def part(hidden: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy(head(hidden).float(), labels, ignore_index=IGNORED, reduction="sum")
 
+    chunks = zip(torch.split(hidden, chunk), torch.split(labels, chunk), strict=True)
     sums = [
-        checkpoint(part, hidden_part, labels_part, use_reentrant=False, preserve_rng_state=False)
-        for hidden_part, labels_part in zip(
-            torch.split(hidden, chunk), torch.split(labels, chunk), strict=True
-        )
+        checkpoint(part, *each, use_reentrant=False, preserve_rng_state=False) for each in chunks
     ]
     return torch.stack(sums).sum() / (labels != IGNORED).sum()

@@ -13,6 +13,7 @@ import signal
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -22,6 +23,8 @@ from toys import Block, world
 from zrun_core.checkpoint.folder_lock import release
 from zrun_core.checkpoint.model_state import ModelState
 from zrun_core.data.batch import MicroBatch
+from zrun_core.distributed.comm import Comm
+from zrun_core.distributed.mesh import Mesh
 from zrun_core.errors import UserCodeError, ZrunError
 from zrun_core.spine.config import JobConfig
 from zrun_core.spine.parallel_dims import ParallelDims
@@ -205,9 +208,13 @@ class PoolWorker(Worker):
     def _join(self, device: torch.device) -> None:
         pass
 
+    def _connect(self, device: torch.device) -> tuple[Comm, Mesh]:
+        with patch("zrun_core.train.worker.Watchdog"):  # it would outlive the run
+            return super()._connect(device)
+
     def __init__(self, spec: RunSpec, rank: int) -> None:
         super().__init__(spec, rank)
-        self.board = None  # its watchdog would outlive the run
+        self.board = None
         self.phase = RankPhase(None)
         self.told = Listener()
         self.emitter = self.told  # type: ignore[assignment]

@@ -9,8 +9,7 @@ knows nothing of runs and memory orders.
 from __future__ import annotations
 
 import math
-import os
-import threading
+import sys
 import zlib
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,11 +21,12 @@ from safetensors.numpy import load_file
 from torch import nn
 from toys import optim_config, world
 
-from zrun_core.checkpoint.checkpointer import Checkpointer, RunInfo
+from zrun_core.checkpoint.checkpointer import Checkpointer
 from zrun_core.checkpoint.export import export
 from zrun_core.checkpoint.folder import CheckpointFolder, read_step
 from zrun_core.checkpoint.initial import load_weights
 from zrun_core.checkpoint.model_state import ModelState
+from zrun_core.checkpoint.rank_save import RunInfo
 from zrun_core.checkpoint.resume import load_newest
 from zrun_core.distributed import rng
 from zrun_core.distributed.comm import Comm
@@ -44,6 +44,10 @@ from zrun_core.spine.parallel_dims import Coordinates, ParallelDims
 from zrun_core.spine.spec import ResumeSpec
 from zrun_core.zero.precision import Precision
 from zrun_core.zero.sharded_model import MemoryAccount, ShardedModel, ShardingConfig
+
+sys.path.append(str(Path(__file__).parents[1] / "unit"))
+
+from checkpoint_toys import Reads
 
 TP = 2
 VOCAB, DIM, WIDE = 131, 64, 96
@@ -305,23 +309,6 @@ def on_paper(sharded: ShardedModel) -> dict[Kind, int]:
     buffers = rank_buffers(cut, sharded.settings, dims, rank=rank, device="cpu")
     account.add([buffer for buffer in buffers if buffer.kind is not Kind.TEMP])
     return account.by_kind
-
-
-class Reads:
-    """Counts how often each byte of a file is read."""
-
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self._preadv, self._lock = os.preadv, threading.Lock()
-        self.times: dict[str, np.ndarray] = {}
-        patch.setattr(os, "preadv", self._read)
-
-    def _read(self, file: int, buffers: list[memoryview], offset: int, *flags: int) -> int:
-        count = self._preadv(file, buffers, offset, *flags)
-        name = os.readlink(f"/proc/self/fd/{file}")
-        with self._lock:
-            known = self.times.setdefault(name, np.zeros(os.fstat(file).st_size, dtype=int))
-            known[offset : offset + count] += 1
-        return count
 
 
 def load(

@@ -11,69 +11,32 @@ from typing import Any
 import pytest
 import torch
 import zoo
+from runs import PoolWorker, make_spec
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from toys import world
 
-from zrun_core.distributed.comm import Comm
-from zrun_core.distributed.mesh import Mesh
-from zrun_core.spine.config import JobConfig
-from zrun_core.spine.spec import LaunchPlan, RankPlace, RunSpec, resolve_batch
-from zrun_core.train.worker import Worker
+from zrun_core.train.trainer import Trainer
 
 HERE = Path(__file__).parent
 STEPS, GLOBAL = 4, 8
 Run = dict[str, Any]
 
 
-class PoolWorker(Worker):
-    """A worker on a rank of the pool: the ranks have met already, and events are kept."""
-
-    def __init__(self, spec: RunSpec, rank: int) -> None:
-        super().__init__(spec, rank)
-        self.events: list[dict[str, Any]] = []
-        self.emitter.emit = self._keep  # type: ignore[method-assign]
-
-    def _keep(self, kind: str, **fields: Any) -> None:
-        self.events.append({"type": kind, **fields})
-
-    def _join(self, device: torch.device) -> None:
-        pass
-
-    def _connect(self, device: torch.device) -> Any:
-        size = self.spec.plan.world_size
-        mesh = Mesh.build(self.rank, ["host"] * size, self.spec.plan.shard_size(self.spec.job.zero))
-        return Comm(device), mesh
-
-
-def prepare(keys: dict[str, Any], run_dir: str) -> Any:
-    """A trainer on this rank, and its worker."""
+def prepare(keys: dict[str, Any], run_dir: str) -> tuple[Trainer, PoolWorker]:
+    """Return a trainer on this rank, and its worker."""
     rank, size = world()
-    small = {"bucket": 2 << 10, **keys.pop("zero", {})}
-    job = JobConfig.model_validate(
-        {
-            "name": "zoo",
-            "steps": STEPS,
-            "batch": GLOBAL,
-            "optim": OPTIM,
-            "zero": small,
-            "slots": size,
-            **keys,
-        }
-    )
-    places = [RankPlace(rank=r, host="host", local_rank=r, device="cpu", dp=r) for r in range(size)]
-    plan = LaunchPlan(ranks=places)
-    spec = RunSpec(
-        job=job,
-        plan=plan,
-        batch=resolve_batch(job, size),
-        job_dir=str(HERE),
-        run_dir=run_dir,
-        run_id="x",
-    )
-    worker = PoolWorker(spec, rank)
-    trainer, _ = worker._prepare()
-    return trainer, worker
+    keys = {
+        "name": "zoo",
+        "steps": STEPS,
+        "batch": GLOBAL,
+        "optim": OPTIM,
+        "slots": size,
+        **keys,
+        "zero": {"bucket": 2 << 10, **keys.get("zero", {})},
+    }
+    worker = PoolWorker(make_spec(keys, run_dir, None), rank)
+    return worker.prepare(), worker
 
 
 OPTIM = {"lr": 1e-3, "weight_decay": 0.1}
@@ -83,10 +46,11 @@ def train(keys: dict[str, Any], run_dir: str, want_state: bool = False) -> Run:
     trainer, worker = prepare(keys, run_dir)
     trainer.run()
     found: Run = {
-        kind: [e["loss"] for e in worker.events if e["type"] == kind] for kind in ("step", "eval")
+        kind: [e["loss"] for e in worker.told.events if e["type"] == kind]
+        for kind in ("step", "eval")
     }
     found["units"] = len(trainer.sharded.units)
-    found["warnings"] = [e["message"] for e in worker.events if e["type"] == "warning"]
+    found["warnings"] = [e["message"] for e in worker.told.events if e["type"] == "warning"]
     sharded = trainer.sharded
     found["memory"] = [
         {kind.value: size for kind, size in account.by_kind.items()}

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+import pytest
 import torch
 
 from zrun_core.checkpoint.folder import CheckpointFolder
@@ -106,3 +110,29 @@ def read_step_state(path: Path, manifest: Manifest) -> dict[str, torch.Tensor]:
                 read_fragment(path, fragment, flat[fragment.start : fragment.stop])
         found[info.name] = flat.view(info.shape)
     return found
+
+
+class Reads:
+    """Counts how often each byte of a file is read."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self._preadv = os.preadv
+        self._lock = threading.Lock()
+        self.times: dict[str, np.ndarray] = {}  # by file, reads of each byte
+        patch.setattr(os, "preadv", self._read)
+
+    def _read(self, file: int, buffers: list[memoryview], offset: int, *flags: int) -> int:
+        count = self._preadv(file, buffers, offset, *flags)
+        name = os.readlink(f"/proc/self/fd/{file}")
+        with self._lock:
+            known = self.times.setdefault(name, np.zeros(os.fstat(file).st_size, dtype=int))
+            known[offset : offset + count] += 1
+        return count
+
+    @property
+    def most(self) -> int:
+        return max(int(times.max()) for times in self.times.values())
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(int(times.sum()) for times in self.times.values())

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import threading
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from checkpoint_toys import toy_infos, toy_parts
+from checkpoint_toys import Reads, toy_infos, toy_parts
 
 from zrun_core.checkpoint.folder import CheckpointFolder
 from zrun_core.checkpoint.initial import open_weights
@@ -29,31 +27,6 @@ ORDERS = {
     "turned": (1, 0, 2, 3),
     "backwards": (3, 2, 1, 0),
 }
-
-
-class Reads:
-    """Counts how often each byte of a file is read."""
-
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self._preadv, self._lock = os.preadv, threading.Lock()
-        self.times: dict[str, np.ndarray] = {}  # by file, reads of each byte
-        patch.setattr(os, "preadv", self._read)
-
-    def _read(self, file: int, buffers: list[memoryview], offset: int, *flags: int) -> int:
-        count = self._preadv(file, buffers, offset, *flags)
-        name = os.readlink(f"/proc/self/fd/{file}")
-        with self._lock:
-            known = self.times.setdefault(name, np.zeros(os.fstat(file).st_size, dtype=int))
-            known[offset : offset + count] += 1
-        return count
-
-    @property
-    def most(self) -> int:
-        return max(int(times.max()) for times in self.times.values())
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(int(times.sum()) for times in self.times.values())
 
 
 def state() -> dict[str, torch.Tensor]:

@@ -19,7 +19,7 @@ def _peaks(tensor: float, fp32: float, *, bf16: bool = True) -> dict[str, float]
 def _gpu(
     name: str, memory_mib: int, peak: Mapping[str, float], bandwidth: float, sms: int, **rest: Any
 ) -> Device:
-    """A GPU; the area of a product's result that keeps it busy goes with its processors."""
+    """Return a GPU; the area of a product's result that keeps it busy goes with its processors."""
     given: dict[str, Any] = {
         "context_bytes": 450 * MIB,
         "workspace_bytes": 8 * MIB + 128 * 1024,
@@ -29,8 +29,9 @@ def _gpu(
     return Device(name, "cuda", memory_mib * MIB, peak, bandwidth, **(given | rest))
 
 
-# Memory in MiB as the CUDA runtime reports it; peaks dense; bandwidth in bytes/s; streaming multiprocessors.
-# Attention is torch's flash kernel (FlashAttention-2) from the A100 on, the memory-efficient one before.
+# Memory in MiB as the CUDA runtime reports it; dense peaks; bandwidth in bytes/s; streaming
+# multiprocessors. Attention is torch's flash kernel (FlashAttention-2) from the A100 on, the
+# memory-efficient one before.
 _A100 = {"gemm": 0.80, "attention": 0.55}
 _HOPPER = {"gemm": 0.64, "attention": 0.32, "workspace_bytes": 32 * MIB, "context_bytes": 520 * MIB}
 DEVICES: dict[str, Device] = {
@@ -147,7 +148,7 @@ DRIVES = {
 
 @dataclass(frozen=True)
 class UsualNode:
-    """The usual host of a device: links, adapters and drives, memory in GiB, its bandwidth in GB/s."""
+    """The usual host of a device: links, adapters, drives; memory in GiB, bandwidth in GB/s."""
 
     intra: str
     host: str

@@ -1,16 +1,16 @@
-"""What a plan is made for: devices, the links between them, and the hosts that carry them.
+"""Devices, the links between them, and the hosts that carry them, for which a plan is made.
 
     parse_simulate("512x8xA100-40G")                512 nodes of 8; 4xH100 is one node of 4
     parse_simulate("64x8xH100-80G@4xHDR,ram=1TB")   other adapters, other memory
-    from_rates(rates, ranks=2)                      a host as `zrun doctor --bench` has measured it
+    from_rates(rates, ranks=2)                      a host as `zrun doctor --bench` measured it
 
 The first two are in `simulated.py`, the third in `measured.py`; what a device and a link do by their
 names is in `catalogue.py`. Standard library only.
 
 All rates are per second: bytes, or floating-point operations of dense products (a multiply-add is
 two). Peaks are the vendors' data sheets. What a device reaches of them follows curves with few
-constants, the same for all models: those of the A100 reproduce the step times of Korthikanti et al.
-2022; the others have the same form, and what is published of square products, copies and collectives.
+constants, the same for all models: those of the A100 reproduce the step times of Korthikanti et
+al. 2022; the others have the same form, and what is published of square products, copies and collectives.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ class Link:
     latency: float
 
     def shared(self, adapters: int, devices: int) -> Link:
-        """One device's part of so many of these."""
+        """Return one device's part of so many of these."""
         return replace(self, bandwidth=self.bandwidth * adapters / devices)
 
 
 @dataclass(frozen=True)
 class Device:
-    """What computes for one rank: a GPU, or a rank's part of the cores of a host.
+    """A device of one rank: a GPU, or a rank's part of the cores of a host.
 
     Attributes:
         memory_bytes: that processes can have, as the driver says.
@@ -67,8 +67,8 @@ class Device:
             each process has.
         workspace_bytes: of the library of matrix products, in the allocator.
         communicator_bytes: of one group of ranks, outside of the allocator.
-        contention: share of a transfer's time that it takes from computation beside it; 1: nothing
-            overlaps.
+        contention: share of a transfer's time that it takes from computation beside it; 1:
+            nothing overlaps.
         optimizer: elements that a fused Adam in fp32 updates per second; None: as the memory allows.
     """
 
@@ -93,7 +93,7 @@ class Device:
     optimizer: float | None = None
 
     def flops(self, precision: str) -> float:
-        """Peak FLOP/s in a compute format; one that the device lacks is computed in fp32."""
+        """Return the peak FLOP/s in a compute format; one that the device lacks runs in fp32."""
         return self.peak.get(precision, self.peak["fp32"])
 
 

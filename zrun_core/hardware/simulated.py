@@ -32,8 +32,8 @@ def parse_simulate(text: str, *, price: float | None = None) -> Hardware:
     """Return a cluster that is not there: `[nodes x] [devices x] device [@ part, ...]`.
 
     Parts replace those of the device's usual host: a link between devices or to the host (NVLink4,
-    PCIe5), adapters between hosts (HDR, 4xNDR, 400G: that many per node), drives (4xNVMe4), memory of
-    a host (ram=512GiB).
+    PCIe5), adapters between hosts (HDR, 4xNDR, 400G: that many per node), drives (4xNVMe4), memory
+    of a host (ram=512GiB).
 
     Args:
         text: such as 64x8xA100-80G@4xHDR.

@@ -33,7 +33,7 @@ class BoundedCandidate(NamedTuple):
 
 
 class _LowerBounds(NamedTuple):
-    """What the bounds of a candidate are made of, wherever its states live."""
+    """The terms of a candidate's bounds, which hold wherever its states live."""
 
     seconds: float  # without the update
     update: float  # on the device

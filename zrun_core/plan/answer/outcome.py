@@ -1,4 +1,4 @@
-"""What a plan comes to: estimates, and what a search among them has found. Plain data, which needs no torch."""
+"""Estimates, and the results of a search among them. Plain data, which needs no torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FROM_DATA_SHEETS = "times from data sheets, not from measurements: zrun doctor -
 
 @dataclass(frozen=True)
 class RankMemory:
-    """What ranks of one class hold.
+    """The memory of the ranks of one class.
 
     Attributes:
         role: "all", or the place in the pipeline: "first", "middle", "last".
@@ -49,7 +49,8 @@ class Estimate:
         source: where activations come from: "traced", "measured on the CPU", "formula" or
             "guessed".
         notes: what a reader should know.
-        traffic: bytes that a rank of the first stage sends to data-parallel peers per step, exactly, by collective.
+        traffic: bytes that a rank of the first stage sends to data-parallel peers per step, exactly,
+            by collective.
     """
 
     candidate: Candidate
@@ -67,7 +68,7 @@ class Estimate:
 
     @property
     def is_guess(self) -> bool:
-        """Whether nobody can say that it fits: only its states are known."""
+        """True if only its states are known, so that nobody can say that it fits."""
         return self.source == "guessed"
 
     @property
@@ -83,11 +84,12 @@ class Estimate:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What a search has found.
+    """The results of a search.
 
     Attributes:
         best: what fits, best first; at most ten.
-        pareto: what fits and is beaten by nothing in both time and headroom, to a hundredth of each; by time.
+        pareto: what fits and is beaten by nothing in both time and headroom, to a hundredth of each;
+            by time.
         rejected: what does not fit, the smallest overshoot first; at most ten.
         tried: configurations that were estimated.
         pruned: configurations that a bound has ruled out.

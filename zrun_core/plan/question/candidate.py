@@ -10,7 +10,7 @@ from zrun_core.spine.parallel_dims import ParallelDims
 
 
 class CandidateKey(NamedTuple):
-    """What decides what one rank computes in a micro-batch."""
+    """The part of a candidate on which the work of one rank in a micro-batch depends."""
 
     micro: int
     tp: int
@@ -54,7 +54,7 @@ class Candidate:
 
     @property
     def offloads(self) -> bool:
-        """Whether anything has its home elsewhere than on the device."""
+        """True if a state or activation lives elsewhere than on the device."""
         here = self.placement
         return any(
             tier is not Tier.DEVICE
@@ -62,7 +62,7 @@ class Candidate:
         )
 
     def lacking(self) -> tuple[str, ...]:
-        """What it needs that zrun plans, and does not train with yet."""
+        """Return the features that it needs, that zrun plans and does not train with yet."""
         found = []
         if self.dims.tp > 1:
             found.append("tensor parallelism")
@@ -74,36 +74,40 @@ class Candidate:
 
     def __str__(self) -> str:
         dims = self.dims
-        axes = [f"dp {dims.dp}"]
-        axes += [f"tp {dims.tp}" + ("+sp" if self.sequence_parallel else "")] if dims.tp > 1 else []
-        axes += (
-            [f"pp {dims.pp}" + (f"x{dims.virtual}" if dims.virtual > 1 else "")]
-            if dims.pp > 1
-            else []
-        )
-        axes += [f"shard {dims.shard_size}"] if self.stage and dims.shard_size < dims.dp else []
-        words = [f"zero {self.stage}", *axes, f"micro {self.micro} x {self.accumulation}"]
-        words += [f"checkpoint {self.checkpoint}"] if self.checkpoint != "none" else []
+        words = [f"zero {self.stage}", f"dp {dims.dp}"]
+        if dims.tp > 1:
+            words.append(f"tp {dims.tp}+sp" if self.sequence_parallel else f"tp {dims.tp}")
+        if dims.pp > 1:
+            words.append(f"pp {dims.pp}x{dims.virtual}" if dims.virtual > 1 else f"pp {dims.pp}")
+        if self.stage and dims.shard_size < dims.dp:
+            words.append(f"shard {dims.shard_size}")
+        words.append(f"micro {self.micro} x {self.accumulation}")
+        if self.checkpoint != "none":
+            words.append(f"checkpoint {self.checkpoint}")
         if self.offloads:
-            place = self.placement
-            homes = {"param": place.param, "grad": place.grad, "optimizer": place.optimizer}
-            away = [f"{name} on {tier}" for name, tier in homes.items() if tier is not Tier.DEVICE]
-            away += (
-                [f"activations on {place.activation}"]
-                if place.activation is not Tier.DEVICE
-                else []
-            )
-            words.append(
-                ", ".join(away) + (f" ({place.fraction:.0%})" if place.fraction < 1 else "")
-            )
+            words.append(_offloads_in_words(self.placement))
         return ", ".join([*words, self.precision])
 
 
-def stage_blocks(num_blocks: int, dims: ParallelDims, stage: int) -> tuple[range, ...]:
-    """The blocks of a pipeline stage: one run for each of its `virtual` parts.
+def _offloads_in_words(place: Placement) -> str:
+    homes = {
+        "param": place.param,
+        "grad": place.grad,
+        "optimizer": place.optimizer,
+        "activations": place.activation,
+    }
+    away = [f"{name} on {tier}" for name, tier in homes.items() if tier is not Tier.DEVICE]
+    share = f" ({place.fraction:.0%})" if place.fraction < 1 else ""
+    return ", ".join(away) + share
 
-    The runs of all stages follow each other, stage after stage and part after part; where they cannot be equal, the
-    earlier ones have one block more.
+
+def stage_blocks(num_blocks: int, dims: ParallelDims, stage: int) -> tuple[range, ...]:
+    """Return the blocks of a pipeline stage: one run for each of its `virtual` parts.
+
+    The runs of all stages follow each other, stage after stage and part after part; where they cannot
+    be equal, the earlier ones have one block more. 10 blocks on 2 stages of 2 parts each:
+
+        stage 0: 0-2 and 6-7; stage 1: 3-5 and 8-9
 
     Raises:
         ValueError: there are fewer blocks than runs.

@@ -1,4 +1,7 @@
-"""What a collective takes on a hierarchy of links: alpha-beta by level, hierarchical where a group spans nodes."""
+"""The cost of collectives on a hierarchy of links.
+
+Each level costs a latency and bytes over a bandwidth; a group that spans nodes goes level by level.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ class TransferCost(NamedTuple):
         )
 
     def times(self, count: float) -> TransferCost:
-        """So many of them, one after the other."""
+        """Return the cost of so many of them, one after the other."""
         return TransferCost(self.seconds * count, self.node * count, self.network * count)
 
 
@@ -52,30 +55,29 @@ class LinkedGroup:
         return math.ceil(self.ranks / self.local)
 
     def gather(self, num_bytes: float) -> TransferCost:
-        """All-gather to, or reduce-scatter of, `num_bytes` in all.
+        """Return the cost of an all-gather to, or a reduce-scatter of, `num_bytes` in all.
 
-        A ring through a node enters and leaves it once, and all adapters of the group's members share that: each member
-        sends (local - 1) / local of everything inside, and its part of (nodes - 1) / nodes across, at the same time.
+        A ring through a node enters and leaves it once, and all adapters of the group's members share
+        that: each member sends (local - 1) / local of everything inside, and its part of
+        (nodes - 1) / nodes across, at the same time.
         """
         if self.ranks == 1 or not num_bytes:
             return TransferCost()
-        local, nodes = self.local, self.nodes
-        inside = num_bytes * (local - 1) / local
+        intra = self.hardware.intra
+        inter = self.hardware.inter
+        inside = num_bytes * (self.local - 1) / self.local
         across = num_bytes * (1 - 1 / self.ranks) - inside
-        intra, inter = self.hardware.intra, self.hardware.inter
-        latency = intra.latency * math.ceil(math.log2(local)) + inter.latency * math.ceil(
-            math.log2(nodes)
-        )
-        return TransferCost(
-            max(inside / intra.bandwidth, across / inter.bandwidth) + latency, inside, across
-        )
+        latency = intra.latency * math.ceil(math.log2(self.local))
+        latency += inter.latency * math.ceil(math.log2(self.nodes))
+        seconds = max(inside / intra.bandwidth, across / inter.bandwidth) + latency
+        return TransferCost(seconds, inside, across)
 
     def all_reduce(self, num_bytes: float) -> TransferCost:
-        """A reduce-scatter and an all-gather."""
+        """Return the cost of a reduce-scatter and an all-gather."""
         return self.gather(num_bytes).times(2)
 
     def send(self, num_bytes: float) -> TransferCost:
-        """From one member to the next."""
+        """Return the cost of a message from one member to the next."""
         if self.ranks == 1:
             return TransferCost()
         if self.ranks * self.stride <= self.hardware.devices_per_node:

@@ -1,4 +1,4 @@
-"""Streams and pipelines in time: what runs beside what, and who waits. Pure arithmetic on seconds.
+"""Streams and pipelines in time: transfers beside computation, and waiting. Pure arithmetic on seconds.
 
 Two schedules make up a step. `run_pass` is one micro-batch's forward or backward on one rank: parts of the model are
 computed one after the other while other streams bring what comes next and take away what is done. `replay` is a
@@ -57,18 +57,21 @@ def run_pass(
         ahead: parts that may have arrived before they are needed: room is constant.
         ready: moments before which a part is not there to be fetched.
     """
-    count, busy = len(compute), sum(compute)
+    count = len(compute)
+    busy = sum(compute)
     streams = [stream for stream in streams if any(stream.before) or any(stream.after)]
     ready = ready or [0.0] * count
+    # Transfers that take all of the cores from computation run before or after it, not beside it.
     serial = sum(sum(s.before) + sum(s.after) for s in streams if s.contention >= 1)
     streams = [stream for stream in streams if stream.contention < 1]
-    taken = sum(stream.contention * (sum(stream.before) + sum(stream.after)) for stream in streams)
-    slow = 1 + min(taken / busy, max((s.contention for s in streams), default=0.0)) if busy else 1.0
-    clocks, ends = [0.0] * len(streams), [0.0] * count
+    slowdown = _slowdown(streams, busy)
+
+    clocks = [0.0] * len(streams)  # when each stream is done with all that it has begun
+    ends = [0.0] * count  # of the computation of each part
     arrived = list(ready)
 
     def bring(number: int) -> None:
-        room = ends[number - 1 - ahead] if number > ahead else 0.0
+        room = ends[number - 1 - ahead] if number > ahead else 0.0  # an earlier part has to leave
         for index, stream in enumerate(streams):
             if stream.before and stream.before[number]:
                 clocks[index] = max(clocks[index], room, ready[number]) + stream.before[number]
@@ -78,13 +81,27 @@ def run_pass(
         bring(number)
     now = 0.0
     for number in range(count):
-        now = ends[number] = max(now, arrived[number]) + compute[number] * slow
+        now = ends[number] = max(now, arrived[number]) + compute[number] * slowdown
         if number + 1 + ahead < count:
             bring(number + 1 + ahead)
         for index, stream in enumerate(streams):
             if stream.after and stream.after[number]:
                 clocks[index] = max(clocks[index], now) + stream.after[number]
     return PassTime(now + serial, max(0.0, max(clocks, default=0.0) - now))
+
+
+def _slowdown(streams: Sequence[Stream], busy: float) -> float:
+    """Return by what factor transfers beside it slow computation down.
+
+    Args:
+        streams: of the transfers.
+        busy: seconds of computation alone.
+    """
+    if not busy:
+        return 1.0
+    taken = sum(stream.contention * (sum(stream.before) + sum(stream.after)) for stream in streams)
+    most = max((stream.contention for stream in streams), default=0.0)
+    return 1 + min(taken / busy, most)
 
 
 # Pipelines
@@ -97,7 +114,7 @@ def replay(
     micro_batches: int,
     send: float,
 ) -> tuple[float, ...]:
-    """When each stage has done its last backward.
+    """Return when each stage has done its last backward.
 
     Args:
         forward, backward: seconds of each chunk of the model for one micro-batch, in the model's order. There are
@@ -141,35 +158,51 @@ def _play(
     micro_batches: int,
     send: float,
 ) -> tuple[float, ...]:
+    """Play all actions of all stages, each as soon as its stage is free and its input is there."""
     chunks = len(forward)
     orders = _orders(stages, chunks // stages, micro_batches)
-    there: list[list[float | None]] = [
-        [None] * micro_batches for _ in range(chunks)
-    ]  # when a forward is done
-    back: list[list[float | None]] = [[None] * micro_batches for _ in range(chunks)]
-    clock, cursor = [0.0] * stages, [0] * stages
+    lag = send if stages > 1 else 0.0
+    # By chunk and micro-batch: when its forward, and its backward, is done; None: not yet.
+    forward_done: list[list[float | None]] = [[None] * micro_batches for _ in range(chunks)]
+    backward_done: list[list[float | None]] = [[None] * micro_batches for _ in range(chunks)]
+    clocks = [0.0] * stages
+    cursors = [0] * stages
+
+    def input_ready(action: Action) -> float | None:
+        """Return when the input of an action has arrived; None: not yet."""
+        kind, chunk, number = action
+        if kind is ActionKind.BACKWARD:
+            if chunk == chunks - 1:
+                return forward_done[chunk][number]  # the loss is on the same stage
+            source = backward_done[chunk + 1][number]
+        elif chunk == 0:
+            return 0.0
+        else:
+            source = forward_done[chunk - 1][number]
+        return None if source is None else source + lag
+
+    def advance(stage: int) -> bool:
+        """Play the actions of a stage up to one whose input is missing; return True for any."""
+        order = orders[stage]
+        first = cursor = cursors[stage]
+        now = clocks[stage]
+        while cursor < len(order):
+            ready = input_ready(order[cursor])
+            if ready is None:
+                break
+            kind, chunk, number = order[cursor]
+            if kind is ActionKind.BACKWARD:
+                now = backward_done[chunk][number] = max(now, ready) + backward[chunk]
+            else:
+                now = forward_done[chunk][number] = max(now, ready) + forward[chunk]
+            cursor += 1
+        clocks[stage] = now
+        cursors[stage] = cursor
+        return cursor > first
+
     waiting = list(range(stages))
     while waiting:
-        moved = False
-        for stage in waiting:
-            order, now, place = orders[stage], clock[stage], cursor[stage]
-            while place < len(order):
-                kind, chunk, number = order[place]
-                is_backward = kind is ActionKind.BACKWARD
-                if not is_backward:
-                    source = there[chunk - 1][number] if chunk else 0.0
-                    lag = send if chunk and stages > 1 else 0.0
-                elif chunk == chunks - 1:
-                    source, lag = there[chunk][number], 0.0
-                else:
-                    source, lag = back[chunk + 1][number], send if stages > 1 else 0.0
-                if source is None:
-                    break
-                now = max(now, source + lag) + (backward if is_backward else forward)[chunk]
-                (back if is_backward else there)[chunk][number] = now
-                place += 1
-                moved = True
-            clock[stage], cursor[stage] = now, place
-        waiting = [stage for stage in waiting if cursor[stage] < len(orders[stage])]
-        assert moved, "a pipeline schedule waits for itself"
-    return tuple(clock)
+        moved = [advance(stage) for stage in waiting]
+        waiting = [stage for stage in waiting if cursors[stage] < len(orders[stage])]
+        assert any(moved), "a pipeline schedule waits for itself"
+    return tuple(clocks)

@@ -358,7 +358,9 @@ class _StepModel:
         Args:
             count: micro-batches.
         """
-        forward, backward, extra = [], [], []
+        forward = []
+        backward = []
+        extra = []
         for chunk in self.chunks:
             ahead = self.forward(chunk, first=False)
             back = self.backward(chunk, boundary=False)

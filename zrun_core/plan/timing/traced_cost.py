@@ -115,7 +115,8 @@ def _owners(block: Indices, is_backward: Flags, num_blocks: int) -> Indices:
         owner    0  0  1  1  1  2  3  3
     """
     owner = np.zeros(len(block), dtype=np.int64)
-    first, last = 0, num_blocks + 1
+    first = 0
+    last = num_blocks + 1
     first_in_backward = last
     last_in_backward = 0 if num_blocks else 1
     owner[~is_backward] = _owners_of_phase(block[~is_backward], first, last)
@@ -253,7 +254,8 @@ def _params_by_segment(profile: Profile, trace: Trace) -> tuple[list[float], lis
     inside = trace.ops["block"] >= 0
     first_block = int(inside.argmax()) if inside.any() else len(inside)
     early = {trace.modules[module] for module in np.unique(trace.ops["module"][:first_block])}
-    before, after = 0, profile.num_blocks + 1
+    before = 0
+    after = profile.num_blocks + 1
     params = [0.0] * (profile.num_blocks + 2)
     trainable = [0.0] * (profile.num_blocks + 2)
     for param in profile.params:

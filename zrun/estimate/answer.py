@@ -56,20 +56,23 @@ class Answer:
     @property
     def num_steps(self) -> int | None:
         """The optimizer steps of the whole job; None: a model without a job, or its end is not known."""
-        job, batch = self.question.config, self.question.batch
-        if job is None or job.steps is not None:
-            return None if job is None else job.steps
+        job = self.question.config
+        batch = self.question.batch
+        if job is None:
+            return None
+        if job.steps is not None:
+            return job.steps
         if job.epochs is not None:
-            return (
-                None if self.num_samples is None else batch.num_steps(job.epochs * self.num_samples)
-            )
+            if self.num_samples is None:
+                return None
+            return batch.num_steps(job.epochs * self.num_samples)
         if job.tokens is None or not self.tokens_per_sample:
             return None
         return batch.num_steps(-(-job.tokens // self.tokens_per_sample))
 
     @property
     def fits(self) -> bool | None:
-        """Whether what was asked for fits; None: nobody can say."""
+        """True if the job as it is fits; None: nobody can say."""
         return None if self.chosen.fits and self.chosen.is_guess else self.chosen.fits
 
     @property
@@ -82,14 +85,14 @@ class Answer:
 
     @property
     def target(self) -> Estimate | None:
-        """What a patch leads to: the best that zrun trains, or the cheapest change."""
+        """The estimate to which a patch leads: the best that zrun trains, or the cheapest change."""
         if self.today is not None:
             return self.today
         return None if self.fix is None or self.fix.candidate.lacking() else self.fix
 
     @property
     def notes(self) -> list[str]:
-        """What a reader should know."""
+        """Remarks for the reader."""
         from zrun_core.plan.answer.outcome import FROM_DATA_SHEETS
 
         notes = list(self.chosen.notes)
@@ -106,7 +109,8 @@ class Answer:
     @property
     def changes(self) -> Changes:
         """Keys of the job that a patch has; none without a job."""
-        question, target = self.question, self.target
+        question = self.question
+        target = self.target
         if question.config is None or target is None:
             return {}
         return job_changes(
@@ -117,7 +121,11 @@ class Answer:
 def answer(question: Question, goal: SearchGoal | None = None) -> Answer:
     """Estimate what was asked, and search where it does not fit or where `goal` says so.
 
-    What the same question came to earlier is kept.
+    The answer to the same question is kept.
+
+    Args:
+        question: of a job or a model.
+        goal: of a search.
 
     Raises:
         JobError: it is impossible, or the search has nothing to choose from.
@@ -181,7 +189,13 @@ def _answered(question: Question, goal: SearchGoal | None) -> Answer:
 
 
 def describe_change(question: Question, before: Estimate, fix: Estimate) -> str:
-    """A change as keys and what it costs: `zero.stage=3 activations.checkpoint=full (+12% time)`."""
+    """Return a change as keys and its price: `zero.stage=3 activations.checkpoint=full (+12% time)`.
+
+    Args:
+        question: of the job.
+        before: the estimate of the job as it is.
+        fix: that of the change.
+    """
     if question.config is not None and not fix.candidate.lacking():
         per_node = question.hardware.devices_per_node
         text = " ".join(
@@ -199,10 +213,12 @@ def describe_change(question: Question, before: Estimate, fix: Estimate) -> str:
 
 
 def forecast_of(found: Answer) -> Forecast:
-    """An answer as a launcher keeps it."""
-    question, chosen = found.question, found.chosen
-    rank, over = fullest(chosen), overshoot(chosen, question.hardware)
-    changes = found.changes if not chosen.fits else {}
+    """Return the part of an answer that a launcher keeps."""
+    question = found.question
+    chosen = found.chosen
+    rank = fullest(chosen)
+    over = overshoot(chosen, question.hardware)
+    changes = {} if chosen.fits else found.changes
     return Forecast(
         source=chosen.source,
         peak_bytes=rank.allocated,
@@ -221,7 +237,7 @@ def forecast_of(found: Answer) -> Forecast:
 
 
 def as_data(value: Any) -> Any:
-    """A value of plans as JSON takes it."""
+    """Return a value of plans as JSON takes it."""
     if is_dataclass(value) and not isinstance(value, type):
         return {
             key: as_data(item)
@@ -264,6 +280,6 @@ def _is_trained(candidate: Candidate) -> bool:
 
 
 def _difference(before: Candidate, after: Candidate) -> str:
-    """What differs, in the words of candidates."""
+    """Return the words of a candidate in which it differs from another."""
     old = set(str(before).split(", "))
     return ", ".join(part for part in str(after).split(", ") if part not in old) or str(after)

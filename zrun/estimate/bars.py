@@ -19,7 +19,7 @@ _NARROWEST = 24  # of a bar
 
 @dataclass(frozen=True)
 class BarSegment:
-    """What a part of a bar stands for. Letters carry the meaning where there is no colour."""
+    """A part of a bar. Letters carry the meaning where there is no colour."""
 
     name: str
     letter: str
@@ -50,7 +50,7 @@ _STATES = ("params", "grads", "optim", "rings", "buffers")
 
 
 def parts_of(rank: RankMemory) -> dict[str, int]:
-    """Bytes on the device at the peak, by the name of each part."""
+    """Return the bytes on the device at the peak, by the name of each part."""
     found = dict.fromkeys((part.name for part in PARTS), 0)
     for buffer in rank.buffers:
         if buffer.tier.value == "device" and buffer.kind.value in _STATES:
@@ -62,8 +62,15 @@ def parts_of(rank: RankMemory) -> dict[str, int]:
 
 
 def bars(estimate: Estimate, width: int, ascii_only: bool = False) -> list[Text]:
-    """A line for each class of ranks, then what the letters mean; no line is longer than `width`."""
-    ranks, capacity = estimate.ranks, estimate.capacity
+    """Return a line for each class of ranks, then the meaning of the letters.
+
+    Args:
+        estimate: whose memory is drawn.
+        width: characters of the longest line.
+        ascii_only: the terminal has no other characters.
+    """
+    ranks = estimate.ranks
+    capacity = estimate.capacity
     heads = [f"{rank.role} " if len(ranks) > 1 else "" for rank in ranks]
     tails = [f" {format_size(rank.device_used)} of {format_size(capacity)}" for rank in ranks]
     room = max(_NARROWEST, width - max(map(len, heads)) - max(map(len, tails)))
@@ -78,7 +85,15 @@ def bars(estimate: Estimate, width: int, ascii_only: bool = False) -> list[Text]
 
 
 def bar(rank: RankMemory, capacity: int, scale: int, width: int, ascii_only: bool = False) -> Text:
-    """One bar of `width` characters, which stand for `scale` bytes; `|` is the capacity."""
+    """Return the bar of a rank; `|` is the capacity.
+
+    Args:
+        rank: whose memory is drawn.
+        capacity: bytes of its device.
+        scale: bytes that the whole bar stands for.
+        width: characters of the bar.
+        ascii_only: the terminal has no other characters.
+    """
     sizes = parts_of(rank)
     sums = [0, *itertools.accumulate(sizes[part.name] for part in PARTS)]
     edges = [round(total / scale * (width - 1)) for total in sums]
@@ -91,7 +106,7 @@ def bar(rank: RankMemory, capacity: int, scale: int, width: int, ascii_only: boo
 
 
 def _legend(found: Sequence[dict[str, int]], width: int) -> list[Text]:
-    """What is in the bars, by size; the largest of all classes counts."""
+    """Return the meaning of the letters, with sizes; the largest of all classes counts."""
     largest = {part: max(sizes[part.name] for sizes in found) for part in PARTS}
     words = [
         Text.assemble((part.letter, part.color), f" {part.name} {format_size(size)}")

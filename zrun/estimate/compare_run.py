@@ -28,7 +28,11 @@ if TYPE_CHECKING:
     from zrun_core.plan.answer.outcome import Estimate
 
 _WARM_STEPS = 2  # whose times do not count: the first warms up, the second one's memory is measured
-_ON_CPU_ALONE, _ON_CPU, _ON_GPU, _RESERVED = 0.01, 0.02, 0.03, 0.07
+# Shares of the measured value that a predicted one may be off.
+_ON_CPU_ALONE = 0.01  # peak, on one rank
+_ON_CPU = 0.02
+_ON_GPU = 0.03
+_RESERVED = 0.07
 _TIME_GPU = 0.10
 _SMALL_BYTES = 1 << 20  # that do not matter, whatever their share
 
@@ -110,7 +114,8 @@ def check_run(run: Path, patience_s: float = PATIENCE_S) -> RunComparison:
         JobError: the run has no record, or none of what is to be compared.
         UserCodeError: the job's own code fails.
     """
-    spec, events = _spec(run), list(_events(run / "events.jsonl"))
+    spec = _spec(run)
+    events = list(_events(run / "events.jsonl"))
     starts = [number for number, event in enumerate(events) if event.get("type") == "start"]
     if not starts:
         raise JobError(f"{run} has no event of a start: there is nothing to compare")
@@ -144,7 +149,8 @@ def _compared(
     loaded = LoadedJob(spec.job, Path(spec.job_dir) / "job.yaml", {})
     question = of_job_on(loaded, hardware, patience_s)
     chosen = question.planner.estimate(question.base)
-    rank, on_cpu = fullest(chosen), spec.job.device == "cpu"
+    rank = fullest(chosen)
+    on_cpu = spec.job.device == "cpu"
     is_bound = chosen.is_bound
     if chosen.is_guess:
         notes += [note for note in chosen.notes if "are not known" in note]
@@ -177,7 +183,7 @@ def _limit_of_time(
     *,
     is_alike: bool,
 ) -> tuple[float | None, str]:
-    """How far off a time may be; None, and why, where it says too little to be judged."""
+    """Return how far off a time may be; None, and why, where it is not judged."""
     if not hardware.measured:
         return None, "nobody has measured this machine (zrun doctor --bench)"
     if chosen.is_guess or chosen.is_bound or not is_alike:
@@ -188,7 +194,7 @@ def _limit_of_time(
 
 
 def _hardware(spec: RunSpec, start: Event) -> tuple[Hardware, list[str]]:
-    """What the run ran on, as far as it is known here, and what is not."""
+    """Return the hardware of the run as far as it is known here, and notes on the rest."""
     from zrun.estimate.machine import hardware_of
 
     notes = []

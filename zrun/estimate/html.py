@@ -15,7 +15,10 @@ from zrun_core.spine.sizes import format_size
 if TYPE_CHECKING:
     from zrun_core.plan.answer.outcome import Estimate
 
-_WIDTH, _ROW, _MARGIN = 760, 34, 90  # pixels
+# Pixels of the pictures.
+_WIDTH = 760
+_ROW = 34
+_MARGIN = 90
 _STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; margin: 2em auto; max-width: 62em; padding: 0 1em; color: #222; }
 table { border-collapse: collapse; margin: 1em 0; font-variant-numeric: tabular-nums; }
@@ -31,11 +34,13 @@ svg text { font: 13px system-ui, sans-serif; }
 def page(
     title: str, lines: Sequence[str], stages: Sequence[Estimate], chosen: Estimate, verdict: str
 ) -> str:
-    """The whole file.
+    """Return the whole file.
 
     Args:
-        lines: what the estimate is of, and what else there is to say of it.
+        title: of the page.
+        lines: the subject of the estimate, and notes.
         stages: estimates that differ in their ZeRO stage.
+        chosen: that of the job as it is.
         verdict: why it does not fit, or that it does.
     """
     head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{_STYLE}</style>'
@@ -60,7 +65,7 @@ def page(
 
 
 def _picture(rows: Sequence[tuple[str, Estimate, int]]) -> str:
-    """Stacked bars. Each row: its name, an estimate, which of its ranks."""
+    """Return stacked bars. Each row: its name, an estimate, the number of a rank; 0: the fullest."""
     ranks = [(fullest(each) if not number else each.ranks[number]) for _, each, number in rows]
     top = max(
         [

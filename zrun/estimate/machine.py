@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from zrun_core.hardware.measured import Rates
 
 # What one core of a server does where nobody has measured: FLOP/s of large products, bytes/s copied.
-_CORE_FLOPS, _CORE_COPY = {"fp32": 75e9, "bf16": 150e9}, 4e9
+_CORE_FLOPS = {"fp32": 75e9, "bf16": 150e9}
+_CORE_COPY = 4e9
 _MOST_COPY = 40e9
 
 
@@ -28,19 +29,24 @@ def hardware_of(
     environ: Mapping[str, str] = os.environ,
     memory: int | None = None,
 ) -> Hardware:
-    """The hosts of `cluster` with `per_host` ranks each; the weakest of them counts.
+    """Return hosts as the hardware of a plan; the weakest of them counts.
 
     Rates are those that `zrun doctor --bench` has stored; else data sheets of GPUs, and a usual core.
 
     Args:
+        cluster: the hosts.
+        device: "cuda" or "cpu".
+        per_host: ranks on each host.
+        environ: names the file of rates.
         memory: `limits.memory` of the job.
 
     Raises:
-        JobError: the file of rates is none.
+        JobError: the file of rates is damaged.
     """
     least = min(cluster.hosts, key=lambda host: (host.memory_bytes, host.cores))
     host_bytes = min(_host_memory(host, memory) for host in cluster.hosts)
-    nodes, rates = len(cluster.hosts), _rates(cluster, environ)
+    nodes = len(cluster.hosts)
+    rates = _rates(cluster, environ)
     name = str(cluster) if nodes == 1 else f"{nodes} hosts"
     if device == "cpu":
         return _of_cpus(rates, least.cores, host_bytes, per_host, nodes, name)
@@ -48,7 +54,10 @@ def hardware_of(
 
 
 def capacity_of(cluster: Cluster, device: str, per_host: int, memory: int | None) -> int | None:
-    """Bytes that a rank may have where its model lives; None where nobody knows. See `hardware_of`."""
+    """Return the bytes that a rank may have where its model lives; None: not known.
+
+    Args: as of `hardware_of`.
+    """
     if device == "cpu":
         return min(_host_memory(host, memory) for host in cluster.hosts) // per_host
     sizes = [gpu.memory_bytes for host in cluster.hosts for gpu in host.gpus]
@@ -56,7 +65,7 @@ def capacity_of(cluster: Cluster, device: str, per_host: int, memory: int | None
 
 
 def _host_memory(host: HostFacts, most: int | None) -> int:
-    """Bytes of a host's memory that a job may have: of this one what is free now, of others what they have.
+    """Return the bytes of a host's memory that a job may have: of this host only those free now.
 
     What is free is counted in hundredths of all of it: the same question has the same answer a moment later.
     """
@@ -70,7 +79,7 @@ def _host_memory(host: HostFacts, most: int | None) -> int:
 def _rates(
     cluster: Cluster, environ: Mapping[str, str]
 ) -> tuple[Calibration, list[HostRates]] | None:
-    """The stored rates of these hosts, if all of them were measured."""
+    """Return the stored rates of these hosts, if all of them were measured."""
     path = Calibration.default_path(environ)
     if not path.is_file():
         return None
@@ -128,7 +137,7 @@ def _of_gpus(
 
 
 def _plain(file: Calibration, hosts: list[HostRates]) -> Rates:
-    """The slowest of what was measured of each host, and of the links between them, as plain numbers."""
+    """Return the slowest rates of all hosts and of the links between them."""
     from zrun_core.hardware.measured import Rates
 
     first = hosts[0]
@@ -166,7 +175,7 @@ def _plain(file: Calibration, hosts: list[HostRates]) -> Rates:
 
 
 def _flops(rates: Sequence[MatmulRates]) -> dict[str, float]:
-    """The lowest rate of each format that all have."""
+    """Return the lowest rate of each format that all have."""
     found = {}
     for name in ("fp32", "bf16", "fp16"):
         values = [getattr(each, f"{name}_flops") for each in rates]

@@ -1,4 +1,4 @@
-"""What has to change in a job, as text: the keys alone, or the job file with them in their places.
+"""Changes of a job as text: the keys alone, or the job file with them in their places.
 
 changes = job_changes(config, batch, candidate)          # {"zero.stage": 3, "batch.micro": 2}
 patched(text, changes)                                    # the file, its comments and its order kept
@@ -33,7 +33,7 @@ Changes = dict[str, Any]  # dotted key -> value
 def job_changes(
     config: JobConfig, batch: BatchPlan, candidate: Candidate, per_host: int
 ) -> Changes:
-    """The keys of `config` that must differ for the job to be `candidate`. The global batch stays what it is.
+    """Return the keys of a job that must differ for it to be a candidate. The global batch stays.
 
     What no key of a job says, such as where states lie, is not among them: see `Candidate.lacking`.
 
@@ -67,7 +67,7 @@ def job_changes(
 
 
 def as_yaml(changes: Changes, config: JobConfig) -> str:
-    """The changed keys as a part of a job file, each with what it was."""
+    """Return the changed keys as a part of a job file, each with its value before."""
     lines: list[str] = []
     for section, keys in _by_section(changes).items():
         short, margin = _short(section) if section else None, "  " if section else ""
@@ -82,7 +82,7 @@ def as_yaml(changes: Changes, config: JobConfig) -> str:
 
 
 def as_overrides(changes: Changes) -> list[str]:
-    """The same as arguments of a command."""
+    """Return the changed keys as arguments of a command."""
     return [f"{key}={write(value)}" for key, value in changes.items()]
 
 
@@ -120,7 +120,7 @@ def write_job(source: Path, target: Path, changes: Changes, given: list[str]) ->
 
 
 def patched(text: str, changes: Changes, given: list[str] | None = None) -> str:
-    """The job file `text` with `changes` on top of the overrides `given`, edited in place.
+    """Return the job file `text` with `changes` on top of the overrides `given`, edited in place.
 
     A file that cannot be edited without changing its meaning is written anew, without its comments.
     """
@@ -145,7 +145,7 @@ def _document(text: str) -> Document:
 
 
 def _edited(text: str, path: tuple[str, ...], value: str) -> str:
-    """`text` with the value at `path` replaced, or put where it belongs.
+    """Return `text` with the value at `path` replaced, or put where it belongs.
 
     Raises:
         ValueError: there is no simple place for it.
@@ -170,7 +170,7 @@ def _edited(text: str, path: tuple[str, ...], value: str) -> str:
 def _expanded(
     text: str, node: yaml.Node, path: tuple[str, ...], rest: tuple[str, ...], value: str
 ) -> str:
-    """A section in its short form gets another key; its own short key gets another value."""
+    """Return a section in its short form with another key, or with another value of its own key."""
     short = _short(".".join(path))
     old = text[node.start_mark.index : node.end_mark.index]
     if len(rest) != 1 or (short is None and old):
@@ -205,7 +205,7 @@ def _replaced(text: str, node: yaml.Node, value: str) -> str:
 
 
 def _short(section: str) -> str | None:
-    """The key of a section that its short form stands for."""
+    """Return the key of a section that its short form stands for."""
     key = find_key(tuple(section.split(".")))
     short = key.section.short if key is not None and key.section is not None else None
     return short[0] if short is not None else None

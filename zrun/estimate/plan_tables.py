@@ -17,21 +17,28 @@ if TYPE_CHECKING:
     from zrun_core.plan.question.candidate import Candidate
     from zrun_core.plan.timing.timing import StepTime
 
-_GOOD, _BAD, _DOUBTFUL = "green", "red", "yellow"
+_GOOD = "green"
+_BAD = "red"
+_DOUBTFUL = "yellow"
 _DAY_S = 86400.0
 _WRAPPED = {"buffer": 24, "offloaded": 16}  # the least width where a value may take several lines
 _SIZES = ("paper K=12", "states", "activations", "peak", "reserved", "device")
 
 
 def fullest(estimate: Estimate) -> RankMemory:
-    """The rank whose device is used most."""
+    """Return the rank whose device is used most."""
     return max(estimate.ranks, key=lambda rank: rank.device_used)
 
 
 def stage_table(estimates: Sequence[Estimate], chosen: Candidate, width: int) -> Table:
-    """A row for each estimate, which differ in their ZeRO stage; that of `chosen` is marked.
+    """Return a row for each estimate; they differ in their ZeRO stage.
 
-    What a CPU has no allocator to tell is left out, and what is missed least in a small `width`.
+    Columns that say nothing are left out, and in a small `width` those that are missed least.
+
+    Args:
+        estimates: one for each stage.
+        chosen: the candidate whose stage is marked.
+        width: of the terminal.
     """
     unit = _unit(estimates)
     cells: dict[str, Callable[[Estimate], str | Text]] = {
@@ -68,7 +75,7 @@ CHOICES = (
 
 
 def choice_table(estimates: Sequence[Estimate], width: int) -> Table:
-    """A row for each configuration of a search, in the order given."""
+    """Return a row for each configuration of a search, in the order given."""
     unit = _unit(estimates)
     rows: list[dict[str, str | Text]] = []
     for number, each in enumerate(estimates, start=1):
@@ -99,7 +106,13 @@ def choice_table(estimates: Sequence[Estimate], width: int) -> Table:
 
 
 def sweep_table(key: str, rows: Sequence[tuple[str, Estimate | str]], width: int) -> Table:
-    """A row for each value of a key: its estimate, or why there is none."""
+    """Return a row for each value of a key.
+
+    Args:
+        key: that has the values.
+        rows: a value, and its estimate or why there is none.
+        width: of the terminal.
+    """
     unit = _unit([found for _, found in rows if not isinstance(found, str)])
     cells: dict[str, Callable[[Estimate], str | Text]] = {
         "states": lambda each: unit.text(state_bytes(fullest(each))),
@@ -120,7 +133,7 @@ def sweep_table(key: str, rows: Sequence[tuple[str, Estimate | str]], width: int
 
 
 def buffer_table(estimate: Estimate, pattern: str) -> Table:
-    """Every buffer whose name contains `pattern`, largest first, of each class of ranks."""
+    """Return every buffer whose name contains `pattern`, largest first, of each class of ranks."""
     names = "rank", "buffer", "kind", "where", "bytes", "alive"
     columns: dict[str, list[str | Text]] = {name: [] for name in names}
     for rank in estimate.ranks:
@@ -140,7 +153,7 @@ def buffer_table(estimate: Estimate, pattern: str) -> Table:
 
 
 def offloaded(candidate: Candidate) -> str:
-    """What of the states and activations does not lie on the device: `host: grad, optim 50%`."""
+    """Return the states and activations that live elsewhere: `host: grad, optim 50%`."""
     placement = candidate.placement
     kinds = {
         "param": placement.param,
@@ -157,7 +170,7 @@ def offloaded(candidate: Candidate) -> str:
 
 
 def time_lines(estimate: Estimate) -> list[str]:
-    """Lines about time and traffic."""
+    """Return lines about time and traffic."""
     time = estimate.time
     parts = ", ".join(
         f"{name} {_seconds(value)}" for name, value in time.parts.items() if value >= 5e-5
@@ -180,7 +193,14 @@ def whole_run(time: StepTime, num_steps: int) -> str:
 
 
 def cost_of_tokens(time: StepTime, tokens: int, devices: int, price: float | None) -> str:
-    """How long so many tokens take, and what they cost."""
+    """Return how long so many tokens take, and their price.
+
+    Args:
+        time: of a step.
+        tokens: to be trained with.
+        devices: that train.
+        price: of a device for an hour; None: not given.
+    """
     if not time.tokens_per_s:
         return f"{formatting.count(tokens)} tokens: this model's samples are no tokens"
     days = tokens / time.tokens_per_s / _DAY_S
@@ -193,7 +213,7 @@ def cost_of_tokens(time: StepTime, tokens: int, devices: int, price: float | Non
 
 
 def step_range(time: StepTime) -> str:
-    """`1.94s (1.7-2.1)`."""
+    """Return the time of a step with its range: `1.94s (1.7-2.1)`."""
     if not time.seconds:
         return "-"
     unit, factor, digits = (
@@ -206,7 +226,7 @@ def step_range(time: StepTime) -> str:
 
 
 def fits(estimate: Estimate) -> Text:
-    """Whether it fits, and by how much."""
+    """Return a cell that says whether it fits, and by how much."""
     if estimate.fits and estimate.is_guess:
         return Text("cannot say", _DOUBTFUL)
     free = estimate.capacity - fullest(estimate).device_used
@@ -217,18 +237,18 @@ def fits(estimate: Estimate) -> Text:
 
 
 def state_bytes(rank: RankMemory) -> int:
-    """Everything on the device that is there in every phase of a step."""
+    """Return the bytes on the device that are there in every phase of a step."""
     sizes = parts_of(rank)
     return sum(sizes[name] for name in ("params", "grads", "optim", "rings", "buffers"))
 
 
 def paper_bytes(estimate: Estimate) -> int:
-    """Model states of a rank by the accounting of the papers."""
+    """Return the bytes of a rank's model states, as papers count them."""
     return round(sum(estimate.paper.values()))
 
 
 def _mark(estimate: Estimate) -> str:
-    """The mark of numbers that are guessed."""
+    """Return the mark of numbers that are guessed."""
     return "~" if estimate.is_guess else ""
 
 

@@ -1,4 +1,4 @@
-"""What is to be estimated: a job, a size or a transformers `config.json`, on hosts that are there or not.
+"""The subject of an estimate: a job, a size or a `config.json`, on hosts that are there or not.
 
 question = of_job(load_job(path), cluster)           # on hosts as they were found
 question = of_job_on(load_job(path), hardware)       # on hardware by name
@@ -81,7 +81,7 @@ class Question:
 
     @cached_property
     def base(self) -> Candidate:
-        """What is to be estimated."""
+        """The candidate to be estimated."""
         return self.asked if self.names_stage else _least_stage(self.planner, self.asked)
 
 
@@ -91,7 +91,7 @@ def of_job(
     environ: Mapping[str, str] = os.environ,
     patience_s: float = PATIENCE_S,
 ) -> Question:
-    """A job on hosts as they were found.
+    """Return the question of a job on hosts as they were found.
 
     Args:
         patience_s: seconds that the model and its data may take; what is known by then counts.
@@ -111,7 +111,7 @@ def of_job(
 
 
 def of_job_on(loaded: LoadedJob, hardware: Hardware, patience_s: float = PATIENCE_S) -> Question:
-    """A job on hardware by name: as many ranks as it has devices, whatever the job says of hosts and slots.
+    """Return the question of a job on hardware by name, with a rank on each of its devices.
 
     Raises:
         JobError: the batch or `parallel` do not divide over it, or the job names what does not exist.
@@ -128,7 +128,7 @@ def of_shape(
     seq: int | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> Question:
-    """A model of a size, or of a `config.json`, in a job with the keys of `overrides`.
+    """Return the question of a model of a size, or of a `config.json`.
 
     Raises:
         JobError: `text` is neither, or an override is wrong.
@@ -150,13 +150,19 @@ def of_shape(
 
 
 def names_model_only(text: str) -> bool:
-    """Whether `text` names a model by its size, or a `config.json`; else a job file."""
+    """Return True if `text` is the size of a model or a `config.json`, False if it is a job file."""
     path = Path(text)
     return path.suffix == ".json" or not (path.exists() or path.suffix in (".yaml", ".yml"))
 
 
 def with_other_keys(question: Question, loaded: LoadedJob, key: str) -> Question:
-    """The same question of a job with other keys, which `loaded` has; without a new trace where they change none."""
+    """Return the same question of a job with other keys; without a new trace where none is needed.
+
+    Args:
+        question: of the job as it was.
+        loaded: the job with the other keys.
+        key: the one that differs.
+    """
     if not key.startswith(_ALONE):  # another model, or another format
         return of_job_on(loaded, question.hardware, question.patience_s)
     job, batch = _resolved_on(loaded.config, question.hardware)
@@ -345,7 +351,7 @@ def _shape(text: str, seq: int | None) -> TransformerShape:
 def _job_of_shape(
     text: str, hardware: Hardware, overrides: Sequence[str], environ: Mapping[str, str]
 ) -> JobConfig:
-    """The job of a model that has none: bf16 where the device computes in it, one sample per micro-batch."""
+    """Return the job of a model that has none: bf16 where the device has it, one sample at a time."""
     precision = next((name for name in ("bf16", "fp16") if name in hardware.device.peak), "fp32")
     given: dict[str, Any] = {
         "name": "size",
@@ -363,6 +369,6 @@ def _job_of_shape(
 
 
 def _least_stage(planner: Planner, base: Candidate) -> Candidate:
-    """The lowest stage that fits; the highest if none does."""
+    """Return the lowest stage that fits; the highest if none does."""
     stages = [replace(base, stage=stage) for stage in range(4)]
     return next((each for each in stages if planner.estimate(each).fits), stages[-1])

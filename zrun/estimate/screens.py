@@ -1,4 +1,4 @@
-"""What `zrun estimate` prints and writes of an answer: text, JSON, keys, a job file, a picture."""
+"""The output of `zrun estimate`: an answer as text, JSON, keys, a job file, a picture."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Why a configuration does not fit, in one sentence, and the cheapest change that does. Pure: estimates to text."""
+"""One sentence on a configuration that does not fit: which memory lacks how much, and what would fit.
+
+Pure: estimates to text.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ class Overshoot:
 
 
 def overshoot(estimate: Estimate, hardware: Hardware) -> Overshoot | None:
-    """The memory that is exceeded by most; None: everything fits."""
+    """Return the memory that is exceeded by most; None: everything fits."""
     found = []
     fullest = max(estimate.ranks, key=lambda rank: rank.device_used)
     if fullest.device_used > estimate.capacity:
@@ -87,7 +90,7 @@ def overshoot(estimate: Estimate, hardware: Hardware) -> Overshoot | None:
 
 
 def sentence(estimate: Estimate, hardware: Hardware, fix: str | None) -> str:
-    """What is too small, when, what holds most, by how much, and what would help.
+    """Return a sentence: which memory is too small, when, by how much, and what would help.
 
     Args:
         fix: the cheapest change that fits, in words; None: there is none.
@@ -104,7 +107,7 @@ def sentence(estimate: Estimate, hardware: Hardware, fix: str | None) -> str:
 
 
 def uncertainty(estimate: Estimate, hardware: Hardware, fix: str | None) -> str:
-    """What is known of a guess, and what is not.
+    """Return a sentence on a guess: the states that are known, and the activations that are not.
 
     Args:
         fix: the cheapest change that is known to fit, in words; None: there is none.
@@ -120,7 +123,10 @@ def uncertainty(estimate: Estimate, hardware: Hardware, fix: str | None) -> str:
 
 
 def largest(rank: RankMemory) -> tuple[tuple[str, int], ...]:
-    """What holds most on the device at the peak, largest first: model states by kind, activations by module."""
+    """Return the largest holders of memory on the device at the peak, largest first.
+
+    Model states count by kind, activations by module.
+    """
     sizes = parts_of(rank)
     dynamic = sizes.pop("activations")
     named = [(MEANINGS[name], size) for name, size in sizes.items()]
@@ -138,7 +144,7 @@ def largest(rank: RankMemory) -> tuple[tuple[str, int], ...]:
 
 
 def time_of(fix: Estimate, before: Estimate) -> str:
-    """How the time of a step changes: `+12% time`."""
+    """Return the change of the time of a step: `+12% time`."""
     if not before.time.seconds:
         return ""
     change = fix.time.seconds / before.time.seconds - 1

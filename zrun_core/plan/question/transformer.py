@@ -27,7 +27,8 @@ from zrun_core.errors import JobError
 Recompute = Literal["none", "full", "every_n", "selective", "attention"]
 _COUNT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kKmMbBtT])\s*")
 _FACTORS = {"k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
-SMALLEST, LARGEST = 10**5, 10**15  # parameters of `from_size`
+SMALLEST = 10**5  # parameters of `from_size`
+LARGEST = 10**15
 _LOGIT_BYTES = 8  # beside the logit itself: its fp32 copy, and the fp32 gradient of that
 
 
@@ -107,7 +108,7 @@ class TransformerShape:
         seq: int = 2048,
         **more: Any,
     ) -> TransformerShape:
-        """GPT-2's layers, as Narayanan et al. and Korthikanti et al. count them: vocabulary padded, with dropout."""
+        """Return GPT-2's layers as Narayanan et al. and Korthikanti et al. count them, with dropout."""
         return cls(
             layers,
             hidden,
@@ -138,7 +139,7 @@ class TransformerShape:
         tied: bool = False,
         **more: Any,
     ) -> TransformerShape:
-        """Llama's layers: RMSNorm, SwiGLU, grouped queries, no biases."""
+        """Return Llama's layers: RMSNorm, SwiGLU, grouped queries, no biases."""
         return cls(
             layers,
             hidden,
@@ -155,9 +156,10 @@ class TransformerShape:
 
     @classmethod
     def from_size(cls, text: str) -> TransformerShape:
-        """A plausible GPT of about "7.5B" parameters; `given` is exactly that many, and what its states are made of.
+        """Return a plausible GPT of about "7.5B" parameters; `given` is exactly that many.
 
-        Its depth and width are in the proportion of published models of that size: 64 at 100M, 110 at 7.5B, 200 at 1T.
+        States are counted by `given`. Width over depth is that of published models of the size: 64 at
+        100M, 110 at 7.5B, 200 at 1T.
 
         Raises:
             JobError: the text is no such number.
@@ -185,7 +187,7 @@ class TransformerShape:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], seq: int | None = None) -> TransformerShape:
-        """The model of a transformers `config.json`: GPT-2, BERT, and all that have Llama's keys.
+        """Return the model of a transformers `config.json`: GPT-2, BERT, all that have Llama's keys.
 
         Args:
             seq: tokens per sample; None: as many as the model takes.
@@ -238,7 +240,7 @@ class TransformerShape:
 
     @classmethod
     def from_model_args(cls, call: str, args: Mapping[str, Any]) -> TransformerShape:
-        """The model that a job makes of `call` and `args`, if it is a GPT or BERT of `zrun_core.models`.
+        """Return the model that a job makes of `call` and `args`: a GPT or BERT of `zrun_core.models`.
 
         Raises:
             JobError: it is none of these, or the arguments do not fit it.
@@ -252,7 +254,10 @@ class TransformerShape:
             raise JobError(f"{call}: {error}") from None
         given.apply_defaults()
         found = given.arguments
-        dim, seq, depth, heads = found["dim"], found["seq_len"], found["depth"], found["heads"]
+        dim = found["dim"]
+        seq = found["seq_len"]
+        depth = found["depth"]
+        heads = found["heads"]
         if attr == "bert":
             return _bert(
                 depth,
@@ -339,34 +344,42 @@ class TransformerShape:
     # Operations: a multiply-add is two. Attention is counted whole, also where a mask leaves half of it out.
 
     def block_flops(self, tokens: float, seq: int | None = None) -> float:
-        """Operations of one block's forward pass over `tokens` in samples of `seq`."""
+        """Return the operations of one block's forward pass over `tokens` in samples of `seq`."""
         return self.product_flops(tokens) + self.attention_flops(tokens, seq)
 
     def product_flops(self, tokens: float) -> float:
-        """Operations of the products with one block's weights."""
+        """Return the operations of the products with one block's weights."""
         width = self.qkv_width + self.attention_width + self.num_ffn_matrices * self.ffn
         return 2.0 * tokens * self.hidden * width
 
     def attention_flops(self, tokens: float, seq: int | None = None) -> float:
-        """Operations of the two products inside one block's attention."""
+        """Return the operations of the two products inside one block's attention."""
         return 4.0 * tokens * (seq or self.seq) * self.attention_width
 
     def head_flops(self, tokens: float) -> float:
-        """Operations of the logits' forward pass."""
+        """Return the operations of the logits' forward pass."""
         return 2.0 * tokens * self.hidden * self.vocab
 
     def model_flops(self, samples: float) -> float:
-        """Operations that a step over `samples` needs, whatever is computed twice: three times those of forward."""
+        """Return the operations that a step over `samples` needs: three times those of forward.
+
+        Recomputation does not count.
+        """
         tokens = samples * self.seq
         return 3 * (self.layers * self.block_flops(tokens) + self.head_flops(tokens))
 
     def hardware_flops(
         self, samples: float, recompute: Recompute = "none", every: int = 2
     ) -> float:
-        """Operations that a step really makes.
+        """Return the operations that a step makes, with recomputation.
 
-        With "full" it is equation 3 of Narayanan et al. Products and attention are what counts, and "selective" keeps
-        their results. "attention" makes the two products inside of attention again.
+        With "full" it is equation 3 of Narayanan et al. Products and attention count, and "selective"
+        keeps their results; "attention" makes the two products inside of attention again.
+
+        Args:
+            samples: of the step.
+            recompute: the policy.
+            every: of "every_n".
         """
         tokens = samples * self.seq
         again = 0.0
@@ -390,11 +403,14 @@ class TransformerShape:
         every: int = 2,
         element: int = 2,
     ) -> float:
-        """Bytes that one block keeps for backward, on each of `tp` ranks, for `micro` samples.
+        """Return the bytes that one block keeps for backward on each rank.
 
         Args:
-            sequence_parallel: whether what tensor parallelism does not divide is divided along the sequence.
-            every: "every_n" is the mean of one recomputed block and every - 1 that keep everything.
+            micro: samples.
+            tp: tensor-parallel ranks.
+            sequence_parallel: the rest, which tp does not divide, is divided along the sequence.
+            recompute: the policy.
+            every: "every_n" is the mean of a recomputed block and of every - 1 that keep everything.
             element: bytes of an activation.
         """
         if recompute == "every_n":
@@ -413,7 +429,7 @@ class TransformerShape:
         return micro * self.seq * (whole / (tp if sequence_parallel else 1) + divided / tp)
 
     def _kept(self, recompute: Recompute, element: int) -> tuple[float, float]:
-        """Bytes per token that a block keeps: of what tensor parallelism leaves whole, and of what it divides."""
+        """Return the bytes per token that a block keeps: undivided, and divided by tp."""
         hidden = self.hidden
         if recompute == "full":
             return element * hidden, 0.0
@@ -434,7 +450,13 @@ class TransformerShape:
         return whole, divided
 
     def logit_bytes(self, micro: float, *, tp: int = 1, element: int = 2) -> float:
-        """Bytes at the loss: logits, their copy in fp32, and its gradient."""
+        """Return the bytes at the loss: logits, their copy in fp32, and its gradient.
+
+        Args:
+            micro: samples.
+            tp: tensor-parallel ranks, which divide the vocabulary.
+            element: bytes of a logit.
+        """
         tokens = min(micro * self.seq, self.loss_chunk or math.inf)
         return tokens * self.vocab * (element + _LOGIT_BYTES) / tp
 
@@ -443,7 +465,7 @@ _BUNDLED = ("zrun_core.models.gpt:gpt", "zrun_core.models.bert:bert")
 
 
 def parse_count(text: str) -> int:
-    """Parameters in "7.5B", "124M", "1T" or "350k".
+    """Return the number in "7.5B", "124M", "1T" or "350k".
 
     Raises:
         JobError: it is no such number, or beyond what `from_size` takes.
@@ -459,7 +481,10 @@ def parse_count(text: str) -> int:
 
 
 def _widths() -> list[int]:
-    """Multiples of 64, then of 128, 512 and 1024: products divide well, and the heads of large models over 8 ranks."""
+    """Return multiples of 64, then of 128, 512 and 1024.
+
+    Products divide well, and so do the heads of large models over 8 ranks.
+    """
     return [
         *(16, 32, 48),
         *range(64, 1024, 64),
@@ -470,7 +495,7 @@ def _widths() -> list[int]:
 
 
 def _filled(params: int, hidden: int, vocab: int, seq: int) -> TransformerShape | None:
-    """The deepest GPT of this width that has no more than `params`; None if it would have no block."""
+    """Return the deepest GPT of this width with at most `params`; None: it would have no block."""
     head_dim = 128 if hidden >= 2048 else 64
     one = TransformerShape.gpt(1, hidden, max(1, hidden // head_dim), vocab=vocab, seq=seq)
     layers = (params - (one.num_params - one.layer_params)) // one.layer_params
@@ -478,7 +503,7 @@ def _filled(params: int, hidden: int, vocab: int, seq: int) -> TransformerShape 
 
 
 def _keys(config: Mapping[str, Any], kind: str, **wanted: str) -> dict[str, int]:
-    """The numbers of a config by our names.
+    """Return the numbers of a config by our names.
 
     Raises:
         JobError: it lacks some of them.
@@ -531,7 +556,11 @@ def _bert(
     dropout: bool,
     loss_chunk: int | None = None,
 ) -> TransformerShape:
-    """BERT with its masked head: two segments; a product with its bias and a norm; a bias of the vocabulary."""
+    """Return BERT with its masked head.
+
+    Beside the blocks it has embeddings of two segments, a product with its bias, a norm, and a bias
+    of the vocabulary.
+    """
     return TransformerShape(
         layers,
         hidden,

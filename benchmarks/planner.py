@@ -1,15 +1,16 @@
 """Predict the peak of training steps, run them, and compare.
 
-    python benchmarks/planner.py                        every case: about 20 minutes on 2 quiet cores
+    python benchmarks/planner.py                        every case: 20 minutes on 2 quiet cores
     python benchmarks/planner.py --only gpt,moe         some; --json keeps the results of the others
     python benchmarks/planner.py --world 1              those on one rank
     python benchmarks/planner.py --show FILE            the tables of earlier results
-    python benchmarks/planner.py --peer-python PATH     other estimators too, which that interpreter has
+    python benchmarks/planner.py --peer-python PATH     other estimators too, where installed
 
-The peak is that of tracked allocations: torch's profiler sees every allocation on the CPU from the first one on, and
-what zrun maps outside of torch's allocator (parameters, gradients, master copies, rings) is added as it is allocated.
-Each run is a process per rank that trains three steps by zrun's own loop; the highest moment of the last two counts, on
-the rank that has most. What others predict for the same cases, and what they claim, is in `planner_peers.py`.
+The peak is that of tracked allocations: torch's profiler sees every allocation on the CPU from the
+first one on, and what zrun maps outside of torch's allocator (parameters, gradients, master copies,
+rings) is added as it is allocated. Each run is a process per rank that trains three steps by zrun's
+own loop; the highest moment of the last two counts, on the rank that has most. What others predict
+for the same cases, and what they claim, is in `planner_peers.py`.
 """
 
 from __future__ import annotations
@@ -70,7 +71,8 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "moe": {"model": "planner_models.py:Mixture", "data": _TEXT},
 }
-# What other kinds of models do: kernels that allocate inside, sizes that follow values, backward in forward.
+# What other kinds of models do: kernels that allocate inside, sizes that follow values, backward in
+# forward.
 OTHERS: dict[str, dict[str, Any]] = {
     "lstm": {"model": "planner_models.py:Recurrent", "data": _TEXT},
     "dropping": {"model": "planner_models.py:Dropping", "data": _TEXT},
@@ -145,7 +147,8 @@ def cases() -> list[Case]:
     ]
     more = [Case(model, checkpoint="selective") for model in ("gpt", "llama", "bert")]
     more += [Case("gpt", checkpoint="every_n"), Case("gpt", "bf16", accumulation=2, micro=2)]
-    # Each stage, each precision and with and without recomputation, of each model; all of them of one.
+    # Each stage, each precision and with and without recomputation, of each model; all of them of
+    # one.
     some = (("fp32", "none", 0), ("bf16", "full", 1), ("fp32", "full", 2), ("bf16", "none", 3))
     together = [Case(model, *each, world=2) for model in MODELS for each in some]
     together += [
@@ -300,7 +303,9 @@ def run(case: Case, folder: str) -> None:
 
 
 def peak_between_marks(profiler: Any) -> int:
-    """The most bytes of torch's allocator that were in use after the first mark and before the last."""
+    """The most bytes of torch's allocator that were in use after the first mark and before the
+    last.
+    """
     events = [
         event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"
     ]
@@ -353,8 +358,10 @@ def main() -> int:
         }
         rows.append(row | {"peers": said})
         print(
-            f"{case!s:48} {predicted / 2**20:9.2f} MiB predicted {found['peak'] / 2**20:9.2f} measured "
-            f"{100 * (predicted / found['peak'] - 1):+6.2f} % {'' if is_good(rows[-1]) else 'BAD'} {profile.source}",
+            f"{case!s:48} {predicted / 2**20:9.2f} MiB predicted {found['peak'] / 2**20:9.2f} "
+            "measured "
+            f"{100 * (predicted / found['peak'] - 1):+6.2f} % "
+            f"{'' if is_good(rows[-1]) else 'BAD'} {profile.source}",
             flush=True,
         )
         earlier[str(case)] = rows[-1]

@@ -1,4 +1,6 @@
-"""Models and data as users write them, of a size at which activations weigh as much as states. Nothing knows zrun."""
+"""Models and data as users write them, of a size at which activations weigh as much as states.
+Nothing knows zrun.
+"""
 
 from __future__ import annotations
 

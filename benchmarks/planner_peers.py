@@ -1,17 +1,22 @@
-"""What others say that a case of `planner.py` needs: each is asked what it claims to answer, and nothing else.
+"""Other estimators on a case of `planner.py`: each is asked what it claims to answer.
 
-    python planner_peers.py ask < questions      of DeepSpeed and accelerate, as far as this interpreter has them
-    python planner_peers.py follow '{...}'       of torch's MemTracker, for one case
+    python planner_peers.py ask < questions    of DeepSpeed and accelerate, where they are installed
+    python planner_peers.py follow '{...}'     of torch's MemTracker, for one case
 
 An answer is bytes, or None where the peer has none:
 
-- DeepSpeed's `estimate_zero2_model_states_mem_needs` and the one of ZeRO-3, through its own count of the live model's
-  parameters: model states in half precision. It has none for stages 0 and 1 on several ranks.
-- `accelerate estimate-memory`, "training using Adam": the largest of its figures for the model's bytes; one device.
-- MemTracker under FakeTensorMode: two steps of plain training (AdamW, autocast, torch's checkpointing) on one device.
-- The formulas: the ZeRO paper's 16 bytes per parameter, divided by the stage, and Korthikanti et al.'s activations.
+- DeepSpeed's `estimate_zero2_model_states_mem_needs` and the one of ZeRO-3, through its own count
+  of the live model's parameters: model states in half precision. It has none for stages 0 and 1 on
+  several ranks.
+- `accelerate estimate-memory`, "training using Adam": the largest of its figures for the model's
+  bytes; one device.
+- MemTracker under FakeTensorMode: two steps of plain training (AdamW, autocast, torch's
+  checkpointing) on one device.
+- The formulas: the ZeRO paper's 16 bytes per parameter, divided by the stage, and Korthikanti et
+  al.'s activations.
 
-The first part runs where zrun may not be installed: it needs torch, and the folder of zrun_core in PYTHONPATH.
+The first part runs where zrun may not be installed: it needs torch, and the folder of zrun_core in
+PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -38,7 +43,8 @@ def ask_packages(python: str, questions: Sequence[dict[str, Any]]) -> dict[str, 
     """What DeepSpeed and accelerate say; neither is there if the interpreter `python` lacks it.
 
     Args:
-        questions: `model` (a path, or a `call` with `args`), `stage`, `world` and `precision` of each case.
+        questions: `model` (a path, or a `call` with `args`), `stage`, `world` and `precision` of
+            each case.
     """
     env = os.environ | {"PYTHONPATH": str(HERE.parent), "DS_ACCELERATOR": "cpu"}
     done = subprocess.run(
@@ -61,7 +67,8 @@ def follow(question: str) -> Answer:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         print(
-            f"MemTracker fails: {(done.stderr.strip().splitlines() or ['no reason given'])[-1][:150]}",
+            "MemTracker fails: "
+            f"{(done.stderr.strip().splitlines() or ['no reason given'])[-1][:150]}",
             flush=True,
         )
         return None
@@ -69,7 +76,9 @@ def follow(question: str) -> Answer:
 
 
 def formulas(question: dict[str, Any]) -> Answer:
-    """16 bytes per parameter by the stage, and activations by formula with the logits; only of a transformer."""
+    """16 bytes per parameter by the stage, and activations by formula with the logits; only of a
+    transformer.
+    """
     from zrun_core.errors import JobError
     from zrun_core.plan.question.transformer import TransformerShape
 

@@ -1,7 +1,8 @@
-"""The results of `planner.py` as tables: every case with all predictions, and the errors by model. Pure functions.
+"""The results of `planner.py` as tables: every case with all predictions, and the errors by model.
+Pure functions.
 
-A result has the fields of its case, `peak` in bytes as measured, `predicted`, and in `peers` the bytes that others say,
-None where they do not answer; a peer that was not there has no entry.
+A result has the fields of its case, `peak` in bytes as measured, `predicted`, and in `peers` the
+bytes that others say, None where they do not answer; a peer that was not there has no entry.
 """
 
 from __future__ import annotations
@@ -74,7 +75,9 @@ def spread(errors: Iterable[float | None], digits: int = 2) -> str:
 
 
 def summary(results: Sequence[Result]) -> str:
-    """A row per model: zrun's errors on one rank and on several, and those of each peer over what it answers."""
+    """A row per model: zrun's errors on one rank and on several, and those of each peer over what
+    it answers.
+    """
     peers = there(results)
     models = list(dict.fromkeys(result["model"] for result in results))
     rows = []

@@ -1,15 +1,16 @@
-"""Predicted against measured step times on this machine's cores: jobs are estimated, run, and compared.
+"""Predicted against measured step times on this machine's cores.
 
     zrun doctor --bench                                            measures the machine, once
-    python benchmarks/planner_time.py                              every case: 15 minutes on 2 quiet cores
+    python benchmarks/planner_time.py                              every case: 15 quiet minutes
     python benchmarks/planner_time.py --only gpt,moe --world 1     some
     python benchmarks/planner_time.py --job jobs/stdlib-gpt.yaml   another job, at each stage
 
-The prediction is the answer of `zrun estimate`, and the measured time the median step of a `zrun train`,
-the first few left out; beside it lies the range of the middle half of the steps. The last column is the
-error of the prediction times measured/predicted of the first case of the same model and number of
-ranks, as `zrun estimate --measure` of that case scales the others. Run it on a machine that does nothing
-else: where others share the host, its speed changes from minute to minute.
+The prediction is the answer of `zrun estimate`, and the measured time the median step of a `zrun
+train`, the first few left out; beside it lies the range of the middle half of the steps. The last
+column is the error of the prediction times measured/predicted of the first case of the same model
+and number of ranks, as `zrun estimate --measure` of that case scales the others. Run it on a
+machine that does nothing else: where others share the host, its speed changes from minute to
+minute.
 """
 
 from __future__ import annotations

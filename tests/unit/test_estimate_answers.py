@@ -1,4 +1,6 @@
-"""Estimates as a person reads them: tables, bars, the sentence, the picture; and the command that prints them."""
+"""Estimates as a person reads them: tables, bars, the sentence, the picture; and the command that
+prints them.
+"""
 
 from __future__ import annotations
 
@@ -308,7 +310,8 @@ def test_what_was_asked_before_needs_no_torch(zrun: Zrun, tmp_path: Path) -> Non
     code, out, _ = zrun(*arguments)
     script = (
         "import sys\nfrom zrun import cli\ntry:\n    cli.main()\nfinally:\n"
-        "    print(sorted({'torch', 'numpy', 'zrun_core.plan.answer.search'} & sys.modules.keys()), file=sys.stderr)\n"
+        "    print(sorted({'torch', 'numpy', 'zrun_core.plan.answer.search'} & "
+        "sys.modules.keys()), file=sys.stderr)\n"
     )
     again = subprocess.run(
         [sys.executable, "-c", script, "estimate", *arguments],

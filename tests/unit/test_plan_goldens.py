@@ -54,7 +54,9 @@ def state_bytes(
 @pytest.mark.parametrize("dp", [1, 4, 64])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_planned_states_are_those_of_the_papers(stage, dp):
-    """7.5B parameters of table 1 and figure 1: all but the padding of units to equal shards of whole pages."""
+    """7.5B parameters of table 1 and figure 1: all but the padding of units to equal shards of
+    whole pages.
+    """
     expected = paper.model_states(SHAPE_7B5.params, stage, dp)
     assert expected <= state_bytes(stage, dp) <= expected * 1.005
 
@@ -107,7 +109,9 @@ TABLE_1 = {
 
 @pytest.mark.parametrize("dp", TABLE_1)
 def test_zero_table_1(dp):
-    """It rounds some numbers and cuts others off (4187.5 is printed as 4187, 257.75 as 257): within one last digit."""
+    """It rounds some numbers and cuts others off (4187.5 is printed as 4187, 257.75 as 257): within
+    one last digit.
+    """
     for params, row in zip((7.5 * B, 128 * B, T), TABLE_1[dp], strict=True):
         for stage, printed in enumerate(row, 1):
             digits = len(str(printed).partition(".")[2])
@@ -141,7 +145,10 @@ def test_zero_figure_1():
 
 
 def test_zero_table_2():
-    """Largest models on 32 GB. Its rows below the first are multiples of the rounded first row: 15.2B is 2 * 7.6B."""
+    """Largest models on 32 GB.
+
+    Its rows below the first are multiples of the rounded first row: 15.2B is 2 * 7.6B.
+    """
     first = [paper.largest_model(32 * GB, stage, 64) / B for stage in range(4)]
     assert [round(value, 1) for value in first] == [2, 7.6, 14.4, 128]
     printed = {
@@ -166,7 +173,10 @@ def test_zero_table_2():
 
 
 def test_zero_traffic():
-    """Section 7: 2P, 2P, 2P, 3P elements. With accumulation stage 3 is dearer than the paper's case of one."""
+    """Section 7: 2P, 2P, 2P, 3P elements.
+
+    With accumulation stage 3 is dearer than the paper's case of one.
+    """
     assert [paper.traffic(1, stage).total for stage in range(4)] == [2, 2, 2, 3]
     assert [paper.traffic(1, stage, 4).total for stage in range(4)] == [2, 2, 5, 12]
     assert paper.on_the_wire(paper.traffic(1, 3).total, 4) == 2.25
@@ -178,7 +188,8 @@ def test_zero_traffic():
 def test_zero_gpt2():
     """1.5B parameters of 48 x 1600: 24 GB of states, 60 GB of activations, 8 GB with checkpoints.
 
-    The footnote says 12 * hidden * batch * seq * layers bytes; 60 GB are that many elements of two bytes. The 8 GB are
+    The footnote says 12 * hidden * batch * seq * layers bytes; 60 GB are that many elements of two
+    bytes. The 8 GB are
     the square root of 48 layers: a checkpoint per layer and a live one take 6.3 GB.
     """
     assert paper.model_states(1.5 * B, 0, 1) / GB == 24
@@ -200,7 +211,10 @@ def test_what_an_eager_gpt2_keeps_is_more_than_the_papers_estimate():
 
 
 def test_zero_100b_with_partitioned_checkpoints():
-    """125 x 8192, seq 1024: 33 GB are 2 GB with Pa at 16. The text says batch 32, of which they are half: batch 16."""
+    """125 x 8192, seq 1024: 33 GB are 2 GB with Pa at 16.
+
+    The text says batch 32, of which they are half: batch 16.
+    """
     assert round(paper.checkpoints(16, 1024, 8192, 125) / GB, 2) == 33.55
     sizes = [
         paper.checkpoints(batch, 1024, 8192, 125, mp) / GB
@@ -227,7 +241,9 @@ def test_a_trillion_parameters():
 
 
 def test_pipeline_efficiency():
-    """81 and 90 percent are those of 16 stages with 4 and 8 micro-batches each; 64 stages have 80 and 89."""
+    """81 and 90 percent are those of 16 stages with 4 and 8 micro-batches each; 64 stages have 80
+    and 89.
+    """
     found = {
         stages: [
             round(100 * paper.pipeline_efficiency(stages, per_stage * stages), 1)
@@ -258,8 +274,9 @@ def test_cpu_adam():
 
 # Rajbhandari et al. 2021, "ZeRO-Infinity"
 
-# Figure 2a: parameters (T), layers, hidden, heads -> states, activations and checkpoints (TiB; the latter two of a node
-# with a batch of 32), and per GPU with a batch of 2 working memory of states and of activations (GiB).
+# Figure 2a: parameters (T), layers, hidden, heads -> states, activations and checkpoints (TiB; the
+# latter two of a node with a batch of 32), and per GPU with a batch of 2 working memory of states
+# and of activations (GiB).
 INFINITY = [
     (
         (0.10, 80, 10240, 128),
@@ -300,7 +317,9 @@ def test_infinity_efficiency():
 
 
 def test_infinity_intensities_are_operations_per_byte():
-    """Forward, backward and recomputation are 8 * tokens * params; 4 trips of 2-byte parameters and gradients."""
+    """Forward, backward and recomputation are 8 * tokens * params; 4 trips of 2-byte parameters and
+    gradients.
+    """
     shape, batch = paper.Infinity(10, 1024, 16), 3
     flops = 8 * batch * shape.seq * shape.params
     assert flops / (8 * shape.params) == shape.intensity_of_params(batch)
@@ -313,7 +332,8 @@ def test_infinity_intensities_are_operations_per_byte():
 # Korthikanti et al. 2022: seq 2048, vocabulary 51200, 8 tensor-parallel ranks
 
 # layers, hidden, heads, pipeline stages, parts of each, micro-batch, batch, GPUs ->
-# GiB of states (18 bytes), GiB of activations with TP and with SP + selective, percent of TP in figure 7.
+# GiB of states (18 bytes), GiB of activations with TP and with SP + selective, percent of TP in
+# figure 7.
 KORTHIKANTI = {
     "22B": (
         (48, 6144, 64, 1, 1, 4, 4, 8),
@@ -388,10 +408,12 @@ def test_korthikanti_table_2():
 
 
 def test_korthikanti_selective_saves():
-    """Section 5: 70 % of GPT-3's activations and 65 % of MT-NLG's, for 2.7 and 1.6 % more operations.
+    """Section 5: 70 % of GPT-3's activations and 65 % of MT-NLG's, for 2.7 and 1.6 % more
+    operations.
 
-    The paper counts 1 + s/3h for hardware: twice the attention of a step. Its two products are made again, which is a
-    third of that: `hardware_flops` says so, and the paper's HFU is recovered by its own formula below.
+    The paper counts 1 + s/3h for hardware: twice the attention of a step. Its two products are made
+    again, which is a
+    third of that: `hardware_flops` says so, and the paper's HFU is recovered by its own formula.
     """
     found = []
     for layers, hidden, heads in ((96, 12288, 96), (105, 20480, 128)):
@@ -431,7 +453,8 @@ def test_korthikanti_on_2240_gpus():
 
 # Narayanan et al. 2021: seq 2048, vocabulary 51200
 
-# Table 1: billions of parameters, layers, hidden, heads, batch, GPUs, teraFLOP/s per GPU, of the peak (%), petaFLOP/s.
+# Table 1: billions of parameters, layers, hidden, heads, batch, GPUs, teraFLOP/s per GPU, of the
+# peak (%), petaFLOP/s.
 NARAYANAN = [
     (1.7, 24, 2304, 24, 512, 32, 137, 44, 4.4),
     (3.6, 30, 3072, 32, 512, 64, 138, 44, 8.8),

@@ -1,4 +1,6 @@
-"""Transformers as numbers: counts equal the models', sizes are near what is asked, configs that lack keys say which."""
+"""Transformers as numbers: counts equal the models', sizes are near what is asked, configs that
+lack keys say which.
+"""
 
 from __future__ import annotations
 
@@ -150,7 +152,9 @@ def test_jobs_say_how_many_they_have(job, params):
     ],
 )
 def test_configs_have_the_parameters_of_their_models(config, params):
-    """As their pages on the hub say: GPT-2, Llama 3 8B, Mistral 7B, Qwen2 0.5B, BERT base with its masked head."""
+    """As their pages on the hub say: GPT-2, Llama 3 8B, Mistral 7B, Qwen2 0.5B, BERT base with its
+    masked head.
+    """
     assert TransformerShape.from_config(config).num_params == params
 
 

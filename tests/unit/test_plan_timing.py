@@ -16,15 +16,17 @@ from zrun_core.plan.timing.micro_batch_cost import TimingSettings
 from zrun_core.plan.timing.timing import StepTime, step_time
 from zrun_core.spine.parallel_dims import ParallelDims
 
-# Korthikanti et al. 2022, tables 3 and 5: layers, width, heads; stages, parts of each; micro-batch and batch; seconds
-# of an iteration with full recomputation, and with theirs (sequence parallelism, attention recomputed); MFU and HFU.
+# Korthikanti et al. 2022, tables 3 and 5: layers, width, heads; stages, parts of each; micro-batch
+# and batch; seconds of an iteration with full recomputation, and with theirs (sequence parallelism,
+# attention recomputed); MFU and HFU.
 KORTHIKANTI = {
     "22B": (48, 6144, 64, 1, 1, 4, 4, 1.42, 1.10, 0.415, 0.437),
     "175B": (96, 12288, 96, 8, 3, 1, 64, 18.13, 13.75, 0.514, 0.528),
     "530B": (105, 20480, 128, 35, 3, 1, 280, 49.05, 37.83, 0.560, 0.570),
     "1T": (128, 25600, 160, 64, 1, 1, 512, 94.42, 71.49, 0.563, 0.570),
 }
-# Megatron's kernels: what lies between products is fused, and gradients are added where they are made.
+# Megatron's kernels: what lies between products is fused, and gradients are added where they are
+# made.
 MEGATRON = TimingSettings(fused=True, fused_accumulation=True)
 
 
@@ -83,7 +85,9 @@ def test_operations_are_the_published_formulas(name: str) -> None:
 
 
 def test_aggregates_of_narayanan_are_in_range() -> None:
-    """Their table 1, with full recomputation: 135 to 163 TFLOP/s per A100, 502 PFLOP/s in all for a trillion."""
+    """Their table 1, with full recomputation: 135 to 163 TFLOP/s per A100, 502 PFLOP/s in all for a
+    trillion.
+    """
     rows = [
         (36, 4096, 32, 4, 1, 128, 512, 142),
         (80, 12288, 96, 8, 8, 1536, 2304, 148),
@@ -102,7 +106,10 @@ def test_aggregates_of_narayanan_are_in_range() -> None:
 
 
 def test_llama_405b_is_in_range() -> None:
-    """Dubey et al. 2024, table 4: 8,192 H100, tp 8, pp 16, dp 64, 16 million tokens: 430 TFLOP/s each."""
+    """Dubey et al. 2024, table 4: 8,192 H100, tp 8, pp 16, dp 64, 16 million tokens.
+
+    They had 430 TFLOP/s each.
+    """
     shape = TransformerShape.llama(126, 16384, 128, kv_heads=8, ffn=53248, vocab=128256, seq=8192)
     candidate = Candidate(
         1, ParallelDims(64, tp=8, pp=16), 1, 32, "none", "bf16", sequence_parallel=True
@@ -138,7 +145,9 @@ def test_the_parts_are_the_step() -> None:
 
 
 def test_bytes_per_link_are_the_stages_traffic() -> None:
-    """In elements: 2P, P + P, P + KP, 2KP + KP, times (N - 1) / N; parameters in bf16, gradients in fp32."""
+    """In elements: 2P, P + P, P + KP, 2KP + KP, times (N - 1) / N; parameters in bf16, gradients in
+    fp32.
+    """
     count, share = 4, 7 / 8
     gathered, reduced = 2 * GPT.num_params * share, 4 * GPT.num_params * share
     wanted = [

@@ -56,7 +56,9 @@ def product(phase: TracePhase, module: str, block: int, flops: float) -> Op:
 
 
 def timeline(checkpoint: str) -> Trace:
-    """Each block keeps one activation; with checkpointing it makes its products once more in backward."""
+    """Each block keeps one activation; with checkpointing it makes its products once more in
+    backward.
+    """
     once = 2.0 * TOKENS * WIDTH**2
     events, ops = (
         [],

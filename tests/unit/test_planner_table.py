@@ -1,4 +1,6 @@
-"""The planner's benchmark: which cases it has, what it asks of other estimators, and its tables. Nothing is trained."""
+"""The planner's benchmark: which cases it has, what it asks of other estimators, and its tables.
+Nothing is trained.
+"""
 
 from __future__ import annotations
 

@@ -162,7 +162,8 @@ def estimate(
 ) -> None:
     """Say where every byte of a job goes, how fast it should be, and what makes it fit.
 
-    Nothing is started but with --measure. The hardware is this machine, or what --gpu or --simulate name.
+    Nothing is started but with --measure. The hardware is this machine, or what --gpu or --simulate
+    name.
 
     Exit codes: 0 it fits, or a job that fits was written; 2 the question is wrong;
     3 it does not fit, nobody can say, or --check found the estimate wrong.
@@ -284,8 +285,8 @@ def _run_trial(
     """Run the first steps of a job.
 
     Returns:
-        the measurements, None if the job failed; and the exit code. A rank that failed has said why,
-        and where its log is: only then the run directory stays.
+        the measurements, None if the job failed; and the exit code. A rank that failed has said
+        why, and where its log is: only then the run directory stays.
     """
     from zrun.estimate.trial import STEPS, read_trial, trial_overrides
     from zrun.hosts.backend import find_backend

@@ -55,7 +55,9 @@ class Answer:
 
     @property
     def num_steps(self) -> int | None:
-        """The optimizer steps of the whole job; None: a model without a job, or its end is not known."""
+        """The optimizer steps of the whole job; None: a model without a job, or its end is not
+        known.
+        """
         job = self.question.config
         batch = self.question.batch
         if job is None:
@@ -189,7 +191,8 @@ def _answered(question: Question, goal: SearchGoal | None) -> Answer:
 
 
 def describe_change(question: Question, before: Estimate, fix: Estimate) -> str:
-    """Return a change as keys and its price: `zero.stage=3 activations.checkpoint=full (+12% time)`.
+    """Return a change as keys and its price: `zero.stage=3 activations.checkpoint=full (+12%
+    time)`.
 
     Args:
         question: of the job.

@@ -1,4 +1,7 @@
-"""Memory of each class of ranks as stacked bars, with the line that must not be crossed. Pure: estimates to text."""
+"""Memory of each class of ranks as stacked bars, with the line that must not be crossed.
+
+Pure: estimates to text.
+"""
 
 from __future__ import annotations
 

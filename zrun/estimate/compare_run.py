@@ -1,4 +1,6 @@
-"""Was the estimate of a run right? What is predicted of its job now, beside what the run has measured."""
+"""Was the estimate of a run right? What is predicted of its job now, beside what the run has
+measured.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,8 @@ class ComparedLine:
     """One comparison.
 
     Attributes:
-        tolerance: share of the measured value that the predicted one may be off; None: it is not judged.
+        tolerance: share of the measured value that the predicted one may be off; None: it is not
+            judged.
         is_bound: more may be predicted than was measured.
     """
 
@@ -75,7 +78,8 @@ class ComparedLine:
             limit = f"at most {self.tolerance:.0%}{' below' if self.is_bound else ''}{small}"
         verdict = "" if self.tolerance is None else "  ok" if self.is_right else "  WRONG"
         return (
-            f"{self.what:9} {in_words(self.predicted):>12} predicted {in_words(self.measured):>12} measured "
+            f"{self.what:9} {in_words(self.predicted):>12} predicted "
+            f"{in_words(self.measured):>12} measured "
             f"{self.error:+8.2%}  ({limit}){verdict}"
         )
 
@@ -127,7 +131,8 @@ def check_run(run: Path, patience_s: float = PATIENCE_S) -> RunComparison:
     ]
     if not times and not any(event.get("peak_bytes") for event in peaks):
         raise JobError(
-            f"{run} has made too few steps: the memory of the second and the time of the third are compared"
+            f"{run} has made too few steps: the memory of the second and the time of the third "
+            "are compared"
         )
     hardware, notes = _hardware(spec, start)
     return _compared(run, spec, hardware, patience_s, peaks, times, notes)
@@ -163,7 +168,8 @@ def _compared(
         lines.append(ComparedLine("peak", rank.allocated, peak, judged, is_bound))
     else:
         notes.append(
-            "the run did not measure its memory: another version, or a profiler of its own in the second step"
+            "the run did not measure its memory: another version, or a profiler of its own in "
+            "the second step"
         )
     if reserved := max((event.get("reserved_bytes") or 0 for event in peaks), default=0):
         judged = None if chosen.is_guess else _RESERVED
@@ -201,7 +207,8 @@ def _hardware(spec: RunSpec, start: Event) -> tuple[Hardware, list[str]]:
     made_by = (start.get("versions") or {}).get("zrun")
     if made_by != version("zrun"):
         notes.append(
-            f"the run was made by zrun {made_by or 'of an earlier version'}, this is {version('zrun')}"
+            f"the run was made by zrun {made_by or 'of an earlier version'}, this is "
+            f"{version('zrun')}"
         )
     hosts = spec.plan.hosts
     per_host = max(len(spec.plan.ranks_on(host)) for host in hosts)
@@ -209,7 +216,8 @@ def _hardware(spec: RunSpec, start: Event) -> tuple[Hardware, list[str]]:
     device = "cpu" if spec.job.device == "cpu" else "cuda"
     if hosts[0] not in (here.hostname, gethostname(), "localhost"):
         notes.append(
-            f"the run was on {hosts[0]}, this is {here.hostname}: times of another machine are not judged"
+            f"the run was on {hosts[0]}, this is {here.hostname}: times of another machine are "
+            "not judged"
         )
     if device == "cuda" and not here.gpus:
         from zrun_core.hardware.catalogue import like

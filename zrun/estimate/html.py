@@ -20,13 +20,15 @@ _WIDTH = 760
 _ROW = 34
 _MARGIN = 90
 _STYLE = """
-body { font: 15px/1.45 system-ui, sans-serif; margin: 2em auto; max-width: 62em; padding: 0 1em; color: #222; }
+body { font: 15px/1.45 system-ui, sans-serif; margin: 2em auto; max-width: 62em; padding: 0 1em; \
+color: #222; }
 table { border-collapse: collapse; margin: 1em 0; font-variant-numeric: tabular-nums; }
 th, td { padding: .25em .8em; text-align: right; border-bottom: 1px solid #ddd; }
 th { font-weight: 600; color: #555; }
 tr.chosen { background: #eef5fb; font-weight: 600; }
 .no { color: #b00; } .yes { color: #070; }
-.key span { display: inline-block; width: .9em; height: .9em; margin: 0 .3em 0 1em; vertical-align: -1px; }
+.key span { display: inline-block; width: .9em; height: .9em; margin: 0 .3em 0 1em; \
+vertical-align: -1px; }
 svg text { font: 13px system-ui, sans-serif; }
 """
 
@@ -65,7 +67,10 @@ def page(
 
 
 def _picture(rows: Sequence[tuple[str, Estimate, int]]) -> str:
-    """Return stacked bars. Each row: its name, an estimate, the number of a rank; 0: the fullest."""
+    """Return stacked bars.
+
+    Each row: its name, an estimate, the number of a rank; 0: the fullest.
+    """
     ranks = [(fullest(each) if not number else each.ranks[number]) for _, each, number in rows]
     top = max(
         [
@@ -87,19 +92,23 @@ def _picture(rows: Sequence[tuple[str, Estimate, int]]) -> str:
             if stop > start:
                 what = f"{MEANINGS[part.name]}: {format_size(stop - start)}"
                 parts.append(
-                    f'<rect x="{_MARGIN + start * scale:.1f}" y="{y}" width="{(stop - start) * scale:.1f}" '
+                    f'<rect x="{_MARGIN + start * scale:.1f}" y="{y}" '
+                    f'width="{(stop - start) * scale:.1f}" '
                     f'height="24" fill="{part.color}"><title>{escape(what)}</title></rect>'
                 )
         line = _MARGIN + each.capacity * scale
         parts.append(
-            f'<line x1="{line:.1f}" x2="{line:.1f}" y1="{y - 4}" y2="{y + 28}" stroke="#b00" stroke-width="2"/>'
+            f'<line x1="{line:.1f}" x2="{line:.1f}" y1="{y - 4}" y2="{y + 28}" stroke="#b00" '
+            'stroke-width="2"/>'
         )
         end = _MARGIN + max(rank.device_used, 0) * scale
         parts.append(
-            f'<text x="{min(end, _WIDTH - _MARGIN) + 8:.1f}" y="{y + 17}">{format_size(rank.device_used)}</text>'
+            f'<text x="{min(end, _WIDTH - _MARGIN) + 8:.1f}" '
+            f'y="{y + 17}">{format_size(rank.device_used)}</text>'
         )
     height = len(rows) * _ROW + 8
-    return f'<svg role="img" width="{_WIDTH}" height="{height}" viewBox="0 0 {_WIDTH} {height}">{"".join(parts)}</svg>'
+    size = f'width="{_WIDTH}" height="{height}" viewBox="0 0 {_WIDTH} {height}"'
+    return f'<svg role="img" {size}>{"".join(parts)}</svg>'
 
 
 def _key() -> str:
@@ -178,7 +187,8 @@ def _buffers(chosen: Estimate) -> str:
         )
         for each in found
     ]
-    return f"<details><summary>{len(found)} buffers of the fullest rank</summary><table>{''.join(rows)}</table></details>"
+    summary = f"<summary>{len(found)} buffers of the fullest rank</summary>"
+    return f"<details>{summary}<table>{''.join(rows)}</table></details>"
 
 
 def _row(tag: str, cells: Sequence[str], name: str = "") -> str:

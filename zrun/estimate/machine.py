@@ -1,4 +1,7 @@
-"""Hosts as they were found, as the hardware of a plan: `hardware_of(cluster, "cpu", 2)`. Needs no torch."""
+"""Hosts as they were found, as the hardware of a plan: `hardware_of(cluster, "cpu", 2)`.
+
+Needs no torch.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,8 @@ if TYPE_CHECKING:
     from zrun_core.hardware.hardware import Hardware
     from zrun_core.hardware.measured import Rates
 
-# What one core of a server does where nobody has measured: FLOP/s of large products, bytes/s copied.
+# What one core of a server does where nobody has measured: FLOP/s of large products, bytes/s
+# copied.
 _CORE_FLOPS = {"fp32": 75e9, "bf16": 150e9}
 _CORE_COPY = 4e9
 _MOST_COPY = 40e9
@@ -31,7 +35,8 @@ def hardware_of(
 ) -> Hardware:
     """Return hosts as the hardware of a plan; the weakest of them counts.
 
-    Rates are those that `zrun doctor --bench` has stored; else data sheets of GPUs, and a usual core.
+    Rates are those that `zrun doctor --bench` has stored; else data sheets of GPUs, and a usual
+    core.
 
     Args:
         cluster: the hosts.
@@ -67,7 +72,8 @@ def capacity_of(cluster: Cluster, device: str, per_host: int, memory: int | None
 def _host_memory(host: HostFacts, most: int | None) -> int:
     """Return the bytes of a host's memory that a job may have: of this host only those free now.
 
-    What is free is counted in hundredths of all of it: the same question has the same answer a moment later.
+    Free memory is counted in hundredths of all of it: the same question has the same answer a
+    moment later.
     """
     has = host.memory_bytes if most is None else min(host.memory_bytes, most)
     if host.hostname not in (gethostname(), "localhost"):

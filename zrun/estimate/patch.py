@@ -1,7 +1,7 @@
 """Changes of a job as text: the keys alone, or the job file with them in their places.
 
 changes = job_changes(config, batch, candidate)          # {"zero.stage": 3, "batch.micro": 2}
-patched(text, changes)                                    # the file, its comments and its order kept
+patched(text, changes)                                    # the file, comments and order kept
 """
 
 from __future__ import annotations
@@ -93,7 +93,8 @@ def write_job(source: Path, target: Path, changes: Changes, given: list[str]) ->
         given: overrides that were on the command line; they go into the file too.
 
     Raises:
-        JobError: `target` is there already, cannot be written, or lies where the job's code is not found.
+        JobError: `target` is there already, cannot be written, or lies where the job's code is not
+            found.
     """
     config = load_job(source, given).config
     elsewhere = target.absolute().parent != source.absolute().parent
@@ -104,7 +105,8 @@ def write_job(source: Path, target: Path, changes: Changes, given: list[str]) ->
     ]
     if elsewhere and relative:
         raise JobError(
-            f"--write {target}: the job names {relative[0]}, which is looked for beside the job file: write to the "
+            f"--write {target}: the job names {relative[0]}, which is looked for beside the job "
+            "file: write to the "
             f"folder of {source}"
         )
     text = patched(source.read_text(encoding="utf-8").removeprefix("\ufeff"), changes, given)

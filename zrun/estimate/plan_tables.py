@@ -1,4 +1,7 @@
-"""Estimates as tables for a terminal, and as lines of text. Pure: nothing is read or computed here but sums."""
+"""Estimates as tables for a terminal, and as lines of text.
+
+Pure: nothing is read or computed here but sums.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 question = of_job(load_job(path), cluster)           # on hosts as they were found
 question = of_job_on(load_job(path), hardware)       # on hardware by name
-question = of_shape("7.5B", hardware)                # a model of that size, in a job that says nothing else
+question = of_shape("7.5B", hardware)                # a model of that size, and no job
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ _ALONE = ("zero.", "activations.checkpoint", "parallel.", "batch.")  # keys that
 
 @dataclass(frozen=True)
 class Question:
-    """A model, what runs it, and how the job asks for it. The model is looked at once somebody wants to know.
+    """A model, what runs it, and how the job asks for it.
+
+    The model is looked at when `planner` or `base` is first asked for.
 
     Attributes:
         title: the name of the job, or what was given in its place.
@@ -114,7 +116,8 @@ def of_job_on(loaded: LoadedJob, hardware: Hardware, patience_s: float = PATIENC
     """Return the question of a job on hardware by name, with a rank on each of its devices.
 
     Raises:
-        JobError: the batch or `parallel` do not divide over it, or the job names what does not exist.
+        JobError: the batch or `parallel` do not divide over it, or the job names what does not
+            exist.
         UserCodeError: the job's own code fails.
     """
     job, batch = _resolved_on(loaded.config, hardware)
@@ -150,7 +153,7 @@ def of_shape(
 
 
 def names_model_only(text: str) -> bool:
-    """Return True if `text` is the size of a model or a `config.json`, False if it is a job file."""
+    """Return True if `text` is the size of a model or a `config.json`, not a job file."""
     path = Path(text)
     return path.suffix == ".json" or not (path.exists() or path.suffix in (".yaml", ".yml"))
 
@@ -351,7 +354,7 @@ def _shape(text: str, seq: int | None) -> TransformerShape:
 def _job_of_shape(
     text: str, hardware: Hardware, overrides: Sequence[str], environ: Mapping[str, str]
 ) -> JobConfig:
-    """Return the job of a model that has none: bf16 where the device has it, one sample at a time."""
+    """Return the job of a model without one: bf16 where the device has it, micro-batches of one."""
     precision = next((name for name in ("bf16", "fp16") if name in hardware.device.peak), "fp32")
     given: dict[str, Any] = {
         "name": "size",

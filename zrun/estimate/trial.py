@@ -1,6 +1,7 @@
 """A trial of a job: its first steps, run for real, beside their estimate.
 
-`zrun estimate JOB --measure` runs it. A prediction is off for the same reasons at each configuration
+`zrun estimate JOB --measure` runs it. A prediction is off for the same reasons at each
+configuration
 of a job: kernels that are slower than the roofline says, Python between them, other work on the
 host. So the measured time of the job's own configuration corrects the others as well:
 

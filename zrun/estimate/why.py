@@ -1,4 +1,5 @@
-"""One sentence on a configuration that does not fit: which memory lacks how much, and what would fit.
+"""One sentence on a configuration that does not fit: which memory lacks how much, and what would
+fit.
 
 Pure: estimates to text.
 """

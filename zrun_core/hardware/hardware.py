@@ -4,13 +4,14 @@
     parse_simulate("64x8xH100-80G@4xHDR,ram=1TB")   other adapters, other memory
     from_rates(rates, ranks=2)                      a host as `zrun doctor --bench` measured it
 
-The first two are in `simulated.py`, the third in `measured.py`; what a device and a link do by their
-names is in `catalogue.py`. Standard library only.
+The first two are in `simulated.py`, the third in `measured.py`; what a device and a link do by
+their names is in `catalogue.py`. Standard library only.
 
 All rates are per second: bytes, or floating-point operations of dense products (a multiply-add is
 two). Peaks are the vendors' data sheets. What a device reaches of them follows curves with few
 constants, the same for all models: those of the A100 reproduce the step times of Korthikanti et
-al. 2022; the others have the same form, and what is published of square products, copies and collectives.
+al. 2022; the others have the same form, and what is published of square products, copies and
+collectives.
 """
 
 from __future__ import annotations
@@ -69,7 +70,8 @@ class Device:
         communicator_bytes: of one group of ranks, outside of the allocator.
         contention: share of a transfer's time that it takes from computation beside it; 1:
             nothing overlaps.
-        optimizer: elements that a fused Adam in fp32 updates per second; None: as the memory allows.
+        optimizer: elements that a fused Adam in fp32 updates per second; None: as the memory
+            allows.
     """
 
     name: str

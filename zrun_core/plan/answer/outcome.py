@@ -49,8 +49,8 @@ class Estimate:
         source: where activations come from: "traced", "measured on the CPU", "formula" or
             "guessed".
         notes: what a reader should know.
-        traffic: bytes that a rank of the first stage sends to data-parallel peers per step, exactly,
-            by collective.
+        traffic: bytes that a rank of the first stage sends to data-parallel peers per step,
+            exactly, by collective.
     """
 
     candidate: Candidate
@@ -88,8 +88,8 @@ class SearchResult:
 
     Attributes:
         best: what fits, best first; at most ten.
-        pareto: what fits and is beaten by nothing in both time and headroom, to a hundredth of each;
-            by time.
+        pareto: what fits and is beaten by nothing in both time and headroom, to a hundredth of
+            each; by time.
         rejected: what does not fit, the smallest overshoot first; at most ten.
         tried: configurations that were estimated.
         pruned: configurations that a bound has ruled out.

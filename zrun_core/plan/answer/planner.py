@@ -5,7 +5,8 @@
 
 The buffers are those that the runtime allocates, the activations those of the traced peak or of a
 formula, beyond them lies what the allocator holds, and the time is that of the cost model. A
-`Planner` keeps what candidates have in common, so that a thousand of them cost little more than one.
+`Planner` keeps what candidates have in common, so that a thousand of them cost little more than
+one.
 """
 
 from __future__ import annotations
@@ -87,7 +88,8 @@ class Planner:
         Args:
             subject: the model, traced or as a shape.
             hardware: to run it on.
-            job: the rest that decides: the optimizer, formats of reductions, sizes of units, loaders.
+            job: the rest that decides: the optimizer, formats of reductions, sizes of units,
+                loaders.
             formula: the shape of a traced model, for what tensor parallelism divides.
             load: finds the optimizer that the job names as `module:attr`.
 
@@ -348,7 +350,8 @@ class Planner:
     def paper_bytes(self, candidate: Candidate) -> dict[str, float]:
         """Return the states of a rank as papers count them, by kind.
 
-        A parameter has 2 bytes, its gradient 2, and its states in Adam 12 (Rajbhandari et al. 2020).
+        A parameter has 2 bytes, its gradient 2, and its states in Adam 12 (Rajbhandari et al.
+        2020).
         """
         dims = candidate.dims
         params = self.num_params / (dims.tp * dims.pp)

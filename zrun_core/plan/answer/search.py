@@ -1,9 +1,9 @@
 """The search for the best configuration, and for the cheapest change of a job that makes it fit.
 
-Every candidate of the space is considered. Two bounds that cost next to nothing, on its memory and on
-its time (`bounds.py`), decide which of them must be estimated; the result is that of estimating all of
-them. States leave the device only where they do not fit on it, and no more of them than needed. The
-order is fixed, so that the answer is, too.
+Every candidate of the space is considered. Two bounds that cost next to nothing, on its memory and
+on its time (`bounds.py`), decide which of them must be estimated; the result is that of estimating
+all of them. States leave the device only where they do not fit on it, and no more of them than
+needed. The order is fixed, so that the answer is, too.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def search(
 ) -> SearchResult:
     """Search a space for the fastest configuration that fits, or for the cheapest change that does.
 
-    The cheapest change of `space.base` is one that zrun can train with, then the one with the fewest
-    keys changed, then the one that slows a step least.
+    The cheapest change of `space.base` is one that zrun can train with, then the one with the
+    fewest keys changed, then the one that slows a step least.
 
     Args:
         subject: the model, or a planner of it.
@@ -108,8 +108,8 @@ class _Search:
     def fastest(self) -> SearchResult:
         """Estimate in the order of the bound on time, until no candidate that is left can matter.
 
-        A candidate matters if it can be among the ten fastest, or if it can be on the front of those
-        that nothing beats in both time and headroom.
+        A candidate matters if it can be among the ten fastest, or if it can be on the front of
+        those that nothing beats in both time and headroom.
         """
         bounds = list(self.bounded())
         if not bounds:
@@ -232,8 +232,8 @@ class _Search:
         """Estimate a candidate if it may fit.
 
         Returns:
-            the estimate, None if the candidate does not fit; and the bytes that it lacks. None alone:
-            the candidate is impossible after all.
+            the estimate, None if the candidate does not fit; and the bytes that it lacks. None
+            alone: the candidate is impossible after all.
         """
         try:
             lacks = self.planner.overshoot(candidate)

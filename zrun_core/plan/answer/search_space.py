@@ -1,4 +1,6 @@
-"""The configurations that a search chooses from: its constraints, and every candidate that they allow."""
+"""The configurations that a search chooses from: its constraints, and every candidate that they
+allow.
+"""
 
 from __future__ import annotations
 
@@ -204,7 +206,7 @@ class _Enumeration:
         return [micro for micro in possible if micro in self._space.micro]
 
     def _shards(self, dims: ParallelDims, stage: int) -> list[int | None]:
-        """Return the sizes of groups that share the states: all replicas (None), or those of a node."""
+        """Return the sizes of shard groups: all replicas (None), or those of a node."""
         sizes: list[int | None] = [None]
         if not stage:
             return sizes

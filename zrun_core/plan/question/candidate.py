@@ -104,8 +104,8 @@ def _offloads_in_words(place: Placement) -> str:
 def stage_blocks(num_blocks: int, dims: ParallelDims, stage: int) -> tuple[range, ...]:
     """Return the blocks of a pipeline stage: one run for each of its `virtual` parts.
 
-    The runs of all stages follow each other, stage after stage and part after part; where they cannot
-    be equal, the earlier ones have one block more. 10 blocks on 2 stages of 2 parts each:
+    The runs of all stages follow each other, stage after stage and part after part; where they
+    cannot be equal, the earlier ones have one block more. 10 blocks on 2 stages of 2 parts each:
 
         stage 0: 0-2 and 6-7; stage 1: 3-5 and 8-9
 

@@ -4,9 +4,10 @@
     TransformerShape.from_config(json.loads(Path("config.json").read_text()))
     TransformerShape.from_model_args("zrun_core.models.gpt:gpt", {"flavour": "llama"})
 
-Parameters and operations are counted matrix by matrix; for GPT-2's layers they are those of Narayanan et al. 2021
-("Efficient Large-Scale Language Model Training on GPU Clusters"), sections 5.1 and appendix. Activations follow
-Korthikanti et al. 2022 ("Reducing Activation Recomputation in Large Transformer Models"), tables 1 and 2, term by term.
+Parameters and operations are counted matrix by matrix; for GPT-2's layers they are those of
+Narayanan et al. 2021 ("Efficient Large-Scale Language Model Training on GPU Clusters"), sections
+5.1 and appendix. Activations follow Korthikanti et al. 2022 ("Reducing Activation Recomputation in
+Large Transformer Models"), tables 1 and 2, term by term.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ from typing import Any, Literal
 
 from zrun_core.errors import JobError
 
-# What backward finds of a block: none: everything is kept | full: its input | every_n: the inputs of one block in n |
-# selective: matrix products and attention are kept, as activations.checkpoint: selective does | attention: everything
-# but the inside of attention, which is the "selective" of Korthikanti et al.
+# What backward finds of a block: none: everything is kept | full: its input | every_n: the inputs
+# of one block in n | selective: matrix products and attention are kept, as activations.checkpoint:
+# selective does | attention: everything but the inside of attention, which is the "selective" of
+# Korthikanti et al.
 Recompute = Literal["none", "full", "every_n", "selective", "attention"]
 _COUNT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kKmMbBtT])\s*")
 _FACTORS = {"k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
@@ -44,8 +46,8 @@ class TransformerShape:
         tied: whether the head is the embedding.
         gated: SwiGLU instead of GELU: three matrices.
         positions: rows of a learned table of positions; 0: none.
-        qkv_bias, out_bias, ffn_bias: whether the products before attention, after it, and of the feed-forward layer add
-            a bias.
+        qkv_bias, out_bias, ffn_bias: whether the products before attention, after it, and of the
+            feed-forward layer add a bias.
         norm_params: vectors of each norm: 2 of LayerNorm, 1 of RMSNorm.
         extra: parameters beside the blocks, such as BERT's masked head.
         dropout: whether masks are kept for backward.
@@ -108,7 +110,7 @@ class TransformerShape:
         seq: int = 2048,
         **more: Any,
     ) -> TransformerShape:
-        """Return GPT-2's layers as Narayanan et al. and Korthikanti et al. count them, with dropout."""
+        """Return GPT-2's layers with dropout, as Narayanan 2021 and Korthikanti 2022 count them."""
         return cls(
             layers,
             hidden,
@@ -158,8 +160,8 @@ class TransformerShape:
     def from_size(cls, text: str) -> TransformerShape:
         """Return a plausible GPT of about "7.5B" parameters; `given` is exactly that many.
 
-        States are counted by `given`. Width over depth is that of published models of the size: 64 at
-        100M, 110 at 7.5B, 200 at 1T.
+        States are counted by `given`. Width over depth is that of published models of the size: 64
+        at 100M, 110 at 7.5B, 200 at 1T.
 
         Raises:
             JobError: the text is no such number.
@@ -187,7 +189,7 @@ class TransformerShape:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], seq: int | None = None) -> TransformerShape:
-        """Return the model of a transformers `config.json`: GPT-2, BERT, all that have Llama's keys.
+        """Return the model of a `config.json`: GPT-2, BERT, and all that have Llama's keys.
 
         Args:
             seq: tokens per sample; None: as many as the model takes.
@@ -199,7 +201,8 @@ class TransformerShape:
         for key, value in config.items():
             if "expert" in key and isinstance(value, int) and value > 1:
                 raise JobError(
-                    f"{kind}: {key} is {value}: experts are not counted by formula; estimate a job of it"
+                    f"{kind}: {key} is {value}: experts are not counted by formula; estimate a "
+                    "job of it"
                 )
         if kind == "gpt2":
             return _gpt2(config, seq)
@@ -240,7 +243,11 @@ class TransformerShape:
 
     @classmethod
     def from_model_args(cls, call: str, args: Mapping[str, Any]) -> TransformerShape:
-        """Return the model that a job makes of `call` and `args`: a GPT or BERT of `zrun_core.models`.
+        """Return the model that a job makes of a factory of `zrun_core.models`: a GPT or BERT.
+
+        Args:
+            call: the factory, as `module:attr`.
+            args: of the call.
 
         Raises:
             JobError: it is none of these, or the arguments do not fit it.
@@ -341,7 +348,8 @@ class TransformerShape:
     def num_ffn_matrices(self) -> int:
         return 3 if self.gated else 2
 
-    # Operations: a multiply-add is two. Attention is counted whole, also where a mask leaves half of it out.
+    # Operations: a multiply-add is two. Attention is counted whole, also where a mask leaves half
+    # of it out.
 
     def block_flops(self, tokens: float, seq: int | None = None) -> float:
         """Return the operations of one block's forward pass over `tokens` in samples of `seq`."""
@@ -373,8 +381,9 @@ class TransformerShape:
     ) -> float:
         """Return the operations that a step makes, with recomputation.
 
-        With "full" it is equation 3 of Narayanan et al. Products and attention count, and "selective"
-        keeps their results; "attention" makes the two products inside of attention again.
+        With "full" it is equation 3 of Narayanan et al. Products and attention count, and
+        "selective" keeps their results; "attention" makes the two products inside of attention
+        again.
 
         Args:
             samples: of the step.
@@ -410,7 +419,8 @@ class TransformerShape:
             tp: tensor-parallel ranks.
             sequence_parallel: the rest, which tp does not divide, is divided along the sequence.
             recompute: the policy.
-            every: "every_n" is the mean of a recomputed block and of every - 1 that keep everything.
+            every: "every_n" is the mean of a recomputed block and of every - 1 that keep
+                everything.
             element: bytes of an activation.
         """
         if recompute == "every_n":
@@ -440,7 +450,8 @@ class TransformerShape:
             ) + 4 * self.heads
         # Inputs of two norms, of the first and of the second half; masks after each half.
         whole = element * 4 * hidden + self.dropout * 2 * hidden
-        # Queries, keys, values; the output of attention; what is before and after the activation function.
+        # Queries, keys, values; the output of attention; what is before and after the activation
+        # function.
         products = (2 if self.gated else 1) * self.ffn
         divided = float(element * (self.qkv_width + self.attention_width + up + products))
         if self.flash:

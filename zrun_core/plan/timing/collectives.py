@@ -35,7 +35,7 @@ NOTHING = TransferCost()
 
 @dataclass(frozen=True)
 class LinkedGroup:
-    """A group of ranks whose numbers are `stride` apart, on nodes that are filled in the order of the numbers.
+    """A group of ranks whose numbers are `stride` apart; the numbers fill node after node.
 
     Attributes:
         local: of them on one node.
@@ -57,8 +57,8 @@ class LinkedGroup:
     def gather(self, num_bytes: float) -> TransferCost:
         """Return the cost of an all-gather to, or a reduce-scatter of, `num_bytes` in all.
 
-        A ring through a node enters and leaves it once, and all adapters of the group's members share
-        that: each member sends (local - 1) / local of everything inside, and its part of
+        A ring through a node enters and leaves it once, and all adapters of the group's members
+        share that: each member sends (local - 1) / local of everything inside, and its part of
         (nodes - 1) / nodes across, at the same time.
         """
         if self.ranks == 1 or not num_bytes:

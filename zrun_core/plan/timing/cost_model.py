@@ -1,4 +1,6 @@
-"""The cost of micro-batches on some hardware, for every way to compute them that a search considers."""
+"""The cost of micro-batches on some hardware, for every way to compute them that a search
+considers.
+"""
 
 from __future__ import annotations
 

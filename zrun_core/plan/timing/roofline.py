@@ -1,7 +1,8 @@
 """Seconds of one operation, by a roofline.
 
 An operation takes the larger of two times, and a launch: its floating-point operations at the share
-of the peak that the device reaches for its size and format, and its bytes at the rate of the memory.
+of the peak that the device reaches for its size and format, and its bytes at the rate of the
+memory.
 """
 
 from __future__ import annotations

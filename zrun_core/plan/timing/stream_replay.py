@@ -1,9 +1,10 @@
-"""Streams and pipelines in time: transfers beside computation, and waiting. Pure arithmetic on seconds.
+"""Streams and pipelines in time: pure arithmetic on seconds.
 
-Two schedules make up a step. `run_pass` is one micro-batch's forward or backward on one rank: parts of the model are
-computed one after the other while other streams bring what comes next and take away what is done. `replay` is a
-pipeline: micro-batches of known times through stages, in the very order of `zrun_core/pipeline/schedule.py`, so that
-unequal stages and transfers between them have their true price.
+Two schedules make up a step. `run_pass` is one micro-batch's forward or backward on one rank: parts
+of the model are computed one after the other while other streams bring what comes next and take
+away what is done. `replay` is a pipeline: micro-batches of known times through stages, in the very
+order of `zrun_core/pipeline/schedule.py`, so that unequal stages and transfers between them have
+their true price.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ from zrun_core.pipeline.schedule import Action, ActionKind, stage_order
 
 @dataclass(frozen=True)
 class Stream:
-    """Transfers of one kind, one at a time, in the order of issue: what arrives goes before what leaves.
+    """Transfers of one kind, one at a time, in the order of issue; arrivals go first.
 
     Attributes:
         before: seconds of the transfer that each part waits for; empty: of none.
         after: seconds of the transfer that follows each part.
-        contention: share of a transfer's time that it takes from computation beside it; 1: nothing overlaps.
+        contention: share of a transfer's time that it takes from computation beside it; 1: nothing
+            overlaps.
     """
 
     before: Sequence[float] = ()
@@ -117,8 +119,9 @@ def replay(
     """Return when each stage has done its last backward.
 
     Args:
-        forward, backward: seconds of each chunk of the model for one micro-batch, in the model's order. There are
-            `stages` chunks, or a multiple of it, of which stage s has every `stages`-th from s.
+        forward, backward: seconds of each chunk of the model for one micro-batch, in the model's
+            order. There are `stages` chunks, or a multiple of it, of which stage s has every
+            `stages`-th from s.
         send: seconds that a tensor takes from one chunk to the next.
     """
     return _replay(tuple(forward), tuple(backward), stages, micro_batches, send)

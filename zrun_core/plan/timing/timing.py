@@ -1,10 +1,11 @@
-"""The time of a step: passes over streams, pipelines replayed, the update; and the bytes on each link.
+"""The time of a step: passes over streams, pipelines replayed, the update; and the bytes on each
+link.
 
-A step is the passes of its micro-batches, then the update. On each rank a pass computes the segments
-of the model in order while another stream gathers and reduces (`stream_replay.run_pass`); with a
-pipeline the micro-batches go through its stages as 1F1B issues them (`stream_replay.replay`). An
-update on the host runs behind the next forward pass, unit after unit, each of which waits for its own
-parameters only.
+A step is the passes of its micro-batches, then the update. On each rank a pass computes the
+segments of the model in order while another stream gathers and reduces (`stream_replay.run_pass`);
+with a pipeline the micro-batches go through its stages as 1F1B issues them
+(`stream_replay.replay`). An update on the host runs behind the next forward pass, unit after unit,
+each of which waits for its own parameters only.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The cost of a traced model's micro-batch: its operations one by one, added up by segment.
 
-All operations of a timeline are computed at once, as columns of numbers: a trace of a large model has
-some ten thousand of them, and a search asks for many micro-batches.
+All operations of a timeline are computed at once, as columns of numbers: a trace of a large model
+has some ten thousand of them, and a search asks for many micro-batches.
 """
 
 from __future__ import annotations

@@ -1,7 +1,10 @@
-"""A YAML document as plain values, with the place of every key and value: `Document.parse(text, "job.yaml", env)`.
+"""A YAML document as plain values, with the place of every key and value.
 
-Only what a job file needs: mappings with text keys, sequences, and the scalars of YAML 1.2. Anchors, aliases and tags
-are refused, depth is limited, and nothing is ever constructed, so a hostile file can neither explode nor run code.
+    document = Document.parse(text, "job.yaml", os.environ)
+
+Only what a job file needs: mappings with text keys, sequences, and the scalars of YAML 1.2.
+Anchors, aliases and tags are refused, depth is limited, and no object is constructed, so a hostile
+file can neither explode nor run code.
 """
 
 from __future__ import annotations
@@ -45,17 +48,25 @@ class _EventStream(yaml.reader.Reader, yaml.scanner.Scanner, yaml.parser.Parser)
         yaml.parser.Parser.__init__(self)
 
     def take(self) -> Any:
-        """The next event."""
+        """Return the next event, and move on."""
         return self.get_event()  # type: ignore[no-untyped-call]
 
     def at(self, kind: type[yaml.Event]) -> bool:
-        """Whether the next event is of this kind."""
+        """Return whether the next event is of this kind."""
         return isinstance(self.peek_event(), kind)  # type: ignore[no-untyped-call]
 
 
 @dataclass
 class Document:
-    """Values, and where they were written. Overrides are merged into it before it is validated."""
+    """Values, and where they were written. Overrides are merged into it before it is validated.
+
+    Attributes:
+        name: of the file, for messages.
+        value: of the document.
+        keys: origins of keys, by path.
+        values: origins of values, by path.
+        problems: mistakes that did not keep the rest from being read.
+    """
 
     name: str
     value: Any = None
@@ -65,10 +76,16 @@ class Document:
 
     @classmethod
     def parse(cls, text: str, name: str, environ: Mapping[str, str]) -> Document:
-        """Read YAML `text` of the file `name`; `${env:VAR}` is taken from `environ`.
+        """Read a document.
+
+        Args:
+            text: YAML.
+            name: of the file.
+            environ: variables for `${env:VAR}`.
 
         Raises:
-            JobError: the text is not YAML, or not one document. Smaller mistakes are collected in `problems`.
+            JobError: the text is not YAML, or not one document. Smaller mistakes are collected in
+                `problems`.
         """
         document = cls(name)
         try:
@@ -95,15 +112,15 @@ class Document:
         return document
 
     def origin(self, path: KeyPath) -> ValueOrigin:
-        """Where the value at `path` was written, or else the nearest mapping around it."""
+        """Return where the value at `path` was written, or else the nearest mapping around it."""
         return _nearest(self.values, path)
 
     def key_origin(self, path: KeyPath) -> ValueOrigin:
-        """Where the key at `path` was written, or else the nearest one around it."""
+        """Return where the key at `path` was written, or else the nearest one around it."""
         return _nearest(self.keys, path)
 
     def place(self, path: KeyPath, origin: ValueOrigin) -> None:
-        """The value at `path`, with all below it, now comes from `origin`."""
+        """Record that the value at `path`, with all below it, now comes from `origin`."""
         for origins in (self.keys, self.values):
             for below in [known for known in origins if known[: len(path)] == path]:
                 del origins[below]
@@ -166,11 +183,9 @@ class _YamlReader:
             raise yaml.MarkedYAMLError(
                 problem=f"nested deeper than {MAX_DEPTH} levels", problem_mark=event.start_mark
             )
-        return (
-            list(self._items(path))
-            if isinstance(event, yaml.SequenceStartEvent)
-            else self._mapping(path)
-        )
+        if isinstance(event, yaml.SequenceStartEvent):
+            return list(self._items(path))
+        return self._mapping(path)
 
     def _refuse_extras(self, path: KeyPath, event: Any) -> None:
         if event.anchor is not None:
@@ -221,9 +236,10 @@ class _YamlReader:
         """Pass over the rest of the node that `event` starts."""
         depth = 0
         while True:
-            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(
-                event, yaml.CollectionEndEvent
-            )
+            if isinstance(event, yaml.CollectionStartEvent):
+                depth += 1
+            elif isinstance(event, yaml.CollectionEndEvent):
+                depth -= 1
             if depth == 0:
                 return
             event = self._events.take()

@@ -1,4 +1,4 @@
-"""The environment that a job asks for. Its values may be secrets, which are shown and stored nowhere."""
+"""The environment that a job asks for. Its values may be secrets: they are not shown or stored."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ if TYPE_CHECKING:  # an agent is there sooner without pydantic
 # What workers get unless the shell or the job says otherwise.
 WORKER_DEFAULTS = {
     "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # the order in which the plan counts them
-    "GLOO_SOCKET_IFNAME": "lo",  # one host: nothing listens to the network, and its name need not resolve
-    # Activations come and go in every step. By default glibc hands large blocks back to the kernel each time and faults
-    # them in again: 30,000 page faults and 0.1 s of a 2 s step. The heap keeps them instead, in huge pages.
+    # One host: nothing listens to the network, and its name need not resolve.
+    "GLOO_SOCKET_IFNAME": "lo",
+    # Activations come and go in every step. By default glibc hands large blocks back to the kernel
+    # each time and faults them in again: 30,000 page faults and 0.1 s of a 2 s step. The heap keeps
+    # them instead, in huge pages.
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=4294967296:"
     "glibc.malloc.trim_threshold=4294967296",
     # oneDNN makes code for each shape of a product, in bf16 half a MiB of it, and by default it and
@@ -24,12 +26,14 @@ WORKER_DEFAULTS = {
     # ResNet-50 needs 166.
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256",
     "LRU_CACHE_CAPACITY": "256",
-    "KINETO_LOG_LEVEL": "99",  # or torch's profiler, which measures one step's memory, tells the log
-    "PYTORCH_ALLOC_CONF": "expandable_segments:True",  # on CUDA: reserved memory follows what is allocated
+    # Else torch's profiler, which measures one step's memory, writes to the log.
+    "KINETO_LOG_LEVEL": "99",
+    # On CUDA: reserved memory follows what is allocated.
+    "PYTORCH_ALLOC_CONF": "expandable_segments:True",
 }
 
-# What of the launcher's shell other hosts get without a job asking for it: settings of libraries, which mean the same
-# everywhere. Paths, and the numbers of this host's devices, do not.
+# Variables of the launcher's shell that other hosts get without a job asking for it: settings of
+# libraries, which mean the same everywhere. Paths, and the numbers of this host's devices, do not.
 _FORWARDED = re.compile(
     r"(NCCL|GLOO|UCX|FI|OMP|MKL|KMP|OPENBLAS|TORCH|PYTORCH|CUBLAS|CUDNN|NVIDIA|HF|TRANSFORMERS|WANDB|MLFLOW)_\w+"
     r"|CUDA_(LAUNCH_BLOCKING|DEVICE_MAX_CONNECTIONS|MODULE_LOADING)|GLIBC_TUNABLES|TOKENIZERS_PARALLELISM|TZ|LANG|LC_\w+"
@@ -38,7 +42,7 @@ _SECRET = re.compile(r"token|key|secret|passw|credential", re.IGNORECASE)
 
 
 def worker_environment(job: JobConfig, environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables of `job.env`; those that are null come from `environ`.
+    """Return the variables of `job.env`; those that are null come from `environ`.
 
     Raises:
         JobError: one of those is not set.
@@ -47,13 +51,17 @@ def worker_environment(job: JobConfig, environ: Mapping[str, str]) -> dict[str, 
     if missing:
         names = ", ".join(missing)
         raise JobError(
-            f"env.{names}: null takes the value from the shell, where it is not set: export it first"
+            f"env.{names}: null takes the value from the shell, where it is not set: "
+            "export it first"
         )
     return {name: environ[name] if value is None else value for name, value in job.env.items()}
 
 
 def forwarded_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables of `environ` that other hosts get too. What may be a secret has to be named in `job.env`."""
+    """Return the variables of `environ` that other hosts get too.
+
+    One that may be a secret has to be named in `job.env`.
+    """
     return {
         name: value
         for name, value in environ.items()
@@ -62,9 +70,9 @@ def forwarded_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def without_secrets(job: JobConfig) -> JobConfig:
-    """`job` as it may be written to disk."""
-    shown = {
-        name: "***" if value is not None and _SECRET.search(name) else value
-        for name, value in job.env.items()
-    }
+    """Return `job` as it may be written to disk."""
+    shown = dict(job.env)
+    for name, value in job.env.items():
+        if value is not None and _SECRET.search(name):
+            shown[name] = "***"
     return job.model_copy(update={"env": shown})

@@ -1,4 +1,4 @@
-"""A job file to a `JobConfig`: `load_job(Path("job.yaml"), ["zero.stage=3"]).config`."""
+"""Load a job file: `load_job(Path("job.yaml"), ["zero.stage=3"]).config`."""
 
 from __future__ import annotations
 
@@ -21,22 +21,32 @@ MAX_FILE_BYTES = 2**20
 
 @dataclass(frozen=True)
 class LoadedJob:
-    """A job, and where each of its values was written."""
+    """A job, and where each of its values was written.
+
+    Attributes:
+        config: the job.
+        path: of its file.
+        origins: by dotted key, of every key that holds a value: "zero.stage", "model.args.dim".
+    """
 
     config: JobConfig
     path: Path
-    origins: Mapping[
-        str, ValueOrigin
-    ]  # by dotted key, for every key that holds a value: "zero.stage", "model.args.dim"
+    origins: Mapping[str, ValueOrigin]
 
 
 @dataclass(frozen=True)
 class JobValue:
-    """One value of a job."""
+    """One value of a job.
+
+    Attributes:
+        path: of its key.
+        value: as validated.
+        given: by the file or an override; else it is the default.
+    """
 
     path: tuple[str, ...]
     value: Any
-    given: bool  # by the file or an override; else it is the default
+    given: bool
 
     def __str__(self) -> str:
         return ".".join(self.path)
@@ -45,7 +55,12 @@ class JobValue:
 def load_job(
     path: Path, overrides: Sequence[str] = (), environ: Mapping[str, str] = os.environ
 ) -> LoadedJob:
-    """Read the job file at `path` with `overrides` ("key=value") on top; `${env:VAR}` comes from `environ`.
+    """Read a job file.
+
+    Args:
+        path: of the file.
+        overrides: "key=value", on top of the file.
+        environ: variables for `${env:VAR}`.
 
     Raises:
         JobError: with every problem of the file and of the overrides, one line each.
@@ -53,17 +68,22 @@ def load_job(
     document = Document.parse(_read(path), str(path), environ)
     command_line.apply(document, overrides, environ)
     config = validate(document)
-    origins = {
-        str(leaf): document.origin(leaf.path) if leaf.given else DEFAULT
-        for leaf in job_values(config)
-    }
+    origins = {}
+    for value in job_values(config):
+        origins[str(value)] = document.origin(value.path) if value.given else DEFAULT
     return LoadedJob(config, path, origins)
 
 
 def job_values(
     config: Section, path: tuple[str, ...] = (), given: bool = True
 ) -> Iterator[JobValue]:
-    """Every value below `path`, in the order of the definition."""
+    """Yield every value of a section, in the order of the definition.
+
+    Args:
+        config: the section.
+        path: of its key.
+        given: whether the section itself was given.
+    """
     for name, field in type(config).model_fields.items():
         value = getattr(config, name)
         here = (*path, field.alias or name)

@@ -1,4 +1,4 @@
-"""The key that was probably meant: `nearest_key(("zero", "stag")) == ("zero", "stage")`."""
+"""Find the key that was probably meant: `nearest_key(("zero", "stag")) == ("zero", "stage")`."""
 
 from __future__ import annotations
 
@@ -29,25 +29,31 @@ _OTHER_NAMES = {
 
 
 def nearest_key(path: KeyPath) -> KeyPath | None:
-    """A sibling with a similar name, what other tools call by this name, or a key of this name in another section."""
+    """Return the key that an unknown `path` probably meant.
+
+    That is a sibling with a similar name, what other tools call by this name, or a key of this name
+    in another section; None: there is none.
+    """
     name = str(path[-1])
-    if (sibling := nearest(name, siblings(path[:-1]))) is not None:
+    sibling = nearest(name, siblings(path[:-1]))
+    if sibling is not None:
         return (*path[:-1], sibling)
     if name in _OTHER_NAMES:
         return tuple(_OTHER_NAMES[name].split("."))
-    elsewhere = {str(key): key.path for key in keys()} | {
-        key.name: key.path for key in reversed(list(keys()))
-    }
+    elsewhere = {str(key): key.path for key in keys()}
+    elsewhere |= {key.name: key.path for key in reversed(list(keys()))}  # the first of a name wins
     found = next(iter(get_close_matches(name, elsewhere, n=1, cutoff=0.8)), None)
     return None if found is None else elsewhere[found]
 
 
 def siblings(parent: KeyPath) -> Iterable[str]:
-    """The names that are allowed below `parent`."""
+    """Return the names that are allowed below `parent`."""
     key = find_key(parent)
-    return fields(JobConfig if key is None or key.section is None else key.section)
+    if key is None or key.section is None:
+        return fields(JobConfig)
+    return fields(key.section)
 
 
 def nearest(name: str, names: Iterable[str]) -> str | None:
-    """The one of `names` that looks most like `name`, if any does."""
+    """Return the one of `names` that looks most like `name`, if any does."""
     return next(iter(get_close_matches(name, names, n=1, cutoff=0.7)), None)

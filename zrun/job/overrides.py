@@ -1,7 +1,8 @@
-"""`key=value` from the command line, merged into a document: `apply(document, ["zero.stage=3", "optim.lr=3e-4"], env)`.
+"""Merge `key=value` of the command line into a document: `apply(document, ["zero.stage=3"], env)`.
 
-Values are read like those of the file. A short form on the way is expanded first, so that `zero.bucket=32MiB` on top of
-`zero: 2` keeps the stage.
+Values are read like those of the file. A short form on the way is expanded first:
+
+    zero: 2    and    zero.bucket=32MiB    is    zero: {stage: 2, bucket: 32MiB}
 """
 
 from __future__ import annotations
@@ -16,7 +17,13 @@ from zrun_core.errors import JobError
 
 
 def apply(document: Document, overrides: Iterable[str], environ: Mapping[str, str]) -> None:
-    """Merge `overrides` into `document`, the last one of a key winning. Mistakes are added to its problems."""
+    """Merge `overrides` into `document`; of one key, the last one wins.
+
+    Args:
+        document: the job. Mistakes are added to its problems.
+        overrides: "key=value".
+        environ: variables for `${env:VAR}`.
+    """
     if not isinstance(document.value, dict):
         return  # nothing to merge into; validation says so
     for text in overrides:
@@ -45,10 +52,12 @@ def _merge(document: Document, origin: ValueOrigin, path: tuple[str, ...], value
         above = path[:depth]
         below = _long_form(above, node.get(name))
         if not isinstance(below, dict):
-            what = f"{dotted(above)} is {shown_value(below)}, which has no keys; write {dotted(above)}=value"
-            document.problems.append(Problem(origin, path, what))
+            key = dotted(above)
+            message = f"{key} is {shown_value(below)}, which has no keys; write {key}=value"
+            document.problems.append(Problem(origin, path, message))
             return
-        node[name] = node = below
+        node[name] = below
+        node = below
         document.keys.setdefault(above, origin)
         document.values.setdefault(above, origin)
     node[path[-1]] = value
@@ -56,6 +65,7 @@ def _merge(document: Document, origin: ValueOrigin, path: tuple[str, ...], value
 
 
 def _long_form(path: tuple[str, ...], value: Any) -> Any:
+    """Return `value` of the key at `path` as a mapping, if it may be one."""
     key = find_key(path)
     if key is not None and key.section is not None:
         value = key.section.expand(value)

@@ -1,4 +1,4 @@
-"""What is wrong with a job, and where: every mistake of a file is found before the first is reported."""
+"""Mistakes in a job, each with its place: all of a file are found before the first is reported."""
 
 from __future__ import annotations
 
@@ -9,26 +9,37 @@ from typing import Any, Literal
 from zrun.job.scalars import write
 from zrun_core.errors import JobError
 
-MAX_SHOWN = 100  # what has more problems is no job file, and looking for near names in all of it would take minutes
+# A file with more problems is no job file, and looking for near names in all of it takes minutes.
+MAX_SHOWN = 100
 
 KeyPath = tuple[str | int, ...]
 
 
 @dataclass(frozen=True)
 class ValueOrigin:
-    """Where a value was written: a place in a file, an override on the command line, or nowhere.
+    """The place where a value was written: in a file, on the command line, or nowhere.
 
-    What is written nowhere is the default, or was resolved from auto.
+    Attributes:
+        kind: "default" and "auto" (resolved by zrun) were written nowhere.
+        text: "job.yaml:12:5", the override as typed, or the reason for the resolved value.
+        line: in a file, from 1.
+        column: in a file, from 1.
     """
 
     kind: Literal["file", "override", "default", "auto"]
-    text: str = ""  # "job.yaml:12:5", the override as typed, or the reason for the resolved value
+    text: str = ""
     line: int = 0
     column: int = 0
 
     @classmethod
     def in_file(cls, name: str, line: int, column: int) -> ValueOrigin:
-        """A place in the file `name`; the first line and the first column are 1."""
+        """Return a place in a file.
+
+        Args:
+            name: of the file.
+            line: the first one is 1.
+            column: the first one is 1.
+        """
         return cls("file", f"{name}:{line}:{column}", line, column)
 
     def __str__(self) -> str:
@@ -41,8 +52,10 @@ class ValueOrigin:
 
     @property
     def label(self) -> str:
-        """How a message about this place starts."""
-        return f"override {shown_text(self.text)}" if self.kind == "override" else str(self)
+        """The beginning of a message about this place."""
+        if self.kind == "override":
+            return f"override {shown_text(self.text)}"
+        return str(self)
 
 
 DEFAULT = ValueOrigin("default")
@@ -59,7 +72,13 @@ class AutoValue:
 
 @dataclass(frozen=True)
 class Problem:
-    """One mistake: where it stands, the key it is about (empty: the file as a whole), and what to write instead."""
+    """One mistake.
+
+    Attributes:
+        origin: its place.
+        path: of the key that it is about; empty: the file as a whole.
+        message: what is wrong, and what to write instead.
+    """
 
     origin: ValueOrigin
     path: KeyPath
@@ -71,33 +90,42 @@ class Problem:
 
 
 def job_error(name: str, problems: Iterable[Problem]) -> JobError:
-    """All problems of the job `name` as one error, a line each, in the order of the file, then of the overrides."""
+    """Return all problems of the job `name` as one error, a line each.
+
+    In the order of the file, then of the overrides.
+    """
     ordered = sorted(
         problems, key=lambda p: (p.origin.kind != "file", p.origin.line, p.origin.column)
     )
     lines = [str(problem) for problem in ordered]
     if len(lines) == 1:
         return JobError(lines[0])
-    head = f"{len(lines)} problems in {name}{f', of which the first {MAX_SHOWN}' if len(lines) > MAX_SHOWN else ''}"
+    head = f"{len(lines)} problems in {name}"
+    if len(lines) > MAX_SHOWN:
+        head += f", of which the first {MAX_SHOWN}"
     return JobError("\n".join([head, *lines[:MAX_SHOWN]]))
 
 
 def dotted(path: KeyPath) -> str:
-    """`("optim", "betas", 1)` as `optim.betas[1]`."""
-    text = "".join(
-        f"[{part}]" if isinstance(part, int) else f".{shown_text(part)}" for part in path
-    )
+    """Return `("optim", "betas", 1)` as `optim.betas[1]`."""
+    text = ""
+    for part in path:
+        text += f"[{part}]" if isinstance(part, int) else f".{shown_text(part)}"
     return text.removeprefix(".")
 
 
 def shown_text(text: str) -> str:
-    """`text` on one line of a terminal: control characters escaped, cut at 60 characters."""
+    """Return `text` on one line of a terminal: control characters escaped, cut at 60 characters."""
     safe = "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
-    return safe if len(safe) <= 60 else f"{safe[:57]}..."
+    if len(safe) <= 60:
+        return safe
+    return f"{safe[:57]}..."
 
 
 def shown_value(value: Any) -> str:
-    """A value of the file as a message shows it: on one line, short."""
+    """Return a value of the file as a message shows it: on one line, short."""
     if value is None:
         return "nothing"
-    return shown_text(f'"{value}"' if isinstance(value, str) else write(value))
+    if isinstance(value, str):
+        return shown_text(f'"{value}"')
+    return shown_text(write(value))

@@ -1,4 +1,4 @@
-"""A job as YAML text: with each value's origin (`zrun config show`), or as a form to fill in (`zrun init --full`)."""
+"""Write a job as YAML: with origins (`zrun config show`), or as a form (`zrun init --full`)."""
 
 from __future__ import annotations
 
@@ -29,11 +29,14 @@ class _YamlLine:
         return f"{self.margin}{self.path[-1]}:{value}"
 
     def with_comment(self, comment: str) -> str:
-        return f"{str(self).ljust(_COMMENT_COLUMN - 1)} # {comment}" if comment else str(self)
+        """Return the line with a comment at its end; "": without one."""
+        if not comment:
+            return str(self)
+        return f"{str(self).ljust(_COMMENT_COLUMN - 1)} # {comment}"
 
 
 def with_origins(job: LoadedJob) -> str:
-    """Every value of `job`, and where it was written. The text is a job file again."""
+    """Return every value of `job`, and where it was written. The text is a job file again."""
     lines = [
         line.with_comment(_origin(job, line))
         for line in _lines(job.config, (), "", True, as_form=False)
@@ -42,7 +45,10 @@ def with_origins(job: LoadedJob) -> str:
 
 
 def as_form(config: JobConfig) -> str:
-    """Every key of a job file with its meaning: those that `config` was given are set, the others commented out."""
+    """Return every key of a job file with its meaning.
+
+    Keys that `config` was given are set, the others commented out.
+    """
     lines = [
         line.with_comment(_meaning(line)) for line in _lines(config, (), "", True, as_form=True)
     ]
@@ -58,12 +64,9 @@ def _lines(
         is_given = given and name in config.model_fields_set
         key = find_key(here)
         assert key is not None
-        if (
-            as_form
-            and value is None
-            and key.section is not None
-            and not issubclass(key.section, Ref)
-        ):
+        is_section = key.section is not None and not issubclass(key.section, Ref)
+        if as_form and value is None and is_section:
+            assert key.section is not None
             value = key.section.model_validate(key.example)  # its keys are worth showing
         here_margin = f"{margin}# " if as_form and given and not is_given else margin
         if isinstance(value, dict):
@@ -76,14 +79,16 @@ def _lines(
 
 
 def _short(value: Any) -> Any:
-    """A reference as a person writes it; anything else as it is."""
+    """Return a reference as a person writes it; anything else as it is."""
     if not isinstance(value, Ref):
         return value
-    return value.model_dump(mode="json") if value.args else value.call
+    if value.args:
+        return value.model_dump(mode="json")
+    return value.call
 
 
 def _origin(job: LoadedJob, line: _YamlLine) -> str:
-    """Nothing beside a section, whose values have origins of their own."""
+    """Return the origin of a value; "" of a section, whose values have origins of their own."""
     if isinstance(line.value, Section):
         return ""
     key = ".".join(line.path)
@@ -111,9 +116,7 @@ def _meaning(line: _YamlLine) -> str:
 
 
 def default_of(key: JobKey) -> Any:
-    """The default of `key` as plain values; None where it is required."""
-    return (
-        key.default.model_dump(mode="json", by_alias=True)
-        if isinstance(key.default, Section)
-        else key.default
-    )
+    """Return the default of `key` as plain values; None where it is required."""
+    if isinstance(key.default, Section):
+        return key.default.model_dump(mode="json", by_alias=True)
+    return key.default

@@ -1,7 +1,7 @@
-"""Scalars of YAML 1.2's core schema, both ways: `resolve("1e-4") == 0.0001`, `write(1e-4) == "0.0001"`.
+"""Read and write scalars of YAML 1.2: `resolve("1e-4") == 0.0001`, `write(1e-4) == "0.0001"`.
 
-PyYAML follows YAML 1.1, where `1e-4` is text, `no` is false, `1:20` is 80 and `0777` is 511. Here they are a number,
-text, text and 777. https://yaml.org/spec/1.2.2/#103-core-schema
+PyYAML follows YAML 1.1, where `1e-4` is text, `no` is false, `1:20` is 80 and `0777` is 511. Here,
+in the core schema, they are a number, text, text and 777. https://yaml.org/spec/1.2.2/#103-core-schema
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MAX_NUMBER_CHARS = 64  # Python refuses to print integers of more than 4300 dig
 
 
 def resolve(text: str) -> bool | int | float | str | None:
-    """The value of a plain scalar.
+    """Return the value of a plain scalar.
 
     Raises:
         ValueError: a number of absurd length.
@@ -58,7 +58,7 @@ def _short(text: str) -> str:
 
 
 def write(value: Any) -> str:
-    """`value` on one line of YAML, such that reading it gives `value` again."""
+    """Return `value` on one line of YAML, such that reading it gives `value` again."""
     match value:
         case None:
             return "null"
@@ -73,9 +73,8 @@ def write(value: Any) -> str:
         case str():
             return _write_text(value)
         case dict():
-            return (
-                "{" + ", ".join(f"{write(key)}: {write(item)}" for key, item in value.items()) + "}"
-            )
+            items = ", ".join(f"{write(key)}: {write(item)}" for key, item in value.items())
+            return "{" + items + "}"
         case list() | tuple():
             return "[" + ", ".join(write(item) for item in value) + "]"
     raise TypeError(f"{type(value).__name__} has no YAML form")

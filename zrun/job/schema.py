@@ -1,7 +1,7 @@
-"""The keys of a job file as data, read from the pydantic models: `find_key(("zero", "stage"))`, `keys()`.
+"""The keys of a job file as data, from pydantic's models: `find_key(("zero", "stage"))`, `keys()`.
 
-Everything that is told to a user about a key (by `zrun explain`, `zrun init --full`, an error message, an editor) comes
-from here, and so from `zrun_core.spine.config`.
+All that a user is told about a key (by `zrun explain`, `zrun init --full`, an error message, an
+editor) comes from here, and so from `zrun_core.spine.config`.
 """
 
 from __future__ import annotations
@@ -21,28 +21,41 @@ from zrun_core.spine.section import Section
 
 _FORMATS = {"regex": "regular expression", "reference": "module:attr"}
 _WORDS = {"boolean": "true | false", "null": "null", "string": "text", None: "any value"}
-_OBVIOUS = 10_000  # a maximum from here on is told only to whom exceeds it
+_OBVIOUS = 10_000  # a maximum from here on is told only if it is exceeded
 _JSON_NAMES = {int: "integer", str: "string"}
 
 
 @dataclass(frozen=True)
 class JobKey:
-    """One key of the job file."""
+    """One key of the job file.
+
+    Attributes:
+        path: of the key.
+        takes: the allowed values in words: "whole number > 0 | auto".
+        most: the largest number that it takes, where `takes` does not say so.
+        item_takes: as `takes`, for items of a list, or values of a mapping with free keys.
+        choices: the words among the allowed values.
+        default: None where the key is required.
+        required: whether a job must give it.
+        unit: of its number; None: it has none.
+        description: its meaning.
+        example: a value that it takes.
+        section: the keys below this one.
+        is_union: whether pydantic reports its branches one by one.
+    """
 
     path: tuple[str, ...]
-    takes: str  # the allowed values in words: "whole number > 0 | auto"
-    most: float | None  # the largest number that it takes, where `takes` does not say so
-    item_takes: (
-        str | None
-    )  # the same for the items of a list, or the values of a mapping with free keys
-    choices: tuple[str, ...]  # the words among the allowed values
-    default: Any  # None where the key is required
+    takes: str
+    most: float | None
+    item_takes: str | None
+    choices: tuple[str, ...]
+    default: Any
     required: bool
     unit: str | None
     description: str
     example: Any
-    section: type[Section] | None  # the keys below this one
-    is_union: bool  # pydantic reports the branches of a union one by one
+    section: type[Section] | None
+    is_union: bool
 
     def __str__(self) -> str:
         return ".".join(self.path)
@@ -53,7 +66,7 @@ class JobKey:
 
 
 def keys(section: type[Section] = JobConfig, path: tuple[str, ...] = ()) -> Iterator[JobKey]:
-    """Every key below `path` in the order of the file, a section before its own keys."""
+    """Yield every key below `path` in the order of the file, a section before its own keys."""
     for name in fields(section):
         key = _key(section, (*path, name))
         yield key
@@ -63,17 +76,21 @@ def keys(section: type[Section] = JobConfig, path: tuple[str, ...] = ()) -> Iter
 
 @cache
 def fields(section: type[Section]) -> dict[str, FieldInfo]:
-    """The fields of `section` by the names that a job file uses."""
+    """Return the fields of `section` by the names that a job file uses."""
     return {field.alias or name: field for name, field in section.model_fields.items()}
 
 
 def find_key(path: KeyPath) -> JobKey | None:
-    """The key at `path`; inside a list or a mapping with free keys, the key that holds it. None: no such key."""
+    """Return the key at `path`; None: there is none.
+
+    Inside a list, or a mapping with free keys, it is the key that holds it.
+    """
     section: type[Section] | None = JobConfig
     key = None
     for depth, name in enumerate(path):
         if section is None:
-            return key if key is not None and key.item_takes is not None else None
+            is_container = key is not None and key.item_takes is not None
+            return key if is_container else None
         if name not in fields(section):
             if key is None or key.item_takes is None:
                 return None
@@ -85,7 +102,10 @@ def find_key(path: KeyPath) -> JobKey | None:
 
 @cache
 def job_schema() -> dict[str, Any]:
-    """JSON schema of a job file for editors; unlike pydantic's own, it allows the short forms."""
+    """Return the JSON schema of a job file for editors.
+
+    Unlike pydantic's own, it allows the short forms.
+    """
     schema = JobConfig.model_json_schema()
     for section in schema["$defs"].values():
         for fragment in section.get("properties", {}).values():
@@ -145,7 +165,7 @@ def _key(section: type[Section], path: tuple[str, ...]) -> JobKey:
 
 
 def _members(annotation: Any) -> list[Any]:
-    """The branches of a union without None; of anything else, itself."""
+    """Return the branches of a union without None; of anything else, itself."""
     if get_origin(annotation) is Annotated:
         return _members(get_args(annotation)[0])
     if get_origin(annotation) in (Union, UnionType):
@@ -178,10 +198,8 @@ def _describe_items(fragment: dict[str, Any]) -> str | None:
     if "prefixItems" in fragment:
         return _describe(fragment["prefixItems"][0])
     if "anyOf" in fragment:
-        return next(
-            (takes for part in fragment["anyOf"] if (takes := _describe_items(part)) is not None),
-            None,
-        )
+        described = (_describe_items(part) for part in fragment["anyOf"])
+        return next((takes for takes in described if takes is not None), None)
     elements = fragment.get("items", fragment.get("additionalProperties"))
     if elements is None:
         return None
@@ -202,7 +220,7 @@ def _definition(fragment: dict[str, Any]) -> dict[str, Any]:
 
 
 def _describe(fragment: dict[str, Any]) -> str:
-    """A type of the JSON schema in words."""
+    """Return a type of the JSON schema in words."""
     if "anyOf" in fragment:
         return " | ".join(_describe(part) for part in fragment["anyOf"])
     if "$ref" in fragment:
@@ -236,11 +254,12 @@ def _describe_plain(fragment: dict[str, Any]) -> str:
 
 
 def _most(fragment: dict[str, Any]) -> float | None:
-    found = [_most(part) for part in fragment.get("anyOf", ())]
-    maximum = fragment.get("maximum", fragment.get("le", 0))  # le: of a size, which is text, too
-    return next(
-        (most for most in found if most is not None), maximum if maximum >= _OBVIOUS else None
-    )
+    for part in fragment.get("anyOf", ()):
+        most = _most(part)
+        if most is not None:
+            return most
+    maximum: float = fragment.get("maximum", fragment.get("le", 0))  # le: of a size, which is text
+    return maximum if maximum >= _OBVIOUS else None
 
 
 def _bounds(fragment: dict[str, Any]) -> str:

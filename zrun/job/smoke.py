@@ -1,4 +1,4 @@
-"""A trial of a job (`zrun train --smoke N`): the same code and layout, few steps, a schedule to match, no saves."""
+"""A trial of a job (`zrun train --smoke N`): same code and layout, few steps, no saves."""
 
 from __future__ import annotations
 
@@ -36,21 +36,26 @@ def smoke_of(job: JobConfig, steps: int) -> Smoke:
     """
     if job.steps is not None and steps >= job.steps:
         raise JobError(
-            f"--smoke {steps}: the job has {job.steps} steps itself: write fewer, or leave --smoke out"
+            f"--smoke {steps}: the job has {job.steps} steps itself: "
+            "write fewer, or leave --smoke out"
         )
     keys = {
         "name": job.name[: 128 - len(_SUFFIX)] + _SUFFIX,
         "steps": str(steps),
         "resume": "never",
     }
-    parts = [f"steps {steps}" + (f" of {job.steps}" if job.steps is not None else "")]
+    length = f"steps {steps}"
+    if job.steps is not None:
+        length += f" of {job.steps}"
     for other in ("tokens", "epochs"):
-        if (length := getattr(job, other)) is not None:
+        value = getattr(job, other)
+        if value is not None:
             keys[other] = "null"
-            parts[0] += f" in place of {other} {length}"
-    for key, value in _schedule(job, steps).items():
-        keys[f"lr.{key}"] = str(value)
-        parts.append(f"lr.{key} {value} of {getattr(job.lr, key)}")
+            length += f" in place of {other} {value}"
+    parts = [length]
+    for key, shortened in _schedule(job, steps).items():
+        keys[f"lr.{key}"] = str(shortened)
+        parts.append(f"lr.{key} {shortened} of {getattr(job.lr, key)}")
     if isinstance(job.lr.schedule, Ref):
         parts.append(f"{job.lr.schedule.call} is asked for the first steps")
     if job.eval is not None:
@@ -77,8 +82,9 @@ def _schedule(job: JobConfig, steps: int) -> dict[str, int]:
         value = getattr(lr, key)
         if value == "auto" or not value:
             continue
-        shortened = (
-            round(value * steps / total) if total is not None else min(value, steps // share)
-        )
+        if total is not None:
+            shortened = round(value * steps / total)
+        else:
+            shortened = min(value, steps // share)
         found[key] = max(1, shortened)
     return found

@@ -1,6 +1,7 @@
-"""What a job's references lead to, found out in a process of its own: `inspect_structure(loaded, timeout_s=120)`.
+"""Follow a job's references in a process of its own: `inspect_structure(loaded, timeout_s=120)`.
 
-The user's code needs torch, may print, hang or crash, and must do none of that to the command that asks.
+The user's code needs torch, may print, hang or crash, and must do none of that to the command that
+asks.
 """
 
 from __future__ import annotations
@@ -26,22 +27,36 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Structure:
-    """The model, as its factory builds it."""
+    """The model, as its factory builds it.
+
+    Attributes:
+        class_name: of the model.
+        num_parameters: elements; a parameter that two modules share counts once.
+        num_trainable: of these, those that are trained.
+        num_tensors: number of parameters.
+        parameter_bytes: bytes of them.
+        notes: settings of the model's own that do not count in training.
+    """
 
     class_name: str
-    num_parameters: int  # a parameter that two modules share counts once
+    num_parameters: int
     num_trainable: int
     num_tensors: int
     parameter_bytes: int
-    notes: list[str]  # what of the model's own settings does not count in training
+    notes: list[str]
 
 
 def inspect_structure(job: LoadedJob, timeout_s: float) -> Structure:
-    """Import everything that `job` refers to, and build its model without data (on torch's meta device).
+    """Import everything that `job` refers to, and build its model on torch's meta device.
+
+    Args:
+        job: to inspect.
+        timeout_s: seconds for all of it.
 
     Raises:
-        JobError: a reference leads nowhere, or the optimizer, checkpointing or compiling does not suit the model.
-        UserCodeError: the user's code raised, returned something else, crashed, or took longer than `timeout_s`.
+        JobError: a reference leads nowhere, or the optimizer, checkpointing or compiling does not
+            suit the model.
+        UserCodeError: the user's code raised, returned something else, crashed, or took longer.
     """
     job_dir = job.path.absolute().parent
     request = json.dumps(
@@ -62,17 +77,16 @@ def inspect_structure(job: LoadedJob, timeout_s: float) -> Structure:
             _end(process)
             call = job.config.model.call
             raise UserCodeError(
-                f"model: {call} was not built within {timeout_s:g} s; `zrun check --no-import` skips this"
+                f"model: {call} was not built within {timeout_s:g} s; "
+                "`zrun check --no-import` skips this"
             ) from None
         except BaseException:
             _end(process)
             raise
     if process.returncode != 0:
-        how = (
-            f"signal {-process.returncode}"
-            if process.returncode < 0
-            else f"exit code {process.returncode}"
-        )
+        how = f"exit code {process.returncode}"
+        if process.returncode < 0:
+            how = f"signal {-process.returncode}"
         raise UserCodeError(
             f"model: the process that built {job.config.model.call} ended with {how}"
         )
@@ -87,15 +101,13 @@ def _end(process: subprocess.Popen[str]) -> None:
 def _result(answer: dict[str, Any]) -> Structure:
     if "error" not in answer:
         return Structure(**answer)
-    raise (
-        JobError(answer["error"])
-        if answer["exit_code"] == ExitCode.USAGE
-        else UserCodeError(answer["error"])
-    )
+    if answer["exit_code"] == ExitCode.USAGE:
+        raise JobError(answer["error"])
+    raise UserCodeError(answer["error"])
 
 
 def _references(job: JobConfig) -> dict[str, Ref]:
-    """What must exist besides the model, by key."""
+    """Return the references that must exist besides the model, by key."""
     found = {
         "data": job.data,
         "data.collate": job.data.collate,
@@ -117,8 +129,9 @@ def _inspect(job: JobConfig, job_dir: Path) -> Structure:
     user.add_to_path(job_dir)
     mistakes = []
     for key, ref in _references(job).items():
+        kind = "hooks" if key.startswith("hooks.") else key
+        takes = user.TAKES.get(kind)
         try:
-            takes = user.TAKES.get("hooks" if key.startswith("hooks.") else key)
             if takes is None:
                 user.check_call(Ref(call=ref.call, args=ref.args), job_dir)
             else:
@@ -156,9 +169,8 @@ def _build(job: JobConfig, job_dir: Path) -> nn.Module:
     except UserCodeError as error:
         if job.init == "meta" or "meta" not in str(error):
             raise
-    return user.build_model(
-        job.model, job_dir
-    )  # a factory that looks at values, which `init: factory` allows
+    # A factory that looks at values, which `init: factory` allows.
+    return user.build_model(job.model, job_dir)
 
 
 def _main() -> None:

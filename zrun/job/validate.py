@@ -1,4 +1,4 @@
-"""A document to a `JobConfig`, or to every problem in it: each told once, in the words of the job file."""
+"""Validate a document: a `JobConfig`, or every problem, told once in the words of the job file."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from zrun_core.spine.config import JobConfig
 
 
 def validate(document: Document) -> JobConfig:
-    """The job that `document` describes.
+    """Return the job that `document` describes.
 
     Raises:
         JobError: with every problem of the document.
@@ -36,7 +36,8 @@ def validate(document: Document) -> JobConfig:
         raise job_error(document.name, document.problems or [_not_a_mapping(document)])
     config, found = _attempt(document, document.value)
     if found:
-        # Rules between keys are only checked once each key is right by itself: put those right and look again.
+        # Rules between keys are only checked once each key is right by itself: put those right and
+        # look again.
         found += _attempt(document, _mended(document.value, found))[1]
     problems = _without_echoes([*document.problems, *found])
     if config is None or problems:
@@ -48,7 +49,8 @@ def _not_a_mapping(document: Document) -> Problem:
     if document.value is None:
         message = "the file is empty; `zrun init -o -` prints a job to start from"
     else:
-        message = f"a job is a mapping of keys, such as name: gpt-1b, but this is {shown_value(document.value)}"
+        value = shown_value(document.value)
+        message = f"a job is a mapping of keys, such as name: gpt-1b, but this is {value}"
     return Problem(document.origin(()), (), message)
 
 
@@ -62,7 +64,7 @@ def _attempt(
 
 
 def _mended(value: Mapping[str, Any], problems: Iterable[Problem]) -> dict[str, Any]:
-    """`value` with a good example under each top-level key that has a problem."""
+    """Return `value` with a good example under each top-level key that has a problem."""
     mended = dict(value)
     for name in {str(problem.path[0]) for problem in problems if problem.path}:
         mended.pop(name, None)
@@ -73,7 +75,7 @@ def _mended(value: Mapping[str, Any], problems: Iterable[Problem]) -> dict[str, 
 
 
 def _without_echoes(problems: Iterable[Problem]) -> list[Problem]:
-    """The first problem of each key: a mistake in the YAML itself makes others at the same place."""
+    """Return the first problem of each key: one in the YAML itself makes others at its place."""
     first: dict[tuple[ValueOrigin, KeyPath], Problem] = {}
     for problem in problems:
         first.setdefault((problem.origin, problem.path), problem)
@@ -82,7 +84,14 @@ def _without_echoes(problems: Iterable[Problem]) -> list[Problem]:
 
 @dataclass(frozen=True)
 class _Mistake:
-    """What pydantic found wrong at one key."""
+    """A mistake that pydantic found at one key.
+
+    Attributes:
+        path: of the key, without branches of unions.
+        kind: pydantic's type of error.
+        message: pydantic's.
+        value: that is wrong.
+    """
 
     path: KeyPath
     kind: str
@@ -115,7 +124,7 @@ def _explain(document: Document, error: ValidationError) -> list[Problem]:
 
 
 def _mistake(detail: ErrorDetails) -> _Mistake:
-    """Drops from pydantic's location the names of union branches, which are no keys."""
+    """Return an error of pydantic's; names of union branches, which are no keys, are dropped."""
     path: KeyPath = ()
     is_branch = False
     for part in detail["loc"]:
@@ -125,14 +134,20 @@ def _mistake(detail: ErrorDetails) -> _Mistake:
         path = (*path, part)
         key = find_key(path)
         is_branch = key is not None and key.is_union and key.path == path
-    kind, message = detail["type"], detail["msg"].removeprefix("Value error, ")
+    kind = detail["type"]
+    message = detail["msg"].removeprefix("Value error, ")
     if kind == "missing" and isinstance(path[-1], int):
         return _Mistake(path[:-1], "too_short", message, detail["input"])
     return _Mistake(path, kind, message, detail["input"])
 
 
 def _one_per_key(mistakes: Iterable[_Mistake]) -> list[_Mistake]:
-    """Each branch of a union reports: the one that got furthest into the value is the one that was meant."""
+    """Return one mistake per key, where each branch of a union reports its own.
+
+    The branch that got furthest into the value is the one that was meant: for `precision: {x: 1}`
+    the branch that takes a mapping says that x is unknown, and the one that takes a word, that this
+    is no word. The second one is left out.
+    """
     by_path: dict[KeyPath, list[_Mistake]] = {}
     for mistake in mistakes:
         by_path.setdefault(mistake.path, []).append(mistake)
@@ -144,8 +159,10 @@ def _one_per_key(mistakes: Iterable[_Mistake]) -> list[_Mistake]:
         below = any(len(other) > len(path) and other[: len(path)] == path for other in by_path)
         if below and isinstance(rivals[0].value, dict | list):
             continue  # the branch that takes a mapping or a list got further
-        several = below or len(rivals) > 1
-        chosen.append(_Mistake(path, "union", "", rivals[0].value) if several else rivals[0])
+        if below or len(rivals) > 1:
+            chosen.append(_Mistake(path, "union", "", rivals[0].value))
+        else:
+            chosen.append(rivals[0])
     return chosen
 
 
@@ -192,7 +209,8 @@ def _wrong_value(document: Document, mistake: _Mistake) -> Problem:
     wanted = key.item_takes if is_element else key.takes
     if key.most is not None and not is_element and _exceeds(mistake.value, key.most):
         wanted = f"{wanted}, at most {key.most:g}"
-    message = f"expected {wanted}, found {shown_value(mistake.value)}; {_what_to_write(path, key, mistake)}"
+    found = shown_value(mistake.value)
+    message = f"expected {wanted}, found {found}; {_what_to_write(path, key, mistake)}"
     return Problem(document.origin(mistake.path), path, message)
 
 
@@ -201,12 +219,11 @@ def _exceeds(value: Any, most: float) -> bool:
 
 
 def _what_to_write(path: KeyPath, key: JobKey, mistake: _Mistake) -> str:
-    name = str(path[-1]) if not isinstance(path[-1], int) else key.name
-    if (
-        isinstance(mistake.value, str)
-        and (choice := nearest(mistake.value, key.choices)) is not None
-    ):
-        return f'did you mean "{choice}"? write {_line((name,), choice)}'
+    name = key.name if isinstance(path[-1], int) else str(path[-1])
+    if isinstance(mistake.value, str):
+        choice = nearest(mistake.value, key.choices)
+        if choice is not None:
+            return f'did you mean "{choice}"? write {_line((name,), choice)}'
     if mistake.kind == "string_type" and isinstance(mistake.value, bool | int | float):
         quoted = f'"{write(mistake.value)}"'
         return f"write {quoted}" if isinstance(path[-1], int) else f"write {name}: {quoted}"
@@ -216,13 +233,18 @@ def _what_to_write(path: KeyPath, key: JobKey, mistake: _Mistake) -> str:
 
 
 def _written(document: Document, path: KeyPath) -> KeyPath:
-    """`path` as the file has it: `precision: bf61` is about `precision`, although `precision.compute` is wrong."""
+    """Return `path` as the file has it.
+
+    `precision: bf61` is about `precision`, although `precision.compute` is wrong.
+    """
     is_there = path in document.values or isinstance(path[-1], int)
-    return path if is_there or path[:-1] not in document.values else path[:-1]
+    if is_there or path[:-1] not in document.values:
+        return path
+    return path[:-1]
 
 
 def _line(path: tuple[str, ...] | KeyPath, value: Any) -> str:
-    """`zero: {bucket: 64MiB}` for `("zero", "bucket")`."""
+    """Return `zero: {bucket: 64MiB}` for `("zero", "bucket")`."""
     head, *rest = (str(part) for part in path)
     for name in reversed(rest):
         value = {name: value}

@@ -1,14 +1,15 @@
-"""A sharded model in a loop that is not ours: its pass begins and ends by itself.
+"""A sharded model in the user's own loop: its passes begin and end by themselves.
 
-    model is called, outermost call       a forward begins, unless one is under way whose backward has not come
-    ... under torch.no_grad()             an evaluation, over when the call is
-    gradient of an output                 its backward begins
-    gradient of a parameter               the same, and gradients are on their way
-    the autograd engine has finished      everything is reduced, the backward is over
+    outermost call of the model     a forward begins, unless one is under way that has no backward
+    ... under torch.no_grad()       an evaluation, which ends with the call
+    gradient of an output           the backward begins
+    gradient of a parameter         the same, and its gradients are reduced
+    end of the autograd engine      everything is reduced; the backward is over
 
-Several calls may be followed by one backward, and one call by several: all between two steps is one pass. What the
-backward of a gradient needs (`create_graph=True`) stays whole until the step. After it the graph of what was called
-before is of no use: what it needs is no longer there, and what recomputes would do so with other parameters.
+Several calls may be followed by one backward, and one call by several: everything between two steps
+is one pass. What the backward of a gradient needs (`create_graph=True`) stays unsharded until the
+step. After the step, graphs of earlier calls are of no use: the values that they need are gone, and
+recomputation would use other parameters.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -31,7 +32,7 @@ from zrun_core.zero.reduce import Reducer
 
 
 class _OwnPass(MicroPass):
-    """What a user's loop does between two steps. Nobody announces a backward: its gradients do."""
+    """The pass of a user's loop between two steps. Gradients announce its backward."""
 
     def __init__(self, loop: ImplicitPasses) -> None:
         super().__init__()
@@ -44,17 +45,17 @@ class _OwnPass(MicroPass):
         if kind is not PassKind.FORWARD:
             return super().gathered_refusal(kind)
         return (
-            "gathered(): the model was called and backward() has not followed: enter gathered() after it, and "
-            "call the model under torch.no_grad() where no backward is to follow"
+            "gathered(): the model was called and backward() has not followed: enter gathered() "
+            "after it, and call the model under torch.no_grad() where no backward is to follow"
         )
 
 
 class ImplicitPasses:
-    """Tells the gatherer and the reducer of one model what its user's loop does.
+    """Drives the gatherer and the reducer of one model from what its user's loop does.
 
     Attributes:
-        accumulate: passes with gradients that the user's loop makes for each step.
-        num_backwards: passes that gave gradients since the last step, or since these were dropped.
+        accumulate: backwards with gradients that the user's loop makes for each step.
+        num_backwards: of these since the last step, or since their gradients were dropped.
     """
 
     def __init__(
@@ -65,7 +66,18 @@ class ImplicitPasses:
         autocast: Callable[[], AbstractContextManager[object]],
         accumulate: int,
     ) -> None:
-        self._gatherer, self._reducer, self._autocast = gatherer, reducer, autocast
+        """Register hooks on `module`.
+
+        Args:
+            module: the outermost one.
+            gatherer: of the model.
+            reducer: of the model.
+            autocast: returns the context of a forward.
+            accumulate: backwards of one optimizer step.
+        """
+        self._gatherer = gatherer
+        self._reducer = reducer
+        self._autocast = autocast
         self.accumulate = accumulate
         self._open: list[ExitStack] = []  # forwards under way, the outermost first
         self._in_backward = False
@@ -76,33 +88,38 @@ class ImplicitPasses:
         module.register_forward_hook(self._after, always_call=True)
 
     def __deepcopy__(self, memo: Any) -> ImplicitPasses:
-        """A copy of the user's module is a plain module: its hooks have nothing to do."""
+        """Return hooks that do nothing: a copy of the user's module is a plain module."""
         loop = copy.copy(self)
         loop._is_inert = True
         return loop
 
     def _begin_pass(self) -> None:
-        self._micro = self._gatherer.micro = _OwnPass(self)
+        self._micro = _OwnPass(self)
+        self._gatherer.micro = self._micro
 
     # Forward
 
     def _enter(self) -> None:
-        passes = ExitStack()
-        self._open.append(passes)
+        contexts = ExitStack()
+        self._open.append(contexts)
+        if len(self._open) == 1:
+            self._begin_outermost(contexts)
+        contexts.enter_context(self._autocast())
+
+    def _begin_outermost(self, contexts: ExitStack) -> None:
+        """Begin a forward or an evaluation, where this call is one."""
         gatherer = self._gatherer
-        is_recomputed = gatherer.in_backward
-        if (
-            len(self._open) == 1
-            and not gatherer.is_all_unsharded
-            and not gatherer.in_forward
-            and not is_recomputed
-        ):
-            if torch.is_grad_enabled():
-                self._micro.open_calls.clear()  # what the last forward left open never had a gradient
-                gatherer.begin_pass(self._micro, PassKind.FORWARD)
-            else:
-                passes.enter_context(gatherer.evaluation())
-        passes.enter_context(self._autocast())
+        if gatherer.is_all_unsharded:
+            return  # inside of gathered(): nothing moves
+        if gatherer.in_forward:
+            return  # one more call of the forward that is under way
+        if gatherer.in_backward:
+            return  # recomputed for backward
+        if torch.is_grad_enabled():
+            self._micro.open_calls.clear()  # calls of the last forward that got no gradient
+            gatherer.begin_pass(self._micro, PassKind.FORWARD)
+        else:
+            contexts.enter_context(gatherer.evaluation())
 
     def _leave(self) -> None:
         self._open.pop().close()
@@ -119,15 +136,15 @@ class ImplicitPasses:
             return None
         output = in_fp32(output)
         if torch.is_grad_enabled() and not self._gatherer.in_backward:
-            begins = functools.partial(self._micro.on_gradient_arrival, of_param=False)
+            on_arrival = functools.partial(self._micro.on_gradient_arrival, of_param=False)
             for tensor in tensors_in(output):
                 if tensor.requires_grad and tensor.grad_fn is not None:
-                    on_gradient(tensor, begins)
+                    on_gradient(tensor, on_arrival)
         return output
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Context in which parts of the model may be called by themselves; what they return is not cast to fp32."""
+        """Allow calls of parts of the model inside. Their results are not cast to fp32."""
         self._enter()
         try:
             yield
@@ -137,11 +154,19 @@ class ImplicitPasses:
     # Backward
 
     def on_gradient_arrival(self, micro: MicroPass, *, of_param: bool) -> None:
-        """Hear of a gradient, of an output or of a parameter: a backward of `micro` is under way."""
+        """Begin the backward of `micro`, unless it is under way.
+
+        Args:
+            micro: pass of the forward that the gradient is of.
+            of_param: it is a parameter's gradient, not that of a module's output.
+
+        Raises:
+            UserCodeError: this backward cannot be made.
+        """
         if micro is not self._micro:
             raise UserCodeError(
-                "backward() of what the model returned before the last step(), which was to change its parameters: "
-                "call the model again, and detach() what is kept from before"
+                "backward() of what the model returned before the last step(), which was to change "
+                "its parameters: call the model again, and detach() what is kept from before"
             )
         if self._open:  # of what a module differentiates in its own forward
             if of_param:
@@ -157,9 +182,8 @@ class ImplicitPasses:
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
         if of_param and self._micro.grads is None:
             self.num_backwards += 1
-            self._reducer.begin_backward(
-                self._micro, boundary=self.num_backwards % self.accumulate == 0
-            )
+            is_boundary = self.num_backwards % self.accumulate == 0
+            self._reducer.begin_backward(self._micro, boundary=is_boundary)
 
     def _backward_ends(self) -> None:
         self._in_backward = False
@@ -170,14 +194,15 @@ class ImplicitPasses:
     # One optimizer step
 
     def end_gradients(self) -> None:
-        """The step is to be made: every gradient is reduced.
+        """Reduce what is not reduced yet, because the step is to be made.
 
         Raises:
             UserCodeError: there is no gradient, or a backward raised.
         """
         if self._in_backward:
             raise UserCodeError(
-                "step(): the last backward() raised, so its gradients are not whole: call zero_grad()"
+                "step(): the last backward() raised, so its gradients are not whole: "
+                "call zero_grad()"
             )
         if not self.num_backwards:
             raise UserCodeError(
@@ -188,41 +213,61 @@ class ImplicitPasses:
         self._reducer.flush()
 
     def drop_gradients(self) -> None:
-        """What backward passes have given so far is forgotten."""
+        """Forget the gradients of the backwards so far."""
         if self._in_backward:  # one that raised; the other ranks have its reductions under way
             self._backward_ends()
         self.num_backwards = 0
 
     def end_step(self) -> None:
-        """The step was made: nothing of what was called before it is to be differentiated."""
+        """Begin a new pass: nothing that was called before the step is to be differentiated."""
         self.num_backwards = 0
         self._gatherer.unpin(self._micro)
         self._begin_pass()
 
 
 def in_fp32(value: Any) -> Any:
-    """`value` with the bf16 and fp16 tensors in nested tuples, lists, mappings and dataclasses cast to fp32."""
+    """Return `value` with its bf16 and fp16 tensors cast to fp32.
+
+    Looks into nested tuples, lists, mappings and dataclasses; containers without such tensors are
+    returned as they are.
+    """
     if isinstance(value, torch.Tensor):
         return value.float() if value.dtype in (torch.bfloat16, torch.float16) else value
     if isinstance(value, MutableMapping):
-        changed = {key: new for key, item in value.items() if (new := in_fp32(item)) is not item}
-        if not changed:
-            return value
-        made: Any = copy.copy(value)
-        for key, new in changed.items():
-            made[key] = new
-        return made
+        return _mapping_in_fp32(value)
     if isinstance(value, list | tuple):
-        items = [in_fp32(item) for item in value]
-        if all(new is item for new, item in zip(items, value, strict=True)):
-            return value
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        return _sequence_in_fp32(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {
-            field.name: getattr(value, field.name)
-            for field in dataclasses.fields(value)
-            if field.init
-        }
-        changed = {name: new for name, item in fields.items() if (new := in_fp32(item)) is not item}
+        names = [each.name for each in dataclasses.fields(value) if each.init]
+        changed = _changed({name: getattr(value, name) for name in names})
         return dataclasses.replace(value, **changed) if changed else value
     return value
+
+
+def _mapping_in_fp32(value: MutableMapping[Any, Any]) -> Any:
+    changed = _changed(value)
+    if not changed:
+        return value
+    made = copy.copy(value)
+    for key, item in changed.items():
+        made[key] = item
+    return made
+
+
+def _sequence_in_fp32(value: Any) -> Any:
+    items = [in_fp32(item) for item in value]
+    if all(new is item for new, item in zip(items, value, strict=True)):
+        return value
+    if hasattr(value, "_fields"):  # a named tuple
+        return type(value)(*items)
+    return type(value)(items)
+
+
+def _changed(items: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return the items that `in_fp32` changes, changed."""
+    changed = {}
+    for key, item in items.items():
+        new = in_fp32(item)
+        if new is not item:
+            changed[key] = new
+    return changed

@@ -1,16 +1,27 @@
-"""Cut a module tree into flat units.
+"""Auto-wrapping: divide the parameters of a module tree into flat units.
 
-A unit is what is gathered, reduced and updated at once: a repeated block, or, where that is larger than the bucket, a
-run of its submodules; small neighbours are merged up to the bucket. The cut follows the module tree because a unit is
-gathered when one of its modules is called. It does not depend on the ZeRO stage: the stages stay bit-equal.
+A unit is gathered, reduced and updated at once. It is a repeated block, or, where a block is larger
+than the bucket, a run of its submodules; small neighbours are merged up to the bucket. Units follow
+the module tree because a unit is gathered when one of its modules is called. No module is wrapped:
+the targets get hooks. The plan does not depend on the ZeRO stage, so that stages stay bit-equal.
+
+    module        size   targets (get hooks)     units, with a bucket of 8
+    embed         6      embed                   embed                  6
+    blocks.0      5      blocks.0                blocks.0               5    blocks stay apart
+    blocks.1      12
+      .attn       4      blocks.1.attn           blocks.1.{attn,norm}   5
+      .norm       1      blocks.1.norm
+      .mlp        7      blocks.1.mlp            blocks.1.mlp           7
+    head          tied   head                    (needs embed)
 """
 
 from __future__ import annotations
 
 import itertools
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -23,56 +34,73 @@ from zrun_core.memory.tensors import TensorPart
 
 @dataclass
 class WrapTarget:
-    """A module whose parameters are never separated by a module border: it is called as a whole, with one hook."""
+    """A module that is called as a whole: it gets one hook, and its parameters stay together.
+
+    Attributes:
+        param_names: parameters that it owns; tied ones belong to the first module that has them.
+        leaf: gathered and reduced as a whole, whatever runs inside.
+        alone: never merged with neighbours.
+        parent: name of the module that it is a child of.
+        block: name of the repeated block that it is, or lies in.
+        recurse: with the parameters of its children; False: the module's own ones only.
+    """
 
     name: str
     module: nn.Module
-    param_names: list[str] = field(default_factory=list)
-    leaf: bool = False  # gathered and reduced as a whole, whatever runs inside
-    alone: bool = False  # never merged with neighbours
+    param_names: list[str]
+    leaf: bool = False
+    alone: bool = False
     parent: str = ""
-    block: str = ""  # the repeated block that it is, or lies in
-    recurse: bool = True  # False: the module's own parameters, not those of its children
+    block: str = ""
+    recurse: bool = True
 
     def used(self) -> Iterator[nn.Parameter]:
-        """The parameters that a call of the module needs, owned or tied."""
+        """Return the parameters that a call of the module needs, owned or tied."""
         return self.module.parameters(recurse=self.recurse)
 
 
 @dataclass
 class WrapUnit:
-    """One unit before memory is given to it."""
+    """One unit before memory is given to it.
+
+    Attributes:
+        params: as in `layout.slots`.
+        leaf: gathered and reduced as a whole, whatever runs inside.
+    """
 
     layout: UnitLayout
-    params: list[nn.Parameter]  # as in layout.slots
+    params: list[nn.Parameter]
     leaf: bool
 
 
 @dataclass
 class WrapPlan:
-    """The units in order of registration, and for each hooked module the units that it needs."""
+    """The units of a model, and the modules that need them.
+
+    Attributes:
+        units: in order of registration.
+        hooked: module, indices of the units that a call of it needs, whether it is a leaf.
+    """
 
     units: list[WrapUnit]
-    hooked: list[tuple[nn.Module, list[int], bool]]  # module, unit indices, leaf
+    hooked: list[tuple[nn.Module, list[int], bool]]
 
 
 def repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The outermost repeated blocks: same-class members of a list or sequence that have modules inside."""
+    """Return name and module of the outermost repeated blocks.
+
+    They are members of a ModuleList or Sequential that have modules inside and share their class
+    with another member.
+    """
     found: list[tuple[str, nn.Module]] = []
 
     def visit(name: str, module: nn.Module) -> None:
-        members = list(module.named_children())
+        repeated: set[type] = set()
         if isinstance(module, nn.ModuleList | nn.Sequential):
-            composite = [
-                type(m)
-                for _, m in members
-                if any(m.children()) and any(True for _ in m.parameters())
-            ]
-            repeated = {kind for kind in composite if composite.count(kind) > 1}
-        else:
-            repeated = set()
-        for child_name, child in members:
-            path = f"{name}.{child_name}" if name else child_name
+            kinds = Counter(type(child) for child in module.children() if _is_composite(child))
+            repeated = {kind for kind, count in kinds.items() if count > 1}
+        for child_name, child in module.named_children():
+            path = _join(name, child_name)
             if type(child) in repeated:
                 found.append((path, child))
             else:
@@ -82,25 +110,41 @@ def repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return found
 
 
+def _is_composite(module: nn.Module) -> bool:
+    return any(module.children()) and _has_params(module)
+
+
+def _has_params(module: nn.Module, recurse: bool = True) -> bool:
+    return any(True for _ in module.parameters(recurse=recurse))
+
+
+def _join(parent: str, name: str) -> str:
+    return f"{parent}.{name}" if parent else name
+
+
 def _matches(patterns: Sequence[str], name: str) -> bool:
     return any(re.fullmatch(pattern, name) for pattern in patterns)
 
 
 def _check_used(key: str, patterns: Sequence[str], model: nn.Module) -> None:
+    """Check that each pattern matches a module.
+
+    Raises:
+        JobError: it does not.
+    """
     names = [name for name, _ in model.named_modules() if name]
     for pattern in patterns:
-        if not any(_matches([pattern], name) for name in names):
-            near = next((name for name in names if re.search(pattern, name)), None)
-            hint = (
-                f"part of {near!r} does: write .*{pattern}.*"
-                if near
-                else f"names are like {', '.join(names[:3])}"
-            )
-            raise JobError(f"{key}: {pattern!r} matches no module's whole name; {hint}")
+        if any(_matches([pattern], name) for name in names):
+            continue
+        hint = f"names are like {', '.join(names[:3])}"
+        near = next((name for name in names if re.search(pattern, name)), None)
+        if near:
+            hint = f"part of {near!r} does: write .*{pattern}.*"
+        raise JobError(f"{key}: {pattern!r} matches no module's whole name; {hint}")
 
 
 class _TargetCollector:
-    """Walks the tree once and collects targets."""
+    """Walks the module tree once, and collects the targets in order of registration."""
 
     def __init__(
         self,
@@ -111,81 +155,107 @@ class _TargetCollector:
         leaf_names: Sequence[str],
         whole_blocks: bool,
     ) -> None:
-        self._param_bytes = (
-            param_bytes  # parameter name -> bytes, each parameter under its first name only
-        )
+        """
+        Args:
+            model: on any device.
+            param_bytes: by name, each parameter under its first name only.
+            bucket: bytes; a module that is larger is divided into its children.
+            unit_names: regexes of modules that become units of their own.
+            leaf_names: regexes of modules that are targets as they are.
+            whole_blocks: repeated blocks are targets as they are.
+        """
+        self._param_bytes = param_bytes
         self._bucket = bucket
-        self._unit_names, self._leaf_names = unit_names, leaf_names
-        self._blocks = {id(module) for _, module in repeated_blocks(model)}
+        self._unit_names = unit_names
+        self._leaf_names = leaf_names
         self._whole_blocks = whole_blocks
-        self._above_blocks = {
-            id(module)
-            for module in model.modules()
-            if any(id(inner) in self._blocks for inner in module.modules() if inner is not module)
-        }
-        forced = [*unit_names, *leaf_names]
-        self._above_forced = {
-            id(module)
-            for name, module in model.named_modules()
-            if any(
-                _matches(forced, f"{name}.{inner}" if name else inner)
-                for inner, _ in module.named_modules()
-                if inner
-            )
-        }
+        self._blocks = {id(module) for _, module in repeated_blocks(model)}
+        # Modules that hold a block or a forced target are divided, however small they are.
+        self._divided: set[int] = set()
+        for name, module in model.named_modules():
+            if self._holds_block(module) or self._holds_forced(name, module):
+                self._divided.add(id(module))
         self.targets: list[WrapTarget] = []
         self._seen: set[int] = set()
         self._visit("", model, "", "")
-
-    def _names(self, name: str, module: nn.Module, recurse: bool) -> list[str]:
-        prefix = f"{name}." if name else ""
-        inside = (prefix + n for n, _ in module.named_parameters(recurse=recurse))
-        return [n for n in inside if n in self._param_bytes]
 
     def _visit(self, name: str, module: nn.Module, parent: str, block: str) -> None:
         if id(module) in self._seen:  # a module registered twice
             return
         self._seen.add(id(module))
-        is_leaf = _matches(self._leaf_names, name)
         is_block = id(module) in self._blocks
-        is_forced = _matches(self._unit_names, name) or is_block
-        block = name if is_block else block
-        names = self._names(name, module, recurse=True)
-        size = sum(self._param_bytes[n] for n in names)
-        is_open = id(module) in self._above_blocks or id(module) in self._above_forced
-        children = [(n, m) for n, m in module.named_children() if any(True for _ in m.parameters())]
-        is_target = is_leaf or (self._whole_blocks and is_block)
-        if is_target or not children or (not is_open and size <= self._bucket):
-            if any(True for _ in module.parameters()):
-                self.targets.append(
-                    WrapTarget(name, module, names, is_leaf, is_leaf or is_forced, parent, block)
-                )
+        if is_block:
+            block = name
+        children = [(n, child) for n, child in module.named_children() if _has_params(child)]
+        if self._is_target(name, module, children):
+            if _has_params(module):
+                is_leaf = _matches(self._leaf_names, name)
+                is_alone = is_leaf or is_block or _matches(self._unit_names, name)
+                names = self._owned_names(name, module, recurse=True)
+                target = WrapTarget(name, module, names, is_leaf, is_alone, parent, block)
+                self.targets.append(target)
             return
-        if any(True for _ in module.parameters(recurse=False)):
-            # Parameters of the module itself are in use for as long as it runs: a unit apart from its children's.
-            names = self._names(name, module, recurse=False)
-            self.targets.append(
-                WrapTarget(name, module, names, alone=True, parent=name, block=block, recurse=False)
+        if _has_params(module, recurse=False):
+            # The module's own parameters are in use for as long as it runs: a unit apart from its
+            # children's.
+            names = self._owned_names(name, module, recurse=False)
+            own = WrapTarget(
+                name, module, names, alone=True, parent=name, block=block, recurse=False
             )
+            self.targets.append(own)
         for child_name, child in children:
-            self._visit(
-                f"{name}.{child_name}" if name else child_name, child, parent=name, block=block
-            )
+            self._visit(_join(name, child_name), child, parent=name, block=block)
+
+    def _is_target(
+        self, name: str, module: nn.Module, children: list[tuple[str, nn.Module]]
+    ) -> bool:
+        """Return whether the module is called as a whole; else it is divided into its children."""
+        if _matches(self._leaf_names, name) or not children:
+            return True
+        if self._whole_blocks and id(module) in self._blocks:
+            return True
+        if id(module) in self._divided:
+            return False
+        names = self._owned_names(name, module, recurse=True)
+        return sum(self._param_bytes[n] for n in names) <= self._bucket
+
+    def _holds_block(self, module: nn.Module) -> bool:
+        inside = (inner for inner in module.modules() if inner is not module)
+        return any(id(inner) in self._blocks for inner in inside)
+
+    def _holds_forced(self, name: str, module: nn.Module) -> bool:
+        forced = [*self._unit_names, *self._leaf_names]
+        inside = (inner for inner, _ in module.named_modules() if inner)
+        return any(_matches(forced, _join(name, inner)) for inner in inside)
+
+    def _owned_names(self, name: str, module: nn.Module, recurse: bool) -> list[str]:
+        """Return the parameters that no module before this one has."""
+        names = (_join(name, inner) for inner, _ in module.named_parameters(recurse=recurse))
+        return [each for each in names if each in self._param_bytes]
 
 
 def _merge(
     targets: Sequence[WrapTarget], size_of: Callable[[WrapTarget], int], bucket: int
 ) -> Iterator[list[WrapTarget]]:
-    """Runs of neighbouring targets under one parent that fit the bucket together."""
+    """Yield runs of neighbouring targets under one parent that fit the bucket together.
+
+    Args:
+        targets: in order of registration.
+        size_of: bytes of a target.
+        bucket: bytes that a run of more than one target must not exceed.
+    """
     run: list[WrapTarget] = []
+    size = 0
     for target in targets:
-        mergeable = (
-            bool(run) and not target.alone and not run[-1].alone and target.parent == run[-1].parent
-        )
-        if run and not (mergeable and sum(map(size_of, run)) + size_of(target) <= bucket):
-            yield run
-            run = []
+        if run:
+            last = run[-1]
+            may_merge = not (target.alone or last.alone) and target.parent == last.parent
+            if not may_merge or size + size_of(target) > bucket:
+                yield run
+                run = []
+                size = 0
         run.append(target)
+        size += size_of(target)
     if run:
         yield run
 
@@ -204,17 +274,21 @@ def auto_wrap(
     group_of: Callable[[str], int] = lambda name: 0,
     table: Mapping[str, TensorPart] = NO_PARTS,
 ) -> WrapPlan:
-    """Cut `model` into units of at most `bucket` bytes in `dtype`, where the module tree allows it.
+    """Divide `model` into units of at most `bucket` bytes, where the module tree allows it.
 
     Args:
-        dtype: compute dtype; norms with running statistics stay fp32, because torch computes them in one dtype only.
+        model: on any device, also meta.
+        dtype: compute dtype; norms with running statistics stay fp32, because torch computes them
+            in one dtype only.
+        num_shards: ranks that divide each unit.
         num_parts: that units are padded to; None: as many as shards.
+        bucket: bytes, in `dtype`.
         unit_names: regexes; a module whose whole name matches becomes units of its own.
         leaf_names: regexes; a matching module is gathered and reduced as a whole.
-        whole_blocks: never cut inside a repeated block, whatever its size.
-        persist_below: parameters of fewer bytes go to units that stay whole.
+        persist_below: parameters of fewer bytes go to units that are kept unsharded.
+        whole_blocks: never divide a repeated block, whatever its size.
         group_of: optimizer group of a tensor's name.
-        table: by parameter name, what it is of a tensor of the model; absent: all of one.
+        table: by parameter name, its part in a tensor of the model; absent: all of one.
 
     Raises:
         JobError: a regex of `unit_names` or `leaf_names` matches no module.
@@ -224,46 +298,34 @@ def auto_wrap(
     _check_used("zero.leaf", leaf_names, model)
     params = dict(model.named_parameters())  # a tied parameter appears once, under its first name
     _check_table(table, params)
-    replicated_over = {
-        name: table[name].replicated_over if name in table else () for name in params
-    }
-    in_fp32 = _of_running_norms(model)
-    dtypes = {
-        name: torch.float32 if id(param) in in_fp32 else dtype for name, param in params.items()
-    }
+    dtypes = dict.fromkeys(params, dtype)
+    in_fp32 = running_norm_params(model)
+    for name, param in params.items():
+        if id(param) in in_fp32:
+            dtypes[name] = torch.float32
     param_bytes = {name: param.numel() * dtypes[name].itemsize for name, param in params.items()}
     small = {name for name, num_bytes in param_bytes.items() if num_bytes < persist_below}
-    targets = _TargetCollector(
-        model, param_bytes, bucket, unit_names, leaf_names, whole_blocks
-    ).targets
-    in_use_throughout = _kept_until_pass_ends(
-        targets, {id(param): name for name, param in params.items()}
-    )
+    collector = _TargetCollector(model, param_bytes, bucket, unit_names, leaf_names, whole_blocks)
+    targets = collector.targets
+    kept = _kept_until_pass_ends(targets, {id(param): name for name, param in params.items()})
 
     units: list[WrapUnit] = []
     unit_of: dict[int, int] = {}  # id(parameter) -> unit
 
-    def add(name: str, names: Sequence[str], leaf: bool, keep_unsharded: bool, block: str) -> None:
-        formats = dict.fromkeys((dtype, torch.float32))
-        axes = sorted({replicated_over[n] for n in names})
-        for trainable, of_dtype, over in itertools.product((True, False), formats, axes):
-            chosen = [
-                n for n in names if params[n].requires_grad == trainable and dtypes[n] == of_dtype
-            ]
-            chosen = [n for n in chosen if replicated_over[n] == over]
-            if not chosen:
-                continue
-            traits = [*["frozen"] * (not trainable), *["fp32"] * (of_dtype != dtype)]
-            traits += [f"alike over {axis}" for axis in over]
+    def add_units(
+        name: str, names: list[str], leaf: bool, keep_unsharded: bool, block: str
+    ) -> None:
+        """Add a unit for each kind of parameter among `names`."""
+        for traits, chosen in _alike(names, params, dtypes, dtype, table):
             layout = lay_out(
                 f"{name}({','.join(traits)})" if traits else name,
                 [(n, params[n], group_of(table[n].tensor if n in table else n)) for n in chosen],
-                dtype=of_dtype,
-                trainable=trainable,
+                dtype=dtypes[chosen[0]],
+                trainable=params[chosen[0]].requires_grad,
                 num_shards=num_shards,
                 num_parts=num_parts,
                 keep_unsharded=keep_unsharded,
-                keep_until_pass_ends=any(n in in_use_throughout for n in chosen),
+                keep_until_pass_ends=any(n in kept for n in chosen),
                 modules=name,
                 block=block,
                 table=table,
@@ -276,63 +338,101 @@ def auto_wrap(
         return sum(param_bytes[n] for n in target.param_names if n not in small)
 
     for run in _merge(targets, size_of, bucket):
+        title = _title([target.name for target in run])
         names = [n for target in run for n in target.param_names if n not in small]
-        add(
-            _title([target.name for target in run]),
-            names,
-            run[0].leaf,
-            keep_unsharded=False,
-            block=run[0].block,
-        )
-    add(
-        "small parameters",
-        [n for n in params if n in small],
-        leaf=False,
-        keep_unsharded=True,
-        block="",
-    )
-    hooked = [
-        (target.module, sorted({unit_of[id(p)] for p in target.used()}), target.leaf)
-        for target in targets
-    ]
+        add_units(title, names, run[0].leaf, keep_unsharded=False, block=run[0].block)
+    persistent = [name for name in params if name in small]
+    add_units("small parameters", persistent, leaf=False, keep_unsharded=True, block="")
+    hooked = []
+    for target in targets:
+        needed = sorted({unit_of[id(param)] for param in target.used()})
+        hooked.append((target.module, needed, target.leaf))
     return WrapPlan(units, hooked)
 
 
+def _alike(
+    names: Sequence[str],
+    params: Mapping[str, nn.Parameter],
+    dtypes: Mapping[str, torch.dtype],
+    compute_dtype: torch.dtype,
+    table: Mapping[str, TensorPart],
+) -> Iterator[tuple[list[str], list[str]]]:
+    """Divide `names` by what a unit must have alike: trainable, dtype, and axes of replication.
+
+    Yields:
+        Traits that distinguish the unit, for its name; and the names.
+    """
+    replicated = {name: table[name].replicated_over if name in table else () for name in names}
+    formats = dict.fromkeys((compute_dtype, torch.float32))
+    axes = sorted({replicated[name] for name in names})
+    for trainable, dtype, over in itertools.product((True, False), formats, axes):
+        chosen = [
+            name
+            for name in names
+            if params[name].requires_grad == trainable
+            and dtypes[name] == dtype
+            and replicated[name] == over
+        ]
+        if not chosen:
+            continue
+        traits = []
+        if not trainable:
+            traits.append("frozen")
+        if dtype != compute_dtype:
+            traits.append("fp32")
+        traits += [f"alike over {axis}" for axis in over]
+        yield traits, chosen
+
+
 def _check_table(table: Mapping[str, TensorPart], params: Mapping[str, nn.Parameter]) -> None:
-    """Raise a ValueError if a part is of no parameter, or parts of a tensor disagree about it."""
+    """Check the parts of tensors.
+
+    Raises:
+        ValueError: a part is of no parameter, or parts of a tensor disagree about it.
+    """
     tensors: dict[str, tuple[object, object]] = {}
     for name, part in table.items():
         if name not in params:
             raise ValueError(f"the tensor table has {name}, which the model has not")
-        if tensors.setdefault(part.tensor, (part.shape, part.stride)) != (part.shape, part.stride):
+        form = (part.shape, part.stride)
+        if tensors.setdefault(part.tensor, form) != form:
             raise ValueError(f"the tensor table has {part.tensor} in two shapes or memory orders")
 
 
-def _of_running_norms(model: nn.Module) -> set[int]:
-    """Identities of the parameters that share their module with running statistics, which are fp32 buffers."""
-    norms = (
-        inner
-        for inner in model.modules()
-        if isinstance(inner, _NormBase) and inner.track_running_stats
-    )
-    return {id(param) for norm in norms for param in norm.parameters(recurse=False)}
+def running_norm_params(model: nn.Module) -> set[int]:
+    """Return the identities of parameters of norms with running statistics, which are fp32."""
+    found: set[int] = set()
+    for module in model.modules():
+        if isinstance(module, _NormBase) and module.track_running_stats:
+            found.update(id(param) for param in module.parameters(recurse=False))
+    return found
 
 
 def _kept_until_pass_ends(targets: Sequence[WrapTarget], name_of: dict[int, str]) -> set[str]:
-    """Parameters that are in use while others come and go: of containers themselves, or used by several modules."""
-    tied = {
-        name
-        for target in targets
-        for p in target.used()
-        if (name := name_of[id(p)]) not in target.param_names
-    }
-    return tied.union(*(target.param_names for target in targets if not target.recurse))
+    """Return parameters in use while others come and go.
+
+    They are of containers themselves, or used by several modules.
+
+    Args:
+        targets: of the model.
+        name_of: by identity of a parameter, its first name.
+    """
+    kept = set()
+    for target in targets:
+        if not target.recurse:
+            kept.update(target.param_names)
+        for param in target.used():
+            name = name_of[id(param)]
+            if name not in target.param_names:  # tied: another target owns it
+                kept.add(name)
+    return kept
 
 
 def _title(names: Sequence[str]) -> str:
+    """Return the name of a unit of these modules: blocks.1.{attn,norm}."""
     if len(names) == 1:
         return names[0] or "model"
     parent = names[0].rpartition(".")[0]
     short = [name.rpartition(".")[2] for name in names]
     inside = ",".join(short) if len(short) <= 4 else f"{short[0]}..{short[-1]}"
-    return f"{parent}.{{{inside}}}" if parent else f"{{{inside}}}"
+    return _join(parent, f"{{{inside}}}")

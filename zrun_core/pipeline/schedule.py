@@ -1,8 +1,12 @@
-"""In which order a rank computes the forwards and backwards of a step: lists of actions, as data.
+"""The order in which a rank computes the forwards and backwards of a step: lists of actions.
 
-The trainer executes such a list, and the planner times and weighs the same ones. Each backward comes
-after its forward, and the last backward is the last action: with it the gradients of the step are
-complete.
+The trainer executes such a list, and the planner times and weighs the same ones. Each backward
+comes after its forward, and the last backward is the last action: with it the gradients of the step
+are complete. 1F1B on 3 stages with 4 micro-batches (F0 is the forward of micro-batch 0):
+
+    stage 0   F0 F1 F2 B0 F3 B1 B2 B3
+    stage 1   F0 F1 B0 F2 B1 F3 B2 B3
+    stage 2   F0 B0 F1 B1 F2 B2 F3 B3
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from typing import NamedTuple
 
 
 class ActionKind(Enum):
-    """What is computed."""
+    """The kinds of actions."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -43,7 +47,8 @@ def validated(actions: Iterable[Action]) -> tuple[Action, ...]:
         ValueError: a forward or a backward is missing, comes twice, or a backward comes too early.
     """
     found = tuple(actions)
-    under_way, done = set(), set()
+    under_way = set()
+    done = set()
     for action in found:
         part = action.chunk, action.micro
         if action.kind is ActionKind.FORWARD:
@@ -54,7 +59,8 @@ def validated(actions: Iterable[Action]) -> tuple[Action, ...]:
             under_way.remove(part)
             done.add(part)
         else:
-            raise ValueError(f"{action} comes twice" if part in done else f"{action} comes early")
+            problem = "comes twice" if part in done else "comes early"
+            raise ValueError(f"{action} {problem}")
     if under_way:
         chunk, micro = min(under_way)
         raise ValueError(f"{Action(ActionKind.BACKWARD, chunk, micro)} is missing")
@@ -62,11 +68,15 @@ def validated(actions: Iterable[Action]) -> tuple[Action, ...]:
 
 
 def max_in_flight(actions: Iterable[Action]) -> int:
-    """Return how many forwards at most wait for their backwards at a time."""
-    most = now = 0
+    """Return the largest number of forwards that wait for their backwards at a time."""
+    most = 0
+    in_flight = 0
     for action in actions:
-        now += 1 if action.kind is ActionKind.FORWARD else -1
-        most = max(most, now)
+        if action.kind is ActionKind.FORWARD:
+            in_flight += 1
+        else:
+            in_flight -= 1
+        most = max(most, in_flight)
     return most
 
 
@@ -77,7 +87,7 @@ def no_pipeline(micro_batches: int) -> tuple[Action, ...]:
 
 
 def stage_order(stage: int, stages: int, virtual: int, micro_batches: int) -> tuple[Action, ...]:
-    """Return what one stage of a pipeline does, 1F1B for `virtual` 1 and interleaved for more.
+    """Return the order of one stage of a pipeline: 1F1B for `virtual` 1, interleaved for more.
 
     Args:
         stage: of `stages`, from 0.
@@ -115,7 +125,8 @@ def interleaved(stage: int, stages: int, virtual: int, micro_batches: int) -> tu
     if micro_batches % stages:
         raise ValueError(f"{micro_batches} micro-batches are no groups of {stages}")
     own = range(stage, stages * virtual, stages)
-    forwards, backwards = [], []
+    forwards = []
+    backwards = []
     for first in range(0, micro_batches, stages):
         group = range(first, first + stages)
         forwards += [Action(ActionKind.FORWARD, chunk, micro) for chunk in own for micro in group]

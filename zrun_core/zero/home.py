@@ -1,14 +1,14 @@
-"""Where a state of a unit lives, and the verbs by which it comes to where it is used.
+"""Homes: the place of a unit's state between uses, which may be another tier than the device.
 
-    fetch   before use: the values begin to come
-    at      the memory in which they are used
-    put     after they were written: the new values begin to go home
-    drop    not used any more, until the next fetch
+    fetch   before use: begin to bring the values to the device
+    at      the memory on the device in which they are used
+    put     after they were written: begin to store the new values
+    drop    release the memory on the device until the next fetch
 
 A unit has three: `param`, of what it keeps of its parameters between uses; `grad`; and `record`, of
 what an update reads and writes beside the gradient. It never asks which kind they are: it calls the
-verbs wherever values that live elsewhere would have to come or go. `tests/dist/test_homes.py` has
-all of them elsewhere.
+verbs wherever values that live elsewhere would have to be moved. Today all states live in place;
+`tests/dist/test_homes.py` has all of them elsewhere.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from zrun_core.memory.arena import byte_buffer
 class Home(Protocol):
     """Memory of one state of one unit.
 
-    The verbs of one home take effect in the order in which they are called: nobody has to wait for
-    what `put` returns before the next one.
+    The verbs of one home take effect in the order of the calls: there is no need to wait for what
+    `put` returns before the next one.
     """
 
     def fetch(self) -> Handle | None:
-        """Begin to bring the values here. Returns what to wait for; None: they are here."""
+        """Begin to bring the values here. Returns a handle to wait for; None: they are here."""
         ...
 
     def at(self) -> torch.Tensor:
         """Return the memory here: the values since `fetch`; without it, room for new ones.
 
-        Whoever keeps views of it makes them anew where another tensor is returned.
+        Views of it must be made anew when another tensor is returned.
         """
         ...
 
     def put(self) -> Handle | None:
-        """Begin to take home what was written here. Returns what to wait for; None: it is there."""
+        """Begin to store what was written here. Returns a handle to wait for, or None if done."""
         ...
 
     def drop(self) -> None:
-        """Give up the memory here, as far as it is not the home itself.
+        """Release the memory here, as far as it is not the home itself.
 
         Other ranks may still read what they were sent from it: see `Comm.settle`.
         """
@@ -56,7 +56,7 @@ class Home(Protocol):
 
 
 class InPlace:
-    """The home of what is used where it lives. Nothing moves, and nothing is to be waited for."""
+    """The home of a state that is used where it lives: nothing moves."""
 
     __slots__ = ("_memory",)
 

@@ -1,8 +1,9 @@
 """Number formats, and dynamic loss scaling.
 
-fp16 has a smallest normal number of 6e-5: gradients vanish below it. The loss is multiplied by a scale before backward
-and the gradients are divided by it after reduction; the scale halves when a step overflows (which is skipped) and
-doubles after a window of good ones (Micikevicius et al. 2018, "Mixed Precision Training", section 3.2).
+fp16 has a smallest normal number of 6e-5: gradients vanish below it. The loss is multiplied by a
+scale before backward and the gradients are divided by it after reduction; the scale halves when a
+step overflows (which is skipped) and doubles after a window of good ones (Micikevicius et al. 2018,
+"Mixed Precision Training", section 3.2).
 """
 
 from __future__ import annotations
@@ -33,16 +34,17 @@ class Precision:
 
     @classmethod
     def of(cls, config: PrecisionConfig) -> Precision:
+        """Return the formats that the job's section `precision` names."""
         compute = _DTYPES[config.compute]
-        return cls(
-            compute, torch.float32 if config.reduce == "fp32" else compute, config.loss_scale
-        )
+        reduce = torch.float32 if config.reduce == "fp32" else compute
+        return cls(compute, reduce, config.loss_scale)
 
     def autocast(self, device: torch.device) -> AbstractContextManager[object]:
-        """Context of forward passes: matrix products in `compute`; norms, softmax and losses in fp32.
+        """Return the context of forward passes: matrix products in `compute`, losses in fp32.
 
-        Parameters are in `compute` already, so nothing is cast twice; autocast keeps the rest of a user's model (fp32
-        inputs and buffers, losses) in the formats that torch considers safe.
+        Parameters are in `compute` already, so nothing is cast twice; autocast keeps the rest of a
+        user's model (norms, softmax, fp32 inputs and buffers) in the formats that torch considers
+        safe.
         """
         if self.compute == torch.float32:
             return nullcontext()
@@ -50,9 +52,9 @@ class Precision:
 
 
 class LossScaler:
-    """The scale of the loss, the same on every rank because every rank sees the same overflows.
+    """The scale of the loss. It is the same on every rank, as all see the same overflows.
 
-    The state lives in tensors on the device and follows each step without the host reading anything.
+    The state lives in tensors on the device and follows each step; the host reads nothing.
     """
 
     def __init__(self, precision: Precision, device: torch.device) -> None:
@@ -60,21 +62,27 @@ class LossScaler:
         self._config = precision.loss_scale
         first = self._config.init if self.enabled else 1.0
         self.scale = torch.tensor(first, dtype=torch.float32, device=device)
-        self._good = torch.zeros(
-            (), dtype=torch.int64, device=device
-        )  # steps since the scale last changed
-        self._bad = torch.zeros((), dtype=torch.int64, device=device)  # overflows in a row
+        # Steps since the scale last changed, and overflows in a row.
+        self._good = torch.zeros((), dtype=torch.int64, device=device)
+        self._bad = torch.zeros((), dtype=torch.int64, device=device)
 
     def update(self, overflow: torch.Tensor) -> None:
-        """Follow one step. `overflow` is 0-d bool, equal on all ranks."""
+        """Follow one step, without the host reading anything: booleans on the device are factors.
+
+        Args:
+            overflow: 0-d bool, equal on all ranks.
+        """
         if not self.enabled:
             return
         config = self._config
-        bad, good = (self._bad + 1) * overflow, (self._good + 1) * ~overflow
-        shrinks, grows = bad >= config.hysteresis, good >= config.window  # never both
-        factor = 1.0 + 1.0 * grows - 0.5 * shrinks
+        bad = (self._bad + 1) * overflow
+        good = (self._good + 1) * ~overflow
+        shrinks = bad >= config.hysteresis
+        grows = good >= config.window  # never both
+        factor = 1.0 + 1.0 * grows - 0.5 * shrinks  # 2, 0.5 or 1
         self.scale = (self.scale * factor).clamp(config.min, _LARGEST_SCALE)
-        self._bad, self._good = bad * ~shrinks, good * ~grows
+        self._bad = bad * ~shrinks
+        self._good = good * ~grows
 
     @property
     def least_scale(self) -> float | None:

@@ -2,10 +2,16 @@
 
     |------- fp32 master -------|---- exp_avg ----|---- exp_avg_sq ----|
 
-There is no master where the parameters are fp32 and at hand: they are their own. Moments come with
-the unit's first update, because the optimizer itself makes them, with the values that it begins
-with. Each moment has room for all elements that this rank updates, in their order and without the
-padding at the end: a part of them has the same place in the master and in each moment.
+A rank that updates 1024 elements, of which the last 24 are padding, with moments in bf16:
+
+    bytes     0 .. 4096          .. 6096           .. 8096
+    content   master 1024 x 4    exp_avg 1000 x 2  exp_avg_sq 1000 x 2
+
+There is no master where the parameters are fp32 and on the device: they are their own. Moments come
+with the unit's first update, because the optimizer itself makes them, with the values that it
+begins with. Each moment has room for all elements that this rank updates, in their order and
+without the padding at the end: elements [start, stop) are [start, stop) of the master and of each
+moment.
 """
 
 from __future__ import annotations
@@ -20,7 +26,7 @@ _MASTER = torch.float32
 
 @dataclass(frozen=True)
 class _Moment:
-    """One number for each element: where they lie in the record, in bytes."""
+    """Bytes [start, stop) of the record, with one number for each element."""
 
     dtype: torch.dtype
     start: int
@@ -29,7 +35,7 @@ class _Moment:
 
 @dataclass(frozen=True)
 class RecordLayout:
-    """Which bytes of a record are what.
+    """The division of a record's bytes.
 
     Attributes:
         master_numel: elements of the master, padding included; 0 where there is none.
@@ -47,13 +53,17 @@ class RecordLayout:
         return max((moment.stop for moment in self.moments.values()), default=master_bytes)
 
     def extended(self, dtypes: Mapping[str, torch.dtype]) -> RecordLayout:
-        """Return the layout with more moments behind those that there are, by name.
+        """Return the layout with more moments behind those that there are.
 
-        Wide numbers come first, so that each begins where its format wants to.
+        Wide numbers come first, so that little is lost to alignment.
+
+        Args:
+            dtypes: of the new moments, by name.
         """
-        moments, end = dict(self.moments), self.num_bytes
+        moments = dict(self.moments)
+        end = self.num_bytes
         for name, dtype in sorted(dtypes.items(), key=lambda item: -item[1].itemsize):
-            start = -(-end // dtype.itemsize) * dtype.itemsize
+            start = -(-end // dtype.itemsize) * dtype.itemsize  # the next multiple
             end = start + self.moment_numel * dtype.itemsize
             moments[name] = _Moment(dtype, start, end)
         return RecordLayout(self.master_numel, self.moment_numel, moments)
@@ -64,7 +74,7 @@ class RecordLayout:
 
     def moments_of(self, record: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the moments, [moment_numel] each, as views of `record`, [num_bytes] uint8."""
-        found = {}
-        for name, moment in self.moments.items():
-            found[name] = record[moment.start : moment.stop].view(moment.dtype)
-        return found
+        return {
+            name: record[moment.start : moment.stop].view(moment.dtype)
+            for name, moment in self.moments.items()
+        }

@@ -12,12 +12,12 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from zrun_core.memory.layout import dense_stride
 from zrun_core.plan.trace.profile import ModuleInfo, ParamInfo, Profile
-from zrun_core.zero.auto_wrap import _of_running_norms, repeated_blocks
+from zrun_core.zero.auto_wrap import repeated_blocks, running_norm_params
 
 
 def describe_params(model: nn.Module, compute: torch.dtype) -> tuple[ParamInfo, ...]:
     """Return every parameter, under its first name, in the dtype in which it is computed with."""
-    in_fp32 = _of_running_norms(model)
+    in_fp32 = running_norm_params(model)
     block_of = {
         id(param): number
         for number, (_, block) in reversed([*enumerate(repeated_blocks(model))])

@@ -34,7 +34,7 @@ from zrun_core.spine import memory_limits
 from zrun_core.spine.config import ActivationsConfig, JobConfig
 from zrun_core.user_code import user
 from zrun_core.user_code.loss import LossFunction, LossKind, compute_loss
-from zrun_core.zero.auto_wrap import _of_running_norms, repeated_blocks
+from zrun_core.zero.auto_wrap import repeated_blocks, running_norm_params
 from zrun_core.zero.precision import Precision
 
 _CPU = torch.device("cpu")
@@ -164,7 +164,7 @@ class TracedModel:
 
     def _replace_tensors(self, made: Callable[[torch.Tensor, torch.dtype], torch.Tensor]) -> None:
         """Replace every tensor by what `made` makes of it in a dtype; a shared one stays shared."""
-        in_fp32 = _of_running_norms(self.model)
+        in_fp32 = running_norm_params(self.model)
         new: dict[int, torch.Tensor] = {}
         self._known = []
 

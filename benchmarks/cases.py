@@ -1,4 +1,6 @@
-"""What can be run, by name, without importing torch: `zrun3-bf16@4` is ZeRO-3 of zrun in bf16 on 4 ranks.
+"""What can be run, by name, without importing torch.
+
+`zrun3-bf16@4` is ZeRO-3 of zrun in bf16 on 4 ranks.
 
 `zrun3-other` is ZeRO-3 of another checkout of zrun, run by that one's interpreter and benchmarks.
 """
@@ -40,7 +42,7 @@ class Shape:
 
     @property
     def flops_per_token(self) -> int:
-        """Forward and backward, nothing recomputed: 6 per weight of a matrix product, and causal attention."""
+        """FLOPs of forward and backward: 6 per weight of a matrix product, and causal attention."""
         return (
             6 * (12 * self.dim**2 * self.depth + VOCAB * self.dim)
             + 6 * self.depth * self.dim * self.seq
@@ -127,7 +129,8 @@ class Request:
 
 # What `--only` chooses from. The first name of a part is what the others are compared with.
 PARTS = {
-    "fp32": "ddp zrun0 zrun1 zrun2 zrun3 zrun1-sockets zrun2-sockets zrun3-sockets fsdp2-z2 fsdp2-z3 ds1 ds2 ds3",
+    "fp32": "ddp zrun0 zrun1 zrun2 zrun3 zrun1-sockets zrun2-sockets zrun3-sockets "
+    "fsdp2-z2 fsdp2-z3 ds1 ds2 ds3",
     "bf16": "ddp-bf16 zrun3-bf16 fsdp2-z3-bf16 ds3-bf16",
     "loss": "single ddp zrun0 zrun1 zrun2 zrun3",
     "one-rank": "single@1 zrun2@1",
@@ -149,7 +152,7 @@ def cases_of(parts: list[str], ranks: int) -> list[Case]:
 
 
 def zrun_job(stage: int, bf16: bool) -> dict[str, object]:
-    """What a job file says about zrun, as far as it does not depend on where the model comes from."""
+    """Return the keys of a job file that do not depend on where the model comes from."""
     return {
         "name": "bench",
         "model": "model.py:job_model",

@@ -1,4 +1,6 @@
-"""What every system trains: a GPT-2-style decoder on the bytes of Python's own library, the same batches for all.
+"""Model and data of every system: a GPT-2-style decoder on the bytes of Python's own library.
+
+All systems get the same batches.
 
 `zrun train` builds the same model and data by `job_model` and `JobData`.
 """
@@ -38,7 +40,10 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """(tokens, targets) -> mean loss. The head is not tied, so that no system needs a special case."""
+    """(tokens, targets) -> mean loss.
+
+    The head is not tied, so that no system needs a special case.
+    """
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -82,7 +87,10 @@ def corpus(limit: int = 8 << 20) -> Tensor:
 
 
 def global_batch(shape: Shape, step: int, ranks: int) -> tuple[Tensor, Tensor]:
-    """(tokens, targets) of all ranks in a step from 0, int64 [ranks * batch, seq]. Rank r takes the r-th part."""
+    """(tokens, targets) of all ranks in a step from 0, int64 [ranks * batch, seq].
+
+    Rank r takes the r-th part.
+    """
     generator = torch.Generator().manual_seed(700021 + step)
     text = corpus()
     starts = torch.randint(

@@ -1,15 +1,18 @@
-"""Compare zrun with plain torch, DDP, FSDP2 and DeepSpeed on this machine's CPU, and judge the targets.
+"""Compare zrun with plain torch, DDP, FSDP2 and DeepSpeed on this machine's CPU.
 
-    python benchmarks/step.py --size 50m                     everything: about 40 minutes on 2 quiet cores
+The targets are judged too:
+
+    python benchmarks/step.py --size 50m                     everything: 40 minutes on 2 quiet cores
     python benchmarks/step.py --size 10m --only fp32,bf16    parts of it; see --list
     python benchmarks/step.py --systems ddp,zrun3,zrun3@4    some systems
-    python benchmarks/step.py --other ../old/.venv/bin/python    and each of zrun's in another checkout too
+    python benchmarks/step.py --other ../old/.venv/bin/python    zrun's in another checkout too
     python benchmarks/step.py --quick                        does it run at all?
     python benchmarks/step.py --show results.json            print an earlier run again
 
-Every case runs in processes of its own. Systems take turns (A B C, C B A, ...) because shared machines drift, a step
-is timed only if other programs left the machine alone while it ran, and ratios are taken inside each round. Run it
-under `nice -n -15` if you may. DeepSpeed takes part where `--peer-python` has it.
+Every case runs in processes of its own. Systems take turns (A B C, C B A, ...) because shared
+machines drift, a step is timed only if other programs left the machine alone while it ran, and
+ratios are taken inside each round. Run it under `nice -n -15` if you may. DeepSpeed takes part
+where `--peer-python` has it.
 """
 
 from __future__ import annotations
@@ -44,7 +47,8 @@ def main() -> int:
         return 0
     cases = available(choose(options), options.peer_python)
     print(
-        f"{options.size} on {options.ranks} ranks of {options.threads} thread(s), {options.rounds} round(s)",
+        f"{options.size} on {options.ranks} ranks of {options.threads} thread(s), "
+        f"{options.rounds} round(s)",
         flush=True,
     )
     runs = measure(cases, options)
@@ -150,7 +154,7 @@ def available(cases: list[Case], peer_python: str) -> list[Case]:
 
 
 def measure(cases: list[Case], options: argparse.Namespace) -> dict[Case, list[launch.Record]]:
-    """Run every case in every round, and save after each, so that an interrupted run keeps its numbers."""
+    """Run every case in every round, and save after each: an interrupted run keeps its numbers."""
     settings = launch.Settings(
         size=options.size,
         threads=options.threads,
@@ -186,7 +190,8 @@ def describe(record: launch.Record) -> str:
         return first
     step = table.Spread.of(record["timed"])
     return (
-        f"{1e3 * step.median if step else 0:6.0f} ms, {record['peak_mb']:5.0f} MB, {first}, {record['clean']} clean "
+        f"{1e3 * step.median if step else 0:6.0f} ms, {record['peak_mb']:5.0f} MB, {first}, "
+        f"{record['clean']} clean "
         f"steps, others used {record['foreign']:.0%}"
     )
 

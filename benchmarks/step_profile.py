@@ -3,9 +3,9 @@
     python benchmarks/step_profile.py --size 50m                          about 10 minutes
     python benchmarks/step_profile.py --systems ddp,zrun1-bf16 --heap own
 
-Systems take turns as in `step.py`, at an equal heap unless `--heap` says otherwise. A part's time is that of its own
-code: what it calls of another part is the other's. Each number is the median over steps, ranks and rounds; on a machine
-with other work, time on a core is truer than the clock.
+Systems take turns as in `step.py`, at an equal heap unless `--heap` says otherwise. A part's time
+is that of its own code: what it calls of another part is the other's. Each number is the median
+over steps, ranks and rounds; on a machine with other work, time on a core is truer than the clock.
 """
 
 from __future__ import annotations

@@ -1,7 +1,10 @@
-"""How each system trains. `load(name)` imports what a system needs and returns the function that sets it up.
+"""How each system trains.
 
-To add one: write `def mine() -> Make`, put it into `_LOADERS` and its name into `cases.SYSTEMS`. Imports come first, so
-that they count neither as time nor as memory of the system. Every optimizer is AdamW in one fused call.
+`load(name)` imports what a system needs and returns the function that sets it up.
+
+To add one: write `def mine() -> Make`, put it into `_LOADERS` and its name into `cases.SYSTEMS`.
+Imports come first, so that they count neither as time nor as memory of the system. Every optimizer
+is AdamW in one fused call.
 """
 
 from __future__ import annotations
@@ -31,8 +34,10 @@ class Training:
 
     Attributes:
         step: (tokens, targets) of this rank -> its mean loss, after one update.
-        params: every parameter in whole, in the order of the plain model; None where the system has no simple way.
-        counted: bytes that the system says this rank has sent and should have sent in this many steps.
+        params: every parameter in whole, in the order of the plain model; None where the system has
+            no simple way.
+        counted: bytes that the system says this rank has sent and should have sent in this many
+            steps.
     """
 
     step: Callable[[Tensor, Tensor], float]
@@ -126,7 +131,8 @@ def deepspeed(stage: int) -> Make:
             "zero_optimization": {"stage": stage},
             "bf16": {"enabled": seat.bf16},
             "gradient_clipping": 0.0,  # 0.19 clips at 1.0 unless told otherwise
-            # torch's fused AdamW is as fast as DeepSpeed's own, which would compile for 90 s at its first use.
+            # torch's fused AdamW is as fast as DeepSpeed's own, which would compile for 90 s at its
+            # first use.
             "zero_allow_untested_optimizer": True,
             "steps_per_print": 10**9,
         }
@@ -160,7 +166,8 @@ def zrun(stage: int, *, sockets: bool = False) -> Make:
     from zrun_core.user_code.build import Built
 
     def make(model: nn.Module, seat: Seat) -> Training:
-        heap.keep_freed_memory()  # as a worker and `zrun_core.init` do, unless the environment has said more
+        # as a worker and `zrun_core.init` do, unless the environment has said more
+        heap.keep_freed_memory()
         device, hosts = torch.device("cpu"), ["localhost"] * seat.world
         job = JobConfig.model_validate(
             zrun_job(stage, seat.bf16) | {"steps": 1, "batch": {"micro": seat.shape.batch}}

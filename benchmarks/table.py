@@ -1,4 +1,7 @@
-"""From the records of all rounds to two tables: every case, and every target with its verdict. Pure functions."""
+"""From the records of all rounds to two tables: every case, and every target with its verdict.
+
+Pure functions.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,7 @@ def step_ms(runs: Runs, case: Case) -> Spread | None:
 
 
 def ratio(runs: Runs, case: Case, base: Case | None = None) -> Spread | None:
-    """Return step time in units of a base's, by rounds: each is compared with the base's run of its own round.
+    """Return step time in units of a base's, by rounds, each compared in its own round.
 
     Args:
         base: `case.base` if it is not given.
@@ -62,7 +65,10 @@ def ratio(runs: Runs, case: Case, base: Case | None = None) -> Spread | None:
 
 
 def sent(runs: Runs, case: Case, key: str = "payload") -> float | None:
-    """Bytes that rank 0 sends per step. What others send through the same device can only add to it."""
+    """Bytes that rank 0 sends per step.
+
+    What others send through the same device can only add to it.
+    """
     if case.processes == 1:
         return None
     return min((record[key] for record in good(runs, case) if key in record), default=None)
@@ -107,7 +113,7 @@ def loss_difference(runs: Runs, case: Case) -> float | None:
 
 
 def equal_bits(runs: Runs, case: Case, base: Case | None = None) -> bool | None:
-    """Return whether every rank's every loss and, at the end, every parameter has the bits of another's, DDP's in fp32
+    """Return whether all losses and final parameters have the bits of another's, DDP's in fp32
     if it is not given.
     """
     pair = same_round(runs, case, base or Case("ddp", False, case.ranks))

@@ -1,4 +1,4 @@
-"""One rank of one case, started by `launch.py` as `worker.py request.json`: writes its numbers beside the request."""
+"""One rank of one case, started as `worker.py request.json`: its numbers go beside the request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two models, two losses, two optimizers and one scaler in one step, against torch's own GradScaler."""
+"""Two models, losses and optimizers and one scaler in a step, against torch's own GradScaler."""
 
 from __future__ import annotations
 

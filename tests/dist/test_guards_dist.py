@@ -1,4 +1,4 @@
-"""Numbers that go wrong on one rank: skipped by all, named, and replicas that drift apart are told from each other."""
+"""Numbers that go wrong on one rank: skipped by all and named; replicas that drift apart."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PLACE = "blocks.1.up.weight"
 
 
 def spoiled(stage: int, precision: str, kind: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Five steps; in the third and the fourth one gradient, or the loss, of the last rank is not finite."""
+    """Five steps; in the third and fourth a gradient or the loss of the last rank is not finite."""
     formats = {"compute": precision, "loss_scale": {"init": 1024.0}}
     sharded = make_sharded(build(), stage, precision=formats, **options)
     rank, size = world()
@@ -81,7 +81,8 @@ def test_all_ranks_skip_what_one_spoils_and_name_it(ranks, stage, kind, precisio
         else:
             # At first only the sum is known; then each rank looks at its own gradient.
             assert found["found"] == [(PLACE, kind, None, None), (PLACE, kind, 1, None)]
-        # As torch.amp.GradScaler: every overflow halves it, and a loss that the gradient does not show does not.
+        # As torch.amp.GradScaler: every overflow halves it, and a loss that the gradient does not
+        # show does not.
         halvings = 2 * (precision == "fp16" and kind != "loss")
         assert found["scale"] == (1024.0 if precision == "fp16" else 1.0) / 2**halvings
     for name, value in runs[0]["states"][-1].items():
@@ -128,7 +129,10 @@ class Normed(nn.Module):
 
 
 def running(stage: int, bad_steps: list[int]) -> list[tuple[bool, dict[str, torch.Tensor]]]:
-    """By step: whether it was skipped, and the buffers after it. The bad ones read infinities on the last rank."""
+    """By step: whether it was skipped, and the buffers after it.
+
+    The bad ones read infinities on the last rank.
+    """
     sharded = make_sharded(Normed(), stage)
     rank, size = world()
     found = []
@@ -231,7 +235,7 @@ def test_a_batch_that_one_rank_cannot_hold_is_dropped_by_all(ranks, stage, accum
 
 
 def drifted(stage: int, options: dict[str, Any], what: str) -> list[str | None]:
-    """What the guard says before and after one bit of one rank changes, between backward and update."""
+    """Return the guard's words before and after a bit of one rank changes before the update."""
     sharded = make_sharded(build(), stage, **options)
     rank, size = world()
     guard, found = ReplicaGuard(sharded), []
@@ -333,7 +337,8 @@ def test_every_bit_and_the_order_count(dtype, compute):
             "forward",
             {"on_oom": "skip"},
             1,
-            "forward failed: out of memory: MemoryError (guards.on_oom: skip does not drop this batch: the order of "
+            "forward failed: out of memory: MemoryError "
+            "(guards.on_oom: skip does not drop this batch: the order of "
             "reductions is learnt in the first step)",
         ),
         ("update", {}, 1, "update failed: out of memory: MemoryError"),
@@ -419,7 +424,7 @@ def skips_told(found: dict[str, Any]) -> list[str]:
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_a_step_that_is_read_late_is_not_judged_by_the_gradient_of_the_next(ranks, tmp_path, stage):
-    """Another parameter is spoiled in each step; that of the first one is gone, but for its unit."""
+    """Another parameter is spoiled in each step; of the first one only its unit is still known."""
     model = {"call": "runs.py:Spoiled", "args": {"passes": [3, 4, 5]}}
     keys = job(
         model=model,

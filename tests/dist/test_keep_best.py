@@ -1,4 +1,4 @@
-"""The best step by an evaluation: kept beside the newest ones, through failures, ends and resumes."""
+"""The best step by an evaluation: kept beside the newest, through failures, ends and resumes."""
 
 from __future__ import annotations
 
@@ -133,7 +133,8 @@ def test_another_metric_begins_anew(ranks, tmp_path):
 def test_an_unknown_metric_is_named_at_the_first_evaluation(ranks, tmp_path):
     found = ranks(2).run(run, keys(steps=4, checkpoint={"best": "f1"}), str(tmp_path))
     assert [each["error"] for each in found] == [
-        "JobError: checkpoint.best.metric: f1 is not what the evaluation came to, loss, curve: name one of these"
+        "JobError: checkpoint.best.metric: f1 is not what the evaluation came to, loss, curve: "
+        "name one of these"
     ] * 2
 
 

@@ -1,4 +1,4 @@
-"""The library in a user's own loop: plain calls, plain `loss.backward()`, parity with DDP and with a plain loop."""
+"""The library in a user's own loop: plain calls, and parity with DDP and with a plain loop."""
 
 from __future__ import annotations
 

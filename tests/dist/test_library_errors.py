@@ -254,7 +254,8 @@ def test_steps_that_are_never_finite_end_on_every_rank_and_name_the_culprit(rank
     for skipped, _, told, after in (first, second):
         assert skipped == [True] * 4
         assert told.startswith(
-            "step(): 5 skipped in a row: the gradient of first.weight (layer first) is nan on rank 1; look at"
+            "step(): 5 skipped in a row: "
+            "the gradient of first.weight (layer first) is nan on rank 1; look at"
         )
         assert not after
     assert first[1] == [

@@ -1,4 +1,4 @@
-"""docs/library.md as written: the fifteen lines run under torchrun, and every script on ranks that stand ready."""
+"""docs/library.md as written: its first script under torchrun, all of them on ready ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TIMEOUT_S = 120
 
 @pytest.fixture(scope="module")
 def scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with every script of the page: by the name above it, or by the heading of its section."""
+    """A folder with every script of the page, by the name above it or its section's heading."""
     folder = tmp_path_factory.mktemp("page")
     text = PAGE.read_text(encoding="utf-8")
     for match in re.finditer(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE):
@@ -52,7 +52,7 @@ def torchrun(script: Path) -> subprocess.CompletedProcess[str]:
 
 
 def play(script: str) -> list[str]:
-    """Run a script on a rank that stands ready, as if in a process of its own; the lines that it prints."""
+    """Run a script on a rank that stands ready, as if in its own process; return what it prints."""
     before = library._current, os.getcwd(), torch.get_num_threads()
     library._current = None
     sys.modules.pop("model", None)
@@ -135,8 +135,10 @@ x, label = batch(0, run.rank, run.world_size)
 """
 CASES = {
     "if run.is_main:\n    model(x)": "another rank has ended",
-    'if run.is_main:\n    zrun_core.save("alone", model, step=1)\nelse:\n    import time; time.sleep(60)': (
-        "zrun_core.errors.HangError: save(): rank 1 has not called it within 2 s; call it on every rank"
+    'if run.is_main:\n    zrun_core.save("alone", model, step=1)\n'
+    "else:\n    import time; time.sleep(60)": (
+        "zrun_core.errors.HangError: save(): rank 1 has not called it within 2 s; "
+        "call it on every rank"
     ),
 }
 
@@ -149,7 +151,7 @@ def be_rank(script: str, environment: dict[str, str], said: str) -> None:
 
 
 def forkrun(script: Path) -> tuple[list[int | None], str]:
-    """What torchrun does, with processes that have torch from the start: exit codes until one fails, and words."""
+    """Run as torchrun does, with processes that have torch already; return exit codes and words."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     common = {
         "MASTER_ADDR": "127.0.0.1",
@@ -222,7 +224,9 @@ def test_a_rank_that_others_wait_for_says_where_it_is_and_may_go_on(scripts: Pat
     codes, said = forkrun(script)
     assert codes == [0, 0], said
     for told in (
-        r"^zrun_core: rank 0 has waited 2 s at stuck.py:\d+, loss.backward\(\), for rank 1, which does something else$",
-        r"^zrun_core: rank 1 has kept others waiting for 2 s: it is at stuck.py:\d+, (while not |time.sleep)",
+        r"^zrun_core: rank 0 has waited 2 s at stuck.py:\d+, loss.backward\(\), "
+        r"for rank 1, which does something else$",
+        r"^zrun_core: rank 1 has kept others waiting for 2 s: "
+        r"it is at stuck.py:\d+, (while not |time.sleep)",
     ):
         assert re.search(told, said, re.MULTILINE), said

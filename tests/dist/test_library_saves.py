@@ -100,7 +100,7 @@ def test_two_models_go_on_bit_for_bit(ranks, tmp_path, stage, precision):
 
 
 def roll_back(stage: int, folder: str) -> None:
-    """From the beginning again, in the process that has trained, and of which nothing may be left."""
+    """Begin again in the process that has trained; nothing of that may be left."""
     duel = Duel(stage, "fp32")
     duel.save(folder, 0)
     first = duel.train(0, 3)
@@ -219,7 +219,7 @@ def damage(step: Path) -> None:
 
 
 def save_after_damage(folder: str) -> str:
-    """Go on from step 1 because 2 is damaged; save another 2, and then another model; then name step 3 anew."""
+    """Go on from step 1 as 2 is damaged; save another 2, then another model; then name 3 anew."""
     duel = Duel(0, "fp32")
     duel.train(0, 1)
     for step in (1, 2):
@@ -284,7 +284,7 @@ def test_a_save_behind_is_of_its_own_step(ranks, tmp_path):
 
 
 def commit_by_steps(folder: str) -> int:
-    """How many rounds of training it took until a save behind was there; nothing else was called."""
+    """Return how many rounds of training it took until a save in the background was there."""
     duel = Duel(2, "fp16")
     duel.train(0, 1)
     duel.save(folder, 1, wait=False)
@@ -381,7 +381,8 @@ def test_what_goes_wrong_behind_is_raised_by_the_next_call(ranks, tmp_path):
 
 def test_the_end_of_a_script_in_the_middle_of_a_save_is_told(ranks, tmp_path):
     assert ranks(1).run(end_early, str(tmp_path)) == [
-        "zrun_core: step 1 is not saved: the script ended in the middle of it; call zrun_core.finish() at its end\n"
+        "zrun_core: step 1 is not saved: the script ended in the middle of it; "
+        "call zrun_core.finish() at its end\n"
     ]
 
 
@@ -488,8 +489,8 @@ def test_replicas_that_differ_stop_the_loop(ranks, tmp_path):
     assert first == second
     for text in first[:3]:
         assert (
-            "replicas diverged: rank 1 has another parameter NAME than the other ranks; go on from the last"
-            in text
+            "replicas diverged: rank 1 has another parameter NAME than the other ranks; "
+            "go on from the last" in text
         )
         assert text.startswith("DivergedError 10: step 3: ")
     assert "rank 1 has lr 0.20000000000000001, rank 0 has 0.10000000000000001" in first[3]

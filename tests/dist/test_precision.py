@@ -1,4 +1,4 @@
-"""Number formats: stages agree to the bit, overflow is decided together, clipping is the global norm's."""
+"""Number formats: stages agree to the bit; overflow and clipping are decided over all ranks."""
 
 from __future__ import annotations
 

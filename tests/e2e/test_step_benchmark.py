@@ -1,4 +1,4 @@
-"""The comparison with its peers runs from end to end, and the numbers that need no quiet machine are right."""
+"""The comparison with peers runs from end to end; what needs no quiet machine is right."""
 
 from __future__ import annotations
 

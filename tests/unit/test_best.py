@@ -81,5 +81,6 @@ def test_a_metric_that_was_not_evaluated_is_named_with_those_that_were() -> None
     with pytest.raises(JobError) as caught:
         value_of("checkpoint.best.metric", "acuracy", {"loss": 2.0, "accuracy": 0.5})
     assert str(caught.value) == (
-        "checkpoint.best.metric: acuracy is not what the evaluation came to, loss, accuracy: did you mean accuracy?"
+        "checkpoint.best.metric: acuracy is not what the evaluation came to, loss, accuracy: "
+        "did you mean accuracy?"
     )

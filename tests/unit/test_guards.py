@@ -180,7 +180,8 @@ def test_a_step_without_samples_says_nothing():
         (Culprit(None, None, None, unit="blocks.1"), "a gradient in blocks.1 is not finite"),
         (
             Culprit("a.w", None, None, size=3.1e19),
-            "every gradient is finite, but that of a.w (layer a) reaches 3.1e+19, and the norm of all overflows",
+            "every gradient is finite, but that of a.w (layer a) reaches 3.1e+19, "
+            "and the norm of all overflows",
         ),
     ],
 )

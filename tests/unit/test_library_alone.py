@@ -1,4 +1,4 @@
-"""The library in a world of one: what its optimizers compute, and what it says to arguments that are wrong."""
+"""The library in a world of one: what its optimizers compute, and errors of wrong arguments."""
 
 from __future__ import annotations
 
@@ -136,7 +136,8 @@ def test_moments_in_bf16(tmp_path: Path, name: Any, moments: int) -> None:
         (
             "adafactor",
             {},
-            'it keeps means over the rows and columns of whole matrices; write adamw with moments="bf16"',
+            "it keeps means over the rows and columns of whole matrices; "
+            'write adamw with moments="bf16"',
         ),
         (3, {}, "3 is no optimizer: pass a name, or a class"),
         (dict, {}, "dict cannot update flat slices of parameters"),
@@ -182,7 +183,7 @@ def test_what_a_group_sets_is_looked_at_too(name: str, own: dict[str, Any], mess
 
 
 def test_a_group_with_momentum_may_miss_a_gradient() -> None:
-    """torch's fused SGD fails if a parameter gets its first gradient after another one has momentum."""
+    """torch's fused SGD fails if a parameter gets its first gradient after others have momentum."""
     model = zrun_core.shard(build)
     optimizer = zrun_core.optimizer(
         model, "sgd", groups=[{"params": list(model.parameters()), "momentum": 0.9}], lr=0.1

@@ -103,7 +103,10 @@ def test_no_module_takes_the_name_of_what_is_public() -> None:
 
 
 def test_the_package_imports_nothing_until_it_is_asked() -> None:
-    code = "import sys, zrun_core; zrun_core.ZrunError; assert not {'torch', 'numpy', 'pydantic'} & set(sys.modules)"
+    code = (
+        "import sys, zrun_core; zrun_core.ZrunError; "
+        "assert not {'torch', 'numpy', 'pydantic'} & set(sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
     with pytest.raises(AttributeError, match="it has GradScaler"):
         zrun_core.nothing  # noqa: B018

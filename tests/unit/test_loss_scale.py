@@ -1,4 +1,4 @@
-"""The loss scale against torch's GradScaler, and what it adds: hysteresis, a floor and a ceiling."""
+"""The loss scale against torch's GradScaler, and its additions: hysteresis, floor and ceiling."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps that are skipped because their numbers are not finite: how many in a row, and because of which parameter.
+"""Steps skipped for numbers that are not finite: how many in a row, because of which parameter.
 
 A job (`NumericGuard`) and a loop of the user's own (`library/skips.py`) count and inspect with one
 `SkipWatch`. What they tell, and in which words, is theirs.
@@ -38,11 +38,11 @@ SamplesOf = Callable[[int, int | None], str]
 
 
 class SkipWatch:
-    """Counts skips in a row, and inspects gradients while the next skip may be the last one allowed.
+    """Counts skips in a row, and inspects gradients while the next skip may end the loop.
 
     After any skip the sums over ranks name the parameter, but not the rank that spoiled them. That
-    takes a look at each rank's own gradient before it is summed: one more pass over all of it, which
-    is made only while `is_close`.
+    takes a look at each rank's own gradient before it is summed: one more pass over all of it,
+    which is made only while `is_close`.
 
     Every rank sees the same totals, so all of them count alike and agree without a message.
 
@@ -93,7 +93,7 @@ class SkipWatch:
         return limit is not None and counts.unrecoverable_skips >= limit
 
     def look_closely(self, counts: SkipCounts) -> None:
-        """Turn the inspection of each rank's own gradient on where the next skip may end the loop."""
+        """Inspect each rank's own gradient from now on if the next skip may end the loop."""
         # Two skips before the limit: gradients of the last one before it are inspected then.
         limit = self._max_skips
         is_near_limit = limit is not None and counts.skips_in_a_row + 2 >= limit

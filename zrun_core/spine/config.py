@@ -406,6 +406,7 @@ class EvalConfig(Section):
 
         Args:
             key: that names the metric.
+            metric: "loss" or "accuracy", of several sets "val/loss".
 
         Raises:
             ValueError: there is no such number.
@@ -422,7 +423,9 @@ class EvalConfig(Section):
     @field_validator("data")
     @classmethod
     def _check_dataset_names(cls, data: Ref | dict[str, Ref]) -> Ref | dict[str, Ref]:
-        for name in data if isinstance(data, dict) else ():
+        if not isinstance(data, dict):
+            return data
+        for name in data:
             if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,31}", name):
                 what = "write 1 to 32 letters, digits or ._-"
                 raise ValueError(f"{name!r} cannot name a dataset: {what}")
@@ -601,9 +604,9 @@ class LaunchConfig(Section):
     @field_validator("python")
     @classmethod
     def _require_a_path(cls, python: str | None) -> str | None:
-        if python is not None and (
-            not python.strip() or python.startswith("-") or not python.isprintable()
-        ):
+        if python is None:
+            return None
+        if not python.strip() or python.startswith("-") or not python.isprintable():
             raise ValueError(
                 f"{python!r} is not the path of a Python; write for example /opt/venv/bin/python"
             )

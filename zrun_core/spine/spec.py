@@ -82,7 +82,8 @@ class LaunchPlan(Section):
             JobError: these are the ranks of a host, and hosts have different numbers of them.
         """
         on_hosts = Counter((place.host, place.pp, place.tp) for place in self.ranks).values()
-        fewest, most = min(on_hosts), max(on_hosts)
+        fewest = min(on_hosts)
+        most = max(on_hosts)
         if zero.stage > 0 and zero.shard_group == "node" and fewest < most:
             raise JobError(
                 f"zero.shard_group: node, but some hosts have {fewest} data-parallel ranks and "
@@ -200,7 +201,8 @@ def resolve_batch(job: JobConfig, ranks: int) -> BatchPlan:
     Raises:
         JobError: the global batch is not micro * a whole number * ranks.
     """
-    asked_global, asked_micro = job.batch.global_, job.batch.micro
+    asked_global = job.batch.global_
+    asked_micro = job.batch.micro
     if asked_global == "auto":
         assert asked_micro != "auto"
         return BatchPlan(

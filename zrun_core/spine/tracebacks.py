@@ -95,9 +95,11 @@ def crash_stack(log: Sequence[str]) -> list[str]:
     if not starts:
         return []
     dump = log[starts[-1] :]
+    calls: list[str] = []
     heads = [number for number, line in enumerate(dump) if line.startswith("Current thread")]
-    below = dump[heads[-1] + 1 :] if heads else []
-    calls = list(itertools.takewhile(lambda line: line.startswith("  "), below))
+    if heads:
+        below = dump[heads[-1] + 1 :]
+        calls = list(itertools.takewhile(lambda line: line.startswith("  "), below))
     stacks = [part for part in _parts(calls[::-1]) if isinstance(part, list)]
     found = [printable(dump[0]), "Stack of the thread that crashed (most recent call last):"]
     for stack in stacks:
@@ -274,7 +276,8 @@ def _folded(frames: list[_Frame], most: int) -> list[str]:
     if len(names) > 3:
         where += " and others"
     fold = f"{left_out[0].indent}... {len(left_out)} frames in {where} ..."
-    head, tail = frames[: most // 2], frames[len(frames) - most // 2 :]
+    head = frames[: most // 2]
+    tail = frames[len(frames) - most // 2 :]
     return [*_folded(head, most), fold, *_folded(tail, most)]
 
 

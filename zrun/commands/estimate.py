@@ -1,4 +1,4 @@
-"""`zrun estimate`: the memory of a job, byte by byte, its speed, and the change that makes it fit."""
+"""`zrun estimate`: the memory of a job by the byte, its speed, the change that makes it fit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The answer to a question: what the job takes at each stage, why it does not fit, and what would."""
+"""The answer to a question: the job at each stage, why it does not fit, and what would."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Answer:
 
     @property
     def target(self) -> Estimate | None:
-        """The estimate to which a patch leads: the best that zrun trains, or the cheapest change."""
+        """The estimate that a patch leads to: the best that zrun trains, or the cheapest change."""
         if self.today is not None:
             return self.today
         return None if self.fix is None or self.fix.candidate.lacking() else self.fix

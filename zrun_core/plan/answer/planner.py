@@ -485,7 +485,7 @@ def _without_activations(rank: RankMemory) -> RankMemory:
 
 
 def _stages(dims: ParallelDims) -> list[int]:
-    """Return a pipeline stage of each class; in the middle the one that holds most micro-batches."""
+    """Return a pipeline stage of each class; in the middle the one with most micro-batches."""
     return sorted({0, min(1, dims.pp - 1), dims.pp - 1})
 
 

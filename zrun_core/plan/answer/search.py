@@ -89,7 +89,7 @@ class _Search:
         self._considered = 0
 
     def bounded(self) -> Iterator[BoundedCandidate]:
-        """Yield all candidates with everything on the device, but those of which nothing is known."""
+        """Yield all candidates of which something is known, with everything on the device."""
         for number, candidate in enumerate(candidates(self.planner, self.space)):
             try:
                 yield self._bounds.bound(number, candidate)
@@ -259,7 +259,7 @@ class _Search:
         return self._done[candidate]
 
     def _nearest(self, missed: Sequence[_Missed]) -> list[Estimate]:
-        """Return the estimates of what lacks least; where only a bound is known, it may lack more."""
+        """Return estimates of those that lack least, as far as their bounds tell."""
         least = heapq.nsmallest(2 * SHOWN, missed)
         near = [self._estimate(each.bound.candidate) for each in least]
         return [found for found in near if found is not None]

@@ -88,7 +88,7 @@ def candidates(planner: Planner, space: SearchSpace) -> Iterator[Candidate]:
 
 
 def offload_chains(planner: Planner, space: SearchSpace) -> list[list[Placement]]:
-    """Return where states may live besides the device: for each way, more and more of them there."""
+    """Return placements beside the device: for each way, more and more of the states there."""
     hardware = planner.hardware
     if not space.offloads or space.trainable or hardware.shares_memory:
         return []

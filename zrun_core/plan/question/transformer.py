@@ -320,7 +320,7 @@ class TransformerShape:
 
     @property
     def head_params(self) -> int:
-        """Parameters that come after the blocks; none of the head itself where it is the embedding."""
+        """Parameters after the blocks; the head has none of its own where it is the embedding."""
         head = 0 if self.tied else self.vocab * self.hidden
         return self.norm_params * self.hidden + head + self.extra
 

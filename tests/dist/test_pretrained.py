@@ -72,7 +72,7 @@ def test_recomputed_models_train_as_a_plain_loop_does_and_are_exported(ranks, tm
 
 
 def loads(step: Path, tmp_path: Path, plain_model: nn.Module) -> None:
-    """`from_pretrained` makes the same of an exported folder as a strict load makes of the state_dict."""
+    """`from_pretrained` makes of an exported folder what a strict load makes of the state_dict."""
     manifest = read_step(step)
     files = export(step, manifest, tmp_path / "hub", max_shard_bytes=10_000)
     assert {"config.json", "model.safetensors.index.json"} <= {file.name for file in files}

@@ -1,8 +1,9 @@
 """Formulas as their papers print them: an oracle for what zrun plans.
 
-States take K = 12 bytes per parameter with Adam in mixed precision, 4 of the master copy and 4 of each moment, on top
-of 2 of the parameters and 2 of their gradients (Rajbhandari et al. 2020, "ZeRO", section 3.1). Units are bytes,
-elements, seconds and operations; "params" are numbers of parameters.
+States take K = 12 bytes per parameter with Adam in mixed precision, 4 of the master copy and 4 of
+each moment, on top of 2 of the parameters and 2 of their gradients (Rajbhandari et al. 2020,
+"ZeRO", section 3.1). Units are bytes, elements, seconds and operations; "params" are numbers of
+parameters.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ CPU_ADAM_BYTES = (
 
 
 def model_states(params: float, stage: int, dp: int, optimizer_bytes: int = ADAM_BYTES) -> float:
-    """Bytes on one device: figure 1 and table 1. Stages 1 to 3 are the paper's Pos, Pos+g and Pos+g+p."""
+    """Bytes on one device: figure 1 and table 1.
+
+    Stages 1 to 3 are the paper's Pos, Pos+g and Pos+g+p.
+    """
     sizes = (
         optimizer_bytes,
         GRAD_BYTES,
@@ -35,13 +39,13 @@ def model_states(params: float, stage: int, dp: int, optimizer_bytes: int = ADAM
 
 
 def largest_model(device_bytes: float, stage: int, dp: int, mp: int = 1) -> float:
-    """Parameters whose states fit on devices of `device_bytes` each, with nothing else there: table 2."""
+    """Parameters whose states fit on devices of `device_bytes`, with nothing else: table 2."""
     return device_bytes * mp / model_states(1, stage, dp)
 
 
 @dataclass(frozen=True)
 class StepTraffic:
-    """Elements that one rank sends and receives per optimizer step, each counted once: section 7."""
+    """Elements that one rank sends and receives per step, each counted once: section 7."""
 
     gathered: float
     reduced: float
@@ -54,7 +58,8 @@ class StepTraffic:
 def traffic(params: float, stage: int, micro_batches: int = 1) -> StepTraffic:
     """What a step moves. The paper's 2P, 2P and 3P are those of one micro-batch.
 
-    Stage 3 gathers parameters in each forward and each backward pass, stages 2 and 3 reduce after each micro-batch.
+    Stage 3 gathers parameters in each forward and each backward pass, stages 2 and 3 reduce after
+    each micro-batch.
     """
     reductions = micro_batches if stage >= 2 else 1
     gathers = 2 * micro_batches if stage == 3 else 1  # at stage 0 the second half of an all-reduce
@@ -67,7 +72,7 @@ def on_the_wire(elements: float, ranks: int) -> float:
 
 
 def block_activations(batch: int, seq: int, hidden: int, layers: int) -> int:
-    """Bytes of activations in half precision, by section 3.2's estimate of 12 * hidden elements per token and layer."""
+    """Bytes of activations by section 3.2: 12 * hidden elements of 2 bytes per token and layer."""
     return 2 * 12 * batch * seq * hidden * layers
 
 
@@ -77,7 +82,7 @@ def checkpoints(batch: int, seq: int, hidden: int, layers: int, mp: int = 1) -> 
 
 
 def partition_traffic(batch: int, seq: int, hidden: int) -> tuple[int, int]:
-    """Elements per layer: of model parallelism with recomputation, and what Pa adds to it: section 8."""
+    """Elements per layer of model parallelism with recomputation, and what Pa adds: section 8."""
     return 12 * batch * seq * hidden, batch * seq * hidden
 
 
@@ -115,12 +120,13 @@ def cpu_adam_seconds(params: float, bandwidth: float) -> float:
     return CPU_ADAM_BYTES * params / bandwidth
 
 
-# Rajbhandari et al. 2021, "ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale Deep Learning"
+# Rajbhandari et al. 2021, "ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale Deep
+# Learning"
 
 
 @dataclass(frozen=True)
 class Infinity:
-    """Section 3 of the paper: a transformer's memory. `interval` is the number of layers between checkpoints."""
+    """Section 3: a transformer's memory. `interval` is the number of layers between checkpoints."""
 
     layers: int
     hidden: int
@@ -143,7 +149,10 @@ class Infinity:
         return (PARAM_BYTES + GRAD_BYTES) * 4 * self.hidden**2
 
     def working_activations(self, batch: int) -> int:
-        """AWM: bytes of what lies between two checkpoints. The paper's formula counts elements of two bytes."""
+        """AWM: bytes of what lies between two checkpoints.
+
+        The paper's formula counts elements of two bytes.
+        """
         return 2 * batch * self.seq * self.interval * (16 * self.hidden + 2 * self.heads * self.seq)
 
     def activations(self, batch: int) -> float:
@@ -168,7 +177,7 @@ class Infinity:
 
 
 def efficiency(intensity: float, bandwidth: float, peak: float) -> float:
-    """Share of `peak` operations per second where bytes arrive at `bandwidth` and nothing overlaps: equation 6."""
+    """Share of `peak` where bytes arrive at `bandwidth` and nothing overlaps: equation 6."""
     return intensity * bandwidth / (intensity * bandwidth + peak)
 
 
@@ -178,7 +187,7 @@ def efficiency(intensity: float, bandwidth: float, peak: float) -> float:
 def first_stage_activations(
     shape: TransformerShape, micro: float, *, pp: int = 1, virtual: int = 1, **options: Any
 ) -> float:
-    """Bytes on the first stage of a pipeline, which has `pp` micro-batches in flight: section 4.2.3.
+    """Bytes on the first pipeline stage, which has `pp` micro-batches in flight: section 4.2.3.
 
     So it holds as much as all layers do for one; a little more where stages have several parts.
     """
@@ -190,10 +199,10 @@ def first_stage_activations(
 
 
 def pipeline_efficiency(stages: int, micro_batches: int, virtual: int = 1) -> float:
-    """1 less the bubble's share of a step (Huang et al. 2019; `virtual`: Narayanan et al. 2021, section 2.2.2)."""
+    """1 less the bubble's share (Huang et al. 2019; `virtual`: Narayanan et al. 2021, 2.2.2)."""
     return micro_batches / (micro_batches + (stages - 1) / virtual)
 
 
 def days(tokens: float, params: float, devices: int, flops: float) -> float:
-    """End-to-end training time with recomputation, at `flops` per second and device (Narayanan et al. 2021, eq. 4)."""
+    """Training time with recomputation, at `flops` per device (Narayanan et al. 2021, eq. 4)."""
     return 8 * tokens * params / (devices * flops) / 86400

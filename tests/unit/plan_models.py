@@ -1,4 +1,7 @@
-"""Models and data for the tracer that behave, and some that do not. A job names what it needs of this file."""
+"""Models and data for the tracer that behave, and some that do not.
+
+A job names what it needs of this file.
+"""
 
 from __future__ import annotations
 

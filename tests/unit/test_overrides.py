@@ -1,4 +1,4 @@
-"""`key=value` on the command line: short forms on the way, precedence, and messages that quote what was typed."""
+"""`key=value` on the command line: short forms, precedence, and messages that quote it."""
 
 from __future__ import annotations
 
@@ -117,7 +117,8 @@ def test_value_may_hold_equals_signs_and_colons(path: Path) -> None:
         ),
         (
             "optim.betas=[0.9",
-            "override optim.betas=[0.9: optim.betas: value:1:5: not valid YAML: expected ',' or ']', "
+            "override optim.betas=[0.9: optim.betas: value:1:5: not valid YAML: expected ',' or "
+            "']', "
             "but got '<stream end>'; close the bracket, or put a comma between the items",
         ),
         (

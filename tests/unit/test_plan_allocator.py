@@ -1,4 +1,4 @@
-"""The simulated caching allocator, on sequences worked out by hand from torch's rules; the heap, beside glibc's."""
+"""The simulated caching allocator, on sequences worked out by hand; the heap, beside glibc's."""
 
 from __future__ import annotations
 
@@ -156,8 +156,9 @@ def test_replay_of_steps() -> None:
         at(2, 16, False, TracePhase.BACKWARD),
     ]
     found = simulate(trace_of(events), 1, [30 * MIB], late=[12 * MIB, 12 * MIB], expandable=False)
-    # The first step: 30; a segment of 20 for 8 and 4; 16 of its own. Then the moments: the first takes the freed 16,
-    # whose rest is split off, the second needs 12 from the freed 20. In step two 8 and 4 fit in what is left over.
+    # The first step: 30; a segment of 20 for 8 and 4; 16 of its own. Then the moments: the first
+    # takes the freed 16, whose rest is split off, the second needs 12 from the freed 20. In step
+    # two 8 and 4 fit in what is left over.
     assert found.allocated == (30 + 24 + 24) * MIB
     assert found.reserved == (30 + 20 + 16 + 16) * MIB
     grown = simulate(trace_of(events), 1, [30 * MIB], late=[12 * MIB, 12 * MIB], expandable=True)
@@ -255,7 +256,7 @@ def heaps(seed: int) -> tuple[int, int]:
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the heap is glibc's")
 def test_the_heap_grows_as_glibcs_does() -> None:
-    """On average: where a hole is just too small by then, one heap may be a fifth larger than the other."""
+    """On average: where a hole is just too small, one heap may be a fifth larger than the other."""
     ours, theirs = (sum(sizes) for sizes in zip(*map(heaps, range(1, 9)), strict=True))
     assert ours == pytest.approx(theirs, rel=0.15)
 

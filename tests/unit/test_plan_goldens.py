@@ -76,7 +76,7 @@ def test_planned_offload_is_that_of_the_paper(grads, optimizer):
 
 @pytest.mark.parametrize(("layers", "hidden", "heads"), [(48, 1600, 25), (125, 8192, 64)])
 def test_planned_checkpoints_and_parameters_are_those_of_the_papers(layers, hidden, heads):
-    """One input per layer (ZeRO, section 6.1), and 12 * layers * hidden^2 parameters in matrices."""
+    """One input per layer (ZeRO, section 6.1), and 12 * layers * hidden^2 in matrices."""
     shape = TransformerShape.gpt(layers, hidden, heads, seq=1024)
     kept = layers * shape.block_activations(32, recompute="full")
     assert kept == paper.checkpoints(32, 1024, hidden, layers)
@@ -202,7 +202,7 @@ def test_zero_gpt2():
 
 
 def test_what_an_eager_gpt2_keeps_is_more_than_the_papers_estimate():
-    """Korthikanti's count of every tensor, with the attention matrix: several times "12 * hidden"."""
+    """Korthikanti's count of tensors, with the attention matrix: several times "12 * hidden"."""
     sizes = []
     for heads in (16, 25):
         shape = TransformerShape.gpt(48, 1600, heads, seq=1024, flash=False)

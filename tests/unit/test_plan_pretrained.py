@@ -1,4 +1,4 @@
-"""Models of transformers as their configs are: what is traced on fake tensors is what a run on values takes."""
+"""Models of transformers by config: a trace on fake tensors is what a run on values takes."""
 
 from __future__ import annotations
 

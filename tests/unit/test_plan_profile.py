@@ -22,7 +22,7 @@ def event(
 
 
 def trace() -> Trace:
-    """Two blocks that keep 10 each for backward; the loss takes 30 for a moment; a gradient passes through."""
+    """Two blocks that keep 10 each; the loss takes 30 for a moment; a gradient passes through."""
     rows = [
         event(0, 5, True, F, -1),  # embedding, kept by block 0
         event(1, 10, True, F, 0),
@@ -74,7 +74,8 @@ def test_each_allocation_is_rounded_up() -> None:
 
 def test_stages_of_a_pipeline() -> None:
     first = peak_of(trace(), 1, blocks=range(0, 1), steady={})
-    # Embedding, block 0 and its output; in backward the gradient that arrives, and the one of the embedding's output.
+    # Embedding, block 0 and its output; in backward the gradient that arrives, and the one of the
+    # embedding's output.
     assert first.num_bytes == 5 + 10 + 104 + 4
     last = peak_of(trace(), 1, blocks=range(1, 2), steady={})
     assert (

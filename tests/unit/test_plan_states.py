@@ -1,4 +1,4 @@
-"""The buffers of a rank on paper: pipelines, tiers and checkpoints that nothing trains with yet, by their contracts."""
+"""Planned buffers of a rank: pipelines and tiers that nothing trains with yet, by contract."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Elements: 256K of a tied embedding, 256K per block, 4K of a norm and a table: whole pages in any format."""
+    """Elements: 256K of a tied embedding, 256K per block, 4K of a norm and a table: whole pages."""
 
     def __init__(self, depth: int = 4, tied: bool = True) -> None:
         super().__init__()

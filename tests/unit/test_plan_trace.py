@@ -1,4 +1,4 @@
-"""Models are traced without memory, deep ones through few of their blocks, and nothing that they do reaches us."""
+"""Models are traced without memory, deep ones through few of their blocks, and apart from us."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ def test_a_linear_model_to_the_byte() -> None:
     assert (profile.source, profile.why, profile.num_blocks) == ("traced", "", 2)
     assert not profile.follows_values
     assert profile.batch_bytes.at(3) == 3 * 4 * (16 + 1)
-    # fp32, per sample: input of layers 16 and 16; relu's output 32 each, which `up` also made: 2 x (32 + 32 freed).
+    # fp32, per sample: input of layers 16 and 16; relu's output 32 each, which `up` also made: 2 x
+    # (32 + 32 freed).
     at_loss = [
         event
         for event in events_of(profile.traces["none"])
@@ -322,7 +323,8 @@ def test_a_model_that_does_not_run_is_described(how: str, said: str) -> None:
     assert profile.num_params == 16 * 16 + 16 + 17
     guessed = with_guesses(profile, ("none", "full"))
     assert [*guessed.traces] == ["none", "full"]
-    # Two outputs of 16 and of 1 numbers, and the gradient of the larger matrix while its outputs are there.
+    # Two outputs of 16 and of 1 numbers, and the gradient of the larger matrix while its outputs
+    # are there.
     assert peak_of(guessed.traces["none"], 4, steady={}).num_bytes == 4 * 4 * 2 * 16 + 4 * 16 * 16
     assert sum(op.flops.at(1) for op in ops_of(guessed.traces["none"])) == 3 * 2 * (16 * 16 + 16)
 

@@ -1,4 +1,4 @@
-"""States of units that live elsewhere: values are fetched before they are used, and put once written.
+"""States of units that live elsewhere: fetched before they are used, and put once written.
 
 `Apart` is as strict as a home can be. What was not fetched is not here, what was not put is lost,
 and what comes is here only once somebody has waited for it.

@@ -1,4 +1,4 @@
-"""Copies of the states: their sums go on beside backward, on any transport, also of late gradients."""
+"""Replicas of the states: their sums overlap backward, on any transport, also of late gradients."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DEPTH = 8
 
 
 class Twice(nn.Module):
-    """A small layer in two re-entrant checkpoints: its gradient comes twice, the second time late."""
+    """A small layer in two re-entrant checkpoints: its gradient comes twice, once late."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ def train(
     through: str = "memory",
     accumulation: int = 1,
 ) -> dict[str, Any]:
-    """Train on this transport; count the sums over copies that the last gradient finds under way."""
+    """Train on this transport; count the sums over replicas in flight at the last gradient."""
     at_end: list[int] = []
     finish, use_cma, direct = (
         Reducer.end_backward,

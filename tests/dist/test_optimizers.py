@@ -1,4 +1,6 @@
-"""Optimizers on shards: torch's own, and LAMB, LARS and Lion against the papers' algorithms on whole tensors."""
+"""Optimizers on shards: torch's own, and LAMB, LARS and Lion against the papers' algorithms on
+whole tensors.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ from zrun_core.spine.optimizer_args import NOT_SHARDED
 NO_DECAY = ["norm", "bias"]
 
 
-# The papers, line by line, on whole tensors in float64: each takes (x, g, state, t, lr) and returns the next x.
+# The papers, line by line, on whole tensors in float64: each takes (x, g, state, t, lr) and returns
+# the next x.
 
 Rule = Callable[[torch.Tensor, torch.Tensor, dict[str, torch.Tensor], int, float], torch.Tensor]
 

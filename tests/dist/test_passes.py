@@ -1,7 +1,7 @@
-"""Micro-batches under way together: whatever the order of forwards and backwards, the same bits and bytes.
+"""Micro-batches under way together: the same bits and bytes in any order of passes.
 
-Gradients add up in the order of backwards, so these stay in the order of the micro-batches wherever bits are compared;
-forwards may come in any order.
+Gradients add up in the order of backwards, so these stay in the order of the micro-batches wherever
+bits are compared; forwards may come in any order.
 """
 
 from __future__ import annotations
@@ -170,9 +170,10 @@ def walk(kind: str, stage: int, orders: Sequence[Actions]) -> list[Found]:
 def theory(sharded: ShardedModel, kind: str, steps: Sequence[Actions]) -> dict[str, int]:
     """Bytes that this rank should have sent.
 
-    At stage 3 a unit is gathered for each forward and each backward that uses it, whatever their order. One that is
-    looked at outside of its module is held from there to the end of the backward, and others find it there: it is
-    gathered, for its module and for the look, only in forwards that begin while nothing is under way.
+    At stage 3 a unit is gathered for each forward and each backward that uses it, whatever their
+    order. One that is looked at outside of its module is held from there to the end of the
+    backward, and others find it there: it is gathered, for its module and for the look, only in
+    forwards that begin while nothing is under way.
     """
     expected = sharded.expected_traffic(len(steps), len(steps) * MICRO_BATCHES)
     if not sharded.settings.zero.reshard_after_use or kind not in ("looked at", "changing"):
@@ -238,13 +239,16 @@ def test_the_order_changes_neither_bits_nor_bytes_nor_rings(ranks, world_size):
                 assert found.sent == found.expected, where
                 assert found.late == [], where
                 assert found.agreed, where
-                # What is held outside of modules is not planned. It is held once, by however many micro-batches.
+                # What is held outside of modules is not planned. It is held once, by however many
+                # micro-batches.
                 assert found.grown == (["gathering"] if case == ("looked at", 3) else []), where
                 assert found.rings == plain.rings, where
 
 
 def gradients_by_order(stage: int) -> list[list[Tensor]]:
-    """Gradients where a look is held: in order, with backwards backwards, and with an evaluation between."""
+    """Gradients where a look is held: in order, with backwards backwards, and with an evaluation
+    between.
+    """
     sharded, found = make("looked at", stage), []
     stacked = validated([*ALL_AHEAD[:MICRO_BATCHES], *reversed(ALL_AHEAD[MICRO_BATCHES:])])
     for actions in (ALTERNATING, stacked):
@@ -274,7 +278,9 @@ def test_what_a_micro_batch_looked_at_stays_until_its_own_backward(ranks, stage)
 
 
 def lose_two(context: HookContext) -> None:
-    """On the last rank there is no memory for a forward of the third step, nor for a backward of the fifth."""
+    """On the last rank there is no memory for a forward of the third step, nor for a backward of
+    the fifth.
+    """
     calls = Counter()
 
     def fail(second: str) -> None:

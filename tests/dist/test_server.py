@@ -1,4 +1,6 @@
-"""A central parameter server instead of the ring: the same numbers, and traffic that grows with the ranks."""
+"""A central parameter server instead of the ring: the same numbers, and traffic that grows with the
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -94,7 +96,7 @@ def test_traffic_at_the_server_grows_with_the_ranks_and_the_rings_does_not(ranks
 
 
 def compare_replicas() -> list[str]:
-    """After an update, once the parameters have arrived, and with a flipped bit on the last rank."""
+    """After an update, once the parameters have arrived, with a flipped bit on the last rank."""
     torch.manual_seed(1)
     sharded = make_sharded(Net(), 0, exchange=ParameterServer(), precision="bf16")
     train_sharded(sharded, data(2))

@@ -57,7 +57,9 @@ def needs(found: WrapPlan, model: nn.Module) -> dict[str, list[str]]:
 
 
 def check(found: WrapPlan, model: nn.Module) -> None:
-    """Every parameter is in one unit, and every module with parameters runs inside of a hook that brings them."""
+    """Every parameter is in one unit, and every module with parameters runs inside of a hook that
+    brings them.
+    """
     params = [param for unit in found.units for param in unit.params]
     assert sorted(map(id, params)) == sorted(map(id, model.parameters()))
     for unit in found.units:

@@ -1,4 +1,4 @@
-"""Optimizers by name: elementwise ones are taken as they are, others are refused with the reason."""
+"""Optimizers by name: elementwise ones are taken, others are refused with the reason."""
 
 from __future__ import annotations
 
@@ -150,7 +150,9 @@ def test_the_job_may_choose_the_implementation(switch):
 
 
 def test_a_fused_one_that_cannot_wait_for_a_gradient_is_not_used():
-    """torch's fused SGD fails if a parameter gets its first gradient after another one has momentum."""
+    """torch's fused SGD fails if a parameter gets its first gradient after another one has
+    momentum.
+    """
     plain, momentum = chosen("sgd"), chosen("sgd", args={"momentum": 0.9})
     assert plain.kwargs["fused"] is True
     assert "fused" not in momentum.kwargs

@@ -22,7 +22,9 @@ def state_of(optimizer: Bf16AdamW) -> list[torch.Tensor]:
 
 
 def test_updates_of_two_models_at_a_time_do_not_disturb_each_other():
-    """As two threads would make them: one updates all it has while the other is in the middle of it."""
+    """As two threads would make them: one updates all it has while the other is in the middle of
+    it.
+    """
     other = made(Bf16AdamW, 1)
 
     class Interrupted(Bf16AdamW):

@@ -1,4 +1,6 @@
-"""LAMB and LARS on whole tensors in one process, and what makes their ratios the same wherever elements lie."""
+"""LAMB and LARS on whole tensors in one process, and what makes their ratios the same wherever
+elements lie.
+"""
 
 from __future__ import annotations
 

@@ -124,6 +124,7 @@ def test_a_decay_needs_an_end_that_comes_after_warmup(name):
         factors(None, schedule=name)
     with pytest.raises(
         JobError,
-        match=r"30 steps of warm-up are more than the 20 steps.* write lr\.warmup=2 too, or .* --smoke 20",
+        match=r"30 steps of warm-up are more than the 20 steps.* write lr\.warmup=2 too, "
+        r"or .* --smoke 20",
     ):
         factors(schedule=name, warmup=30)

@@ -1,7 +1,7 @@
-"""A unit's memory is touched by `zero/` only: the rest asks by verbs. Read from the source, not run.
+"""Only `zero/` touches the memory of a unit: other code asks by verbs. Read from the source.
 
-Where a unit's states lie is its own affair, so whoever held a tensor of it would one day hold one whose values are
-elsewhere. Tests may look at the memory itself, to compare or to damage it.
+Where a unit's states lie is its own affair, so whoever held a tensor of it would one day hold one
+whose values are elsewhere. Tests may look at the memory itself, to compare or to damage it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 OWNER = "zrun_core/zero/"
-# Attributes that only units have, and those that say something else on a parameter, a window or torch itself.
+# Attributes that only units have, and those that say something else on a parameter, a window or
+# torch itself.
 OF_UNITS_ONLY = {
     "master",
     "param_shard",
@@ -48,7 +49,7 @@ def touches(source: str) -> list[str]:
 
 
 def _last_name(node: ast.expr) -> str:
-    """The name that an expression ends with: `unit` of `replica.unit`, `units` of `model.units[0]`."""
+    """Name that an expression ends with: `unit` of `replica.unit`, `units` of `model.units[0]`."""
     while isinstance(node, ast.Subscript | ast.Call):
         node = node.value if isinstance(node, ast.Subscript) else node.func
     if isinstance(node, ast.Attribute):

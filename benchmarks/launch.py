@@ -141,7 +141,9 @@ def run_ranks(
 
 
 def reduce_ranks(ranks: list[Record], warmup: int, cores: int) -> Record:
-    """One record of all ranks: the slowest rank's times, the mean of the losses, the largest memory."""
+    """One record of all ranks: the slowest rank's times, the mean of the losses, the largest
+    memory.
+    """
     times = [max(each) for each in zip(*(rank["times"] for rank in ranks), strict=True)]
     busy = [max(each) for each in zip(*(rank["busy"] for rank in ranks), strict=True)]
     own = [sum(each) for each in zip(*(rank["cpu"] for rank in ranks), strict=True)]

@@ -1,11 +1,13 @@
-"""What the launcher itself costs: a core's share and memory with a thousand hosts, and the seconds before a start.
+"""Measure the launcher itself: its CPU and memory with a thousand hosts, and the seconds before a
+start.
 
     python benchmarks/launcher.py [--hosts 1000] [--ranks 8] [--seconds 20] [--rig]
 
-The hosts are simulated: another process holds the far ends of their pipes, takes what they are told, and says what
-agents and workers say: a look at the board of each host every half second, an event of each rank every second, each by
-itself and at a time of its own. Everything on this side is what `zrun train` runs: agents, supervision, record, state,
-and the panel that it draws.
+The hosts are simulated: another process holds the far ends of their pipes, takes what they are
+told, and says what agents and workers say: a look at the board of each host every half second, an
+event of each rank every second, each by itself and at a time of its own. Everything on this side is
+what `zrun train` runs: agents, supervision, record, state, and the panel that it draws.
+
 `--rig` also times the preflight of three real hosts in network namespaces, as root.
 """
 
@@ -85,7 +87,7 @@ class Far:
     progress: int = 0
 
     def hear(self, data: bytes) -> int:
-        """Cut a stream into frames without looking into them, and say how many there were so far."""
+        """Split a stream into frames without parsing them. Returns how many there were so far."""
         self.heard += data
         while len(self.heard) >= 4 and len(self.heard) >= (
             end := 4 + int.from_bytes(self.heard[:4], "big")
@@ -141,7 +143,8 @@ class Far:
     def end(self) -> bytes:
         last = b""
         if 0 in self.ranks:
-            last = b'{"frame":"event","event":{"type":"end","time":1.0,"rank":0,"step":1,"reason":"steps"}}\n'
+            event = b'{"type":"end","time":1.0,"rank":0,"step":1,"reason":"steps"}'
+            last = b'{"frame":"event","event":' + event + b"}\n"
         exits = (
             f'{{"frame":"exit","rank":{rank},"status":0,"oom":false,"note":null,"log":[]}}\n'
             for rank in self.ranks
@@ -323,13 +326,15 @@ def supervision(args: argparse.Namespace) -> bool:
     quiet = apart(follow, args.hosts, args.ranks, args.seconds, False)
     rate = args.hosts * args.ranks
     print(
-        f"{args.hosts} hosts x {args.ranks} ranks, an event of each rank every second, {args.seconds:g} s:"
+        f"{args.hosts} hosts x {args.ranks} ranks, an event of each rank every second, "
+        f"{args.seconds:g} s:"
     )
     print(f"  share of one core    {full.cpu:6.1%}   (target {SHARE:.0%})")
     print(f"  memory, at most      {full.peak_mb:6.0f} MB (target {MEMORY_MB} MB)")
     print(f"  CPU per event        {(full.cpu - quiet.cpu) / full.rate * 1e6:6.1f} us")
     print(
-        f"  CPU per host         {quiet.cpu / args.hosts * 1e6:6.1f} us/s, without events: {quiet.cpu:.1%} of a core"
+        f"  CPU per host         {quiet.cpu / args.hosts * 1e6:6.1f} us/s, without events: "
+        f"{quiet.cpu:.1%} of a core"
     )
     print(f"  CPU until all have their start {full.start_s:.2f} s")
     print(f"  events               {full.num_events}, {full.rate:.0f} a second")
@@ -358,7 +363,8 @@ def commands() -> None:
     scenario = str(ROOT / "tests" / "scenarios" / "dgx1v.txt")
     print(f"  zrun --help                 {seconds_of(command('--help'))}")
     print(
-        f"  zrun topo, 8 GPUs           {seconds_of(command('topo', '--simulate', scenario, '--tp', '2'))}"
+        "  zrun topo, 8 GPUs           "
+        f"{seconds_of(command('topo', '--simulate', scenario, '--tp', '2'))}"
     )
     chance = random.Random(1)
     weights = [[0.0] * 16 for _ in range(16)]
@@ -367,7 +373,8 @@ def commands() -> None:
             weights[a][b] = weights[b][a] = chance.choice([12.0, 20.0, 24.0, 40.0, 48.0])
     for size in (2, 4, 8):
         print(
-            f"  16 GPUs, groups of {size}        {seconds_of(lambda size=size: best_groups(weights, size), 3)}"
+            f"  16 GPUs, groups of {size}        "
+            f"{seconds_of(lambda size=size: best_groups(weights, size), 3)}"
         )
 
 
@@ -402,7 +409,8 @@ def preflights() -> None:
             print(f"    and {bad:23} {seconds_of(lambda bad=bad: look(*names, bad), 3)}")
         with rigs.silent_listener(rig.address) as port:
             print(
-                f"    and one that is silent    {seconds_of(lambda: look(*names, port=port), 1)}  (client waits 2 s)"
+                f"    and one that is silent    {seconds_of(lambda: look(*names, port=port), 1)}  "
+                "(client waits 2 s)"
             )
 
 

@@ -49,10 +49,11 @@ class _LazyGroup(TyperGroup):
         if cmd_name not in COMMANDS:
             return None
         entry = getattr(import_module(f"zrun.commands.{cmd_name}"), cmd_name)
+        group = entry
         if not isinstance(entry, typer.Typer):
-            function, entry = entry, typer.Typer(add_completion=False)
-            entry.command(cmd_name)(function)
-        command = typer.main.get_command(entry)
+            group = typer.Typer(add_completion=False)
+            group.command(cmd_name)(entry)
+        command = typer.main.get_command(group)
         command.name = cmd_name
         return command
 

@@ -1,6 +1,7 @@
 """Stands in for the real worker in tests of the launcher: no torch, one behaviour per rank.
 
-`model.args` of the job names it: `{"behaviour": {"1": "raise"}}`; ranks without one train and end well.
+`model.args` of the job names it: `{"behaviour": {"1": "raise"}}`; ranks without one train and end
+well.
 """
 
 from __future__ import annotations
@@ -74,7 +75,10 @@ def fail(spec: RunSpec, kind: str, message: str, code: ExitCode, trace: str | No
 
 
 def fail_in_user_code(spec: RunSpec, emitter: Emitter) -> None:
-    trace = 'Traceback (most recent call last):\n  File "train.py", line 7, in forward\nValueError: a wrong turn'
+    trace = (
+        'Traceback (most recent call last):\n  File "train.py", line 7, in forward\n'
+        "ValueError: a wrong turn"
+    )
     fail(spec, "user", "a wrong turn", ExitCode.WORKER, trace)
 
 
@@ -124,7 +128,10 @@ def step_and_not_finish(spec: RunSpec, emitter: Emitter) -> None:
 
 def hang_with_helper(spec: RunSpec, emitter: Emitter) -> None:
     """A data loader that outlives its parent and does not listen to SIGTERM."""
-    code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(600)"
+    code = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', "
+        "flush=True); time.sleep(600)"
+    )
     helper = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
     assert helper.stdout is not None
     helper.stdout.readline()

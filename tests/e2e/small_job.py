@@ -1,4 +1,5 @@
-"""A job that ends itself, or its agent, or its launcher, where the environment says so: `KILL=rank:forward:17`.
+"""A job that ends itself, or its agent, or its launcher, where the environment says so:
+`KILL=rank:forward:17`.
 
 Or waits until somebody asks for a save: `ASKED_AFTER=4`.
 """

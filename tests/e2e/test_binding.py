@@ -1,4 +1,6 @@
-"""Ranks on cores of their own: every thread of real workers, and of processes that the agent starts."""
+"""Ranks on cores of their own: every thread of real workers, and of processes that the agent
+starts.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ from pathlib import Path
 
 
 def tell(context):
-    threads = {number: sorted(os.sched_getaffinity(int(number))) for number in os.listdir("/proc/self/task")}
+    numbers = os.listdir("/proc/self/task")
+    threads = {number: sorted(os.sched_getaffinity(int(number))) for number in numbers}
     Path(__file__).with_name(f"rank-{os.environ['RANK']}.json").write_text(json.dumps(threads))
 """
 
@@ -30,7 +33,8 @@ def tell(context):
 def train(folder: Path, *options: str, **variables: str) -> Path:
     job = folder / "job.yaml"
     job.write_text(
-        f"name: bound\nmodel: {HERE}/small_job.py:Net\ndata: {HERE}/small_job.py:Vectors\nsteps: 2\nbatch: 4\n"
+        f"name: bound\nmodel: {HERE}/small_job.py:Net\ndata: {HERE}/small_job.py:Vectors\n"
+        "steps: 2\nbatch: 4\n"
         "slots: 2\nhooks: {on_step: hooks.py:tell}\n"
     )
     (folder / "hooks.py").write_text(_HOOKS)
@@ -79,9 +83,11 @@ def test_ranks_that_are_not_bound(
     worker.write_text(
         "import json, os, pathlib, sys\n"
         "from zrun_core.spine.events import Emitter\nfrom zrun_core.spine.spec import RunSpec\n"
-        "def main():\n    spec, rank = RunSpec.read(pathlib.Path(sys.argv[1])), int(os.environ['RANK'])\n"
+        "def main():\n    spec, rank = RunSpec.read(pathlib.Path(sys.argv[1])), "
+        "int(os.environ['RANK'])\n"
         "    emitter = Emitter(spec.telemetry, rank)\n"
-        "    if rank == 0:\n        emitter.emit('end', step=2, reason='steps', total_s=0.1, loss=1.0)\n"
+        "    if rank == 0:\n        emitter.emit('end', step=2, reason='steps', total_s=0.1, "
+        "loss=1.0)\n"
         "    emitter.close()\n    print(sorted(os.sched_getaffinity(0)))\n"
     )
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])

@@ -1,4 +1,6 @@
-"""`zrun train --resume`, from the shell: killed anywhere, it goes on bit for bit; and what is said where it cannot."""
+"""`zrun train --resume`, from the shell: killed anywhere, it goes on bit for bit; and what is said
+where it cannot.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""`zrun train --detach`, `ps`, `logs` and `stop`, with real launchers and a worker that needs no torch."""
+"""`zrun train --detach`, `ps`, `logs` and `stop`, with real launchers and a worker that needs no
+torch.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ ZRUN = [sys.executable, "-m", "zrun"]
 def folder(tmp_path: Path) -> Iterator[Path]:
     """Where a job lies; whatever happens, no launcher of it is left afterwards."""
     (tmp_path / "job.yaml").write_text(
-        "name: fake\nmodel: {call: 'fake:model'}\ndata: fake:data\nsteps: 3\nbatch: 4\nslots: 2\nlog: {every: 1}\n"
+        "name: fake\nmodel: {call: 'fake:model'}\ndata: fake:data\nsteps: 3\nbatch: 4\nslots: 2\n"
+        "log: {every: 1}\n"
     )
     yield tmp_path
     for path in (tmp_path / "runs").glob("*/*"):
@@ -58,7 +61,9 @@ def train_arguments(behaviour: dict[str, str], *options: str) -> list[str]:
 
 
 def detached(folder: Path, behaviour: dict[str, str], inherited: tuple[int, ...] = ()) -> Path:
-    """A run that goes on by itself; its directory. It has let go the pipes that its output is read from here."""
+    """A run that goes on by itself; its directory. It has let go the pipes that its output is read
+    from here.
+    """
     done = zrun(folder, *train_arguments(behaviour), inherited=inherited)
     assert done.returncode == 0, done.stderr
     first, place, *commands = done.stdout.splitlines()
@@ -159,7 +164,9 @@ def test_now_means_now_and_not_kill(folder: Path) -> None:
 
 
 def test_a_closed_terminal_stops_nothing(folder: Path) -> None:
-    """The shell and what it started get SIGHUP with the terminal's end; the launcher is none of them any more."""
+    """The shell and what it started get SIGHUP with the terminal's end; the launcher is none of
+    them any more.
+    """
     arguments = [*ZRUN, *train_arguments({"0": "steps_then_hang", "1": "hang"})]
     shell, terminal = pty.fork()
     if shell == 0:

@@ -1,6 +1,7 @@
 """Users' models in a folder of their own, trained by the command line at stage 3 on two ranks.
 
-What such models may be is tried in tests/dist/test_zoo.py; here is what a job file and a launch add to it.
+What such models may be is tried in tests/dist/test_zoo.py; here is what a job file and a launch add
+to it.
 """
 
 from __future__ import annotations
@@ -70,7 +71,9 @@ def events(folder: Path, kind: str) -> list[dict[str, Any]]:
 def plain(
     zoo: ModuleType, build: str, args: dict[str, Any], data: str, loss: str | None
 ) -> list[float]:
-    """A plain loop; each step's gradient is the mean of those of the halves that the two ranks take."""
+    """A plain loop; each step's gradient is the mean of those of the halves that the two ranks
+    take.
+    """
     torch.manual_seed(0)
     model, dataset = getattr(zoo, build)(**args), getattr(zoo, data)()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], **OPTIM)

@@ -99,7 +99,9 @@ def zrun(
 
 @pytest.fixture
 def warm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The process that builds the model needs not import torch: `test_check_prints_the_plan` has it do so."""
+    """The process that builds the model needs not import torch: `test_check_prints_the_plan` has it
+    do so.
+    """
     monkeypatch.setattr(subprocess, "Popen", WarmPopen)
 
 
@@ -130,7 +132,8 @@ def test_version(zrun: Zrun) -> None:
 )
 def test_torch_is_not_imported(zrun: Zrun, arguments: list[str]) -> None:
     script = (
-        "import sys\nfrom zrun.cli import main\ntry: main()\nexcept SystemExit as end: code = end.code\n"
+        "import sys\nfrom zrun.cli import main\ntry: main()\n"
+        "except SystemExit as end: code = end.code\n"
         "print(code, *sorted({'torch', 'pydantic', 'yaml'} & set(sys.modules)), file=sys.stderr)"
     )
     done = subprocess.run(
@@ -154,7 +157,8 @@ def test_a_mistake_in_the_job_is_one_line_without_traceback(zrun: Zrun) -> None:
     assert result.code == ExitCode.USAGE
     assert result.out == ""
     assert result.err == (
-        'error: override zero.stag=3: zero.stag: unknown key; did you mean "stage"? write stage: 3\n'
+        'error: override zero.stag=3: zero.stag: unknown key; did you mean "stage"? write stage: '
+        "3\n"
     )
 
 
@@ -384,7 +388,8 @@ def test_check_lists_the_hosts(zrun: Zrun) -> None:
     assert (result.code, result.err) == (0, "")
     assert result.out == (
         "hosts: 2 hosts, 10 slots, by ssh (hf names them)\n  node1  slots=8  (hf:1:1)\n"
-        "  me@node2:2222  slots 1,3 of 8  (hf:2:1)\nplan: none: the hosts were not looked at (--offline)\n"
+        "  me@node2:2222  slots 1,3 of 8  (hf:2:1)\n"
+        "plan: none: the hosts were not looked at (--offline)\n"
         "structure: not looked at\n"
     )
     report = json.loads(
@@ -446,12 +451,14 @@ def test_numbers_of_options_have_bounds(zrun: Zrun, arguments: list[str], number
         (["-H", "-x"], '-H:1:1: "-x" begins with "-", which no host name does'),
         (
             ["hosts=[a, $b]"],
-            'override hosts=[a, $b]: hosts[1]: "$b" is not a host name: letters, digits, dots, - and '
+            'override hosts=[a, $b]: hosts[1]: "$b" is not a host name: letters, digits, dots, - '
+            "and "
             "_, no other character",
         ),
         (
             ["hosts=[]"],
-            "override hosts=[]: hosts: expected text | [text, ...] | null, found []; write for example "
+            "override hosts=[]: hosts: expected text | [text, ...] | null, found []; write for "
+            "example "
             "hosts: [node1:8, node2:8]",
         ),
         (["hosts=[1]"], 'override hosts=[1]: hosts[0]: expected text, found 1; write "1"'),
@@ -483,7 +490,8 @@ def test_hosts_in_the_job_have_a_place(zrun: Zrun) -> None:
     Path("job.yaml").write_text(f"{JOB}hosts:\n  - node1:8\n  - node1 slot=8\n")
     line = JOB.count("\n") + 3
     assert zrun("check", "job.yaml").err == (
-        f'error: job.yaml:{line}:5: hosts[1]: "slot=8" means nothing here: a line is [user@]name[:port] slots=N\n'
+        f'error: job.yaml:{line}:5: hosts[1]: "slot=8" means nothing here: a line is '
+        "[user@]name[:port] slots=N\n"
     )
 
 
@@ -512,8 +520,8 @@ def test_what_the_launcher_of_the_ranks_has_to_do_is_refused(
     told = zrun("train", "job.yaml", "restarts=2")
     assert told.code == ExitCode.USAGE
     assert (
-        "restarts: another launcher started this process (a launcher like torchrun: RANK=1, WORLD_SIZE=2"
-        in told.err
+        "restarts: another launcher started this process (a launcher like torchrun: RANK=1, "
+        "WORLD_SIZE=2" in told.err
     )
     assert (
         "--dry-run: another launcher started this process"

@@ -25,7 +25,10 @@ from zrun_core.errors import ExitCode
 from zrun_core.spine.spec import LaunchPlan, RankPlace
 
 TERM, KILL, ABORT = -signal.SIGTERM, -signal.SIGKILL, -signal.SIGABRT
-GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Connection closed by peer [127.0.0.1]:33210"
+GLOO = (
+    "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Connection closed by peer "
+    "[127.0.0.1]:33210"
+)
 
 
 def note(rank: int, kind: str = "user", message: str = "boom", **fields: Any) -> FailureNote:

@@ -103,7 +103,10 @@ def test_an_event_is_recorded_as_it_came_only_if_it_is_plain(told: bytes, is_kep
 
 
 def test_a_session_is_told_apart_and_ended() -> None:
-    code = "import subprocess, sys; subprocess.Popen(['sleep', '600']); print(flush=True); sys.stdin.read()"
+    code = (
+        "import subprocess, sys; subprocess.Popen(['sleep', '600']); print(flush=True); "
+        "sys.stdin.read()"
+    )
     leader = subprocess.Popen(
         [sys.executable, "-c", code],
         stdin=subprocess.PIPE,

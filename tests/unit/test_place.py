@@ -64,7 +64,9 @@ def groups(places: list[RankPlace], axis: str) -> list[list[int]]:
 
 
 def test_eight_hosts_in_three_dimensions() -> None:
-    """pp 4, tp 4, dp 2 on 8 x 4: a tp group is a host, dp pairs are neighbours, pipelines are every other host."""
+    """pp 4, tp 4, dp 2 on 8 x 4: a tp group is a host, dp pairs are neighbours, pipelines are every
+    other host.
+    """
     places = plan(machines("rack-8x4"), parallel={"tp": 4, "pp": 4, "dp": 2})
     assert [place.rank for place in places] == list(range(32))
     for place in places:
@@ -145,8 +147,8 @@ def test_a_tp_group_stays_on_a_host() -> None:
         plan(uneven, parallel={"tp": 4})
     assert caught.value.exit_code is ExitCode.PREFLIGHT
     assert (
-        "parallel.tp: 4 ranks of one tp group would sit on several hosts (a has 6 ranks, b has 6 ranks): write a tp "
-        in (str(caught.value))
+        "parallel.tp: 4 ranks of one tp group would sit on several hosts (a has 6 ranks, b has 6 "
+        "ranks): write a tp " in (str(caught.value))
     )
     places = plan(uneven, parallel={"tp": 4, "allow_cross_node_tp": True})
     assert [place.host for place in places] == ["a"] * 6 + ["b"] * 6

@@ -99,7 +99,9 @@ def restartable(monkeypatch: pytest.MonkeyPatch, attempt: Any) -> LaunchRequest:
 def test_a_run_that_was_asked_to_end_is_not_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank that is killed while a scheduler ends the job is an accident, but nobody wants to train on."""
+    """A rank that is killed while a scheduler ends the job is an accident, but nobody wants to
+    train on.
+    """
     attempts: list[bool] = []
 
     def attempt(request: LaunchRequest, members: list[Any]) -> AttemptResult:

@@ -1,4 +1,6 @@
-"""Which runs there are and how they are, from files alone; who holds one; what its logs look like on a terminal."""
+"""Which runs there are and how they are, from files alone; who holds one; what its logs look like
+on a terminal.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""`zrun save`: what is refused, what counts as the answer, and when a save that was asked for begins."""
+"""`zrun save`: what is refused, what counts as the answer, and when a save that was asked for
+begins.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,9 @@ def rundir(tmp_path: Path, run: ExitStack) -> RunDir:
 
 @pytest.fixture
 def answer(rundir: RunDir, run: ExitStack) -> Iterator[Answer]:
-    """Called with what the record gets each time that the launcher is asked, a list for each; None ends the run."""
+    """Called with what the record gets each time that the launcher is asked, a list for each; None
+    ends the run.
+    """
     turns: list[Any] = []
 
     def obey(number: int, _: object) -> None:

@@ -196,7 +196,9 @@ def test_a_run_directory_in_which_a_process_saves_is_not_started_over(
 
 @pytest.mark.parametrize("given", ["", "checkpoints/step-00000020"])
 def test_a_restart_before_the_first_save_begins_where_the_run_began(root: Path, given: str) -> None:
-    """--resume PATH in a new directory, then a failure: neither from nothing, nor from the newest run of this name."""
+    """--resume PATH in a new directory, then a failure: neither from nothing, nor from the newest
+    run of this name.
+    """
     source = root / "gpt" / "20260101-000000-aa"
     first = choose_start(job(resume=str(source / given)), root / "mine", False, root)
     mine = make_run(root / "mine")

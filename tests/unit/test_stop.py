@@ -1,4 +1,6 @@
-"""What signals ask for: of a worker, of the launcher, and what a run that was asked to stop exits with."""
+"""What signals ask for: of a worker, of the launcher, and what a run that was asked to stop exits
+with.
+"""
 
 from __future__ import annotations
 
@@ -93,7 +95,8 @@ def test_a_forked_helper_ends_as_if_there_were_no_handler():
         "stop = StopSignals()\nstop.can_finish = True\n"
         "stop.listen()\nread, write = os.pipe()\npid = os.fork()\n"
         "if pid == 0:\n    os.write(write, b'x')\n    while True:\n        time.sleep(0.01)\n"
-        "os.read(read, 1)\nos.kill(pid, signal.SIGTERM)\nprint(os.WTERMSIG(os.waitpid(pid, 0)[1]), stop.first)\n"
+        "os.read(read, 1)\nos.kill(pid, signal.SIGTERM)\n"
+        "print(os.WTERMSIG(os.waitpid(pid, 0)[1]), stop.first)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout == "15 None\n", done.stderr
@@ -119,7 +122,9 @@ def test_only_firm_signals_escalate(numbers, level):
 
 
 class ScriptedAgents:
-    """Say what a test wrote down; a callable is a signal, or whatever else happens between two frames."""
+    """Say what a test wrote down; a callable is a signal, or whatever else happens between two
+    frames.
+    """
 
     def __init__(self, script: list[Any], hosts: list[str]) -> None:
         self.script, self.hosts = script, hosts
@@ -236,7 +241,9 @@ def test_a_host_that_says_no_more_is_not_waited_for(rundir):
 
 
 def test_a_host_that_falls_silent_is_lost_although_another_one_felt_it_first(rundir):
-    """As when slurmstepd is killed: srun goes on for half a minute, and the other ranks only feel the loss."""
+    """As when slurmstepd is killed: srun goes on for half a minute, and the other ranks only feel
+    the loss.
+    """
     note = FailureNote(
         rank=0, kind="peer", type="E", message="Connection reset by peer", exit_code=5
     )
@@ -246,7 +253,8 @@ def test_a_host_that_falls_silent_is_lost_although_another_one_felt_it_first(run
     code, failure = judge(hosts.run, plan(), rundir, LauncherSignals())
     assert (code, failure.headline) == (
         6,
-        "lost b: its agent says nothing any more: it, or what it was started by, was killed or stands still",
+        "lost b: its agent says nothing any more: it, or what it was started by, was killed or "
+        "stands still",
     )
 
 
@@ -442,7 +450,8 @@ def test_a_save_that_a_signal_has_begun_is_not_cut_off(capsys):
     said = capsys.readouterr().err
     assert (
         said.count(
-            "a save is under way: it has 100 s (limits.save_s) instead of 10 (limits.stop_s); once more"
+            "a save is under way: it has 100 s (limits.save_s) instead of 10 (limits.stop_s); "
+            "once more"
         )
         == 1
     )

@@ -103,8 +103,8 @@ def attempt(request: LaunchRequest, members: list[AgentLink]) -> AttemptResult:
         force=request.force,
         is_restart=request.is_restart,
     )
-    name, earlier = resolved.job.name, start.earlier
-    with gate, RunDir.claim(name, start.run_dir, earlier=earlier, lock=lock) as rundir:
+    name = resolved.job.name
+    with gate, RunDir.claim(name, start.run_dir, earlier=start.earlier, lock=lock) as rundir:
         spec = _prepare(request, resolved, start, rundir, gate.memory_bytes)
         run = _ClaimedRun(request, resolved, rundir, spec, gate)
         agents = _start_workers(session, request, spec)
@@ -250,8 +250,10 @@ def _start_workers(session: ClusterSession, request: LaunchRequest, spec: RunSpe
 
 def _monitor(claimed: _ClaimedRun, agents: AgentGroup) -> _Observed:
     """Follow the ranks until all have ended: record events, draw the screen, pass on signals."""
-    request, gate = claimed.request, claimed.gate
-    job, plan = claimed.resolved.job, claimed.resolved.plan
+    request = claimed.request
+    gate = claimed.gate
+    job = claimed.resolved.job
+    plan = claimed.resolved.plan
     facts = Facts(job.name, claimed.rundir.run_id, tuple(place.host for place in plan.ranks))
     screen = open_screen(request.ui, facts, job.log.every, sys.stdout, os.environ)
     follower = Follower(screen, claimed.rundir.append)
@@ -308,9 +310,11 @@ def _conclude(
     Returns:
         The exit code, and the failure behind it.
     """
-    request, rundir, plan = claimed.request, claimed.rundir, claimed.resolved.plan
-    run, signals = observed.run, observed.signals
-    code, failure = judge(run, plan, rundir, signals, committed)
+    request = claimed.request
+    rundir = claimed.rundir
+    run = observed.run
+    signals = observed.signals
+    code, failure = judge(run, claimed.resolved.plan, rundir, signals, committed)
     if failure is not None:
         resume = request.resume_command if _can_resume(claimed, run, failure, committed) else None
         return _report_failure(claimed, run, code, failure, resume), failure

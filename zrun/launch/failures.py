@@ -289,8 +289,8 @@ class Hang:
         if self.links:
             return f"{limit}: {self.links[0]}"
         if all(told["does"] == "waits" for told in self.frame["ranks"]):
-            step, phase = self.first["step"], self.first["phase"]
-            where = f"at step {step}" if step else f"in {phase}"
+            step = self.first["step"]
+            where = f"at step {step}" if step else f"in {self.first['phase']}"
             return f"{limit}: all ranks wait for each other {where}"
         blamed = self.frame["to_blame"]
         ranks = ", ".join(str(rank) for rank in blamed)

@@ -306,8 +306,8 @@ class Supervisor:
     def _look_for_hangs(self, now: float) -> None:
         """Time what the ranks do. Once some hang, ask their agents about them, then kill them."""
         run = self._run
-        new_states, run.new_states = run.new_states, {}
-        self._hangs.see(now, new_states)
+        self._hangs.see(now, run.new_states)
+        run.new_states = {}
         if run.hang is not None or run.is_failing:
             return
         if run.investigation is None:
@@ -357,7 +357,8 @@ class Supervisor:
 
     def _stop_when_asked(self, now: float) -> None:
         """Pass on what signals ask for, level by level."""
-        signals, run = self._signals, self._run
+        signals = self._signals
+        run = self._run
         if self._stop_deadline is None and (signals.level or run.stop_reason):
             self._stop_deadline = StopDeadline(now, self._limits)
             if not signals.level:
@@ -371,7 +372,8 @@ class Supervisor:
                 self._obey()
 
     def _obey(self) -> None:
-        signals, agents = self._signals, self._agents
+        signals = self._signals
+        agents = self._agents
         if signals.level == 1:
             name = signals.first.name if signals.first is not None else "a signal"
             notify(f"{name}: finishing the step; once more stops at once")

@@ -16,7 +16,8 @@ def cpu_quota() -> float | None:
         if quota.isdigit() and period.strip().isdigit():
             return int(quota) / int(period)
     for folder in group_folders("cpu"):
-        limit, interval = number(folder / "cpu.cfs_quota_us"), number(folder / "cpu.cfs_period_us")
+        limit = number(folder / "cpu.cfs_quota_us")
+        interval = number(folder / "cpu.cfs_period_us")
         if limit is not None and interval and limit > 0:
             return limit / interval
     return None

@@ -1,16 +1,19 @@
-"""Saving and loading while a model trains: zrun beside torch.save, torch.distributed.checkpoint, and the disk itself.
+"""Saving and loading while a model trains.
+
+zrun beside torch.save, torch.distributed.checkpoint, and the disk itself.
 
     python benchmarks/checkpoint.py              50M parameters in fp32 with two moments, 6 rounds: about 5 minutes
     python benchmarks/checkpoint.py --dir /mnt/nvme --rounds 10
     python benchmarks/checkpoint.py --quick      a small model, 1 round: a test of the harness
 
-One process trains one model, and saves it after the first of every six steps: in every way in turn, forwards in one
-round and backwards in the next, and once not at all. zrun saves with the `Checkpointer` of a job, and loads with the
-loader of one. A save ends when the bytes are on the disk: torch.save is followed by an fsync, the others do that
-themselves. The stall is the time that the loop spends in calls to save, and in updates that wait until what they change
-is copied; beside it the loop loses what makes its steps longer. Before each save the disk has nothing left to write,
-before each load the files are dropped from the page cache.
-A round before the first is measured for its peak of memory only.
+One process trains one model, and saves it after the first of every six steps: in every way in turn,
+forwards in one round and backwards in the next, and once not at all. zrun saves with the
+`Checkpointer` of a job, and loads with the loader of one. A save ends when the bytes are on the
+disk: torch.save is followed by an fsync, the others do that themselves. The stall is the time that
+the loop spends in calls to save, and in updates that wait until what they change is copied; beside
+it the loop loses what makes its steps longer. Before each save the disk has nothing left to write,
+before each load the files are dropped from the page cache. A round before the first is measured for
+its peak of memory only.
 """
 
 from __future__ import annotations
@@ -66,7 +69,10 @@ State = dict[str, torch.Tensor]  # f"{state}/{name}", flat views of the memory t
 
 
 class Training:
-    """A GPT of 8 blocks, 512 wide, with 50k tokens: 50.9M parameters in fp32, with Adam's two moments."""
+    """A GPT of 8 blocks, 512 wide, with 50k tokens.
+
+    50.9M parameters in fp32, with Adam's two moments.
+    """
 
     def __init__(self, quick: bool) -> None:
         shape = (
@@ -95,7 +101,10 @@ class Training:
 
 
 class Way(ABC):
-    """A way to save and load, and what was measured: seconds, and bytes beyond those of a loop that saves nothing."""
+    """A way to save and load, and what was measured.
+
+    Seconds, and bytes beyond those of a loop that saves nothing.
+    """
 
     name: str
     loads = True
@@ -151,7 +160,10 @@ class NoSave(Way):
 
 
 class Zrun(Way):
-    """The saves of a job, in the order in which a trainer calls them; the memory of a copy is kept, as there."""
+    """The saves of a job, in the order in which a trainer calls them.
+
+    The memory of a copy is kept, as there.
+    """
 
     name = "zrun"
     in_background = False
@@ -351,7 +363,9 @@ def resident(key: str) -> int:
 
 
 def measure(way: Way, plain: NoSave | None) -> float:
-    """A loop with one save, and a load of what was saved; returns the seconds of the loop, its calls included.
+    """A loop with one save, and a load of what was saved.
+
+    Returns the seconds of the loop, its calls included.
 
     Args:
         plain: the loop that saves nothing, measured in the same round before.

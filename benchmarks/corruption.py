@@ -1,4 +1,6 @@
-"""What is found when checkpoints are damaged or cannot be written: zrun, torch.distributed.checkpoint and torch.save.
+"""What is found when checkpoints are damaged or cannot be written.
+
+zrun, torch.distributed.checkpoint and torch.save.
 
     python benchmarks/corruption.py              every fault: about 2 minutes; the full disk needs root
     python benchmarks/corruption.py --quick      few cases: a test of the harness
@@ -222,7 +224,9 @@ class Dcp(System):
 
 @contextmanager
 def _opening(before: Callable[[str], None], held: AbstractContextManager[Any]) -> Iterator[None]:
-    """DCP calls `before` with the mode of each file that it opens, and holds `held` while it is open."""
+    """DCP calls `before` with the mode of each file that it opens, and holds `held` while it is
+    open.
+    """
     real = FileSystem.create_stream
 
     @contextmanager
@@ -351,7 +355,10 @@ def _told(system: System, folder: Path, step: int) -> str:
 
 
 def killed(system: System, folder: Path, quick: bool) -> Counter[str]:
-    """A step is there, and the next is saved under its name, as with one like `last`; zrun has no such thing."""
+    """A step is there, and the next is saved under its name, as with one like `last`.
+
+    zrun has no such thing.
+    """
     system.save(folder, 10)
     step = 10 if isinstance(system, Zrun) else 20
     os.rename(system.path(folder, 10), system.path(folder, step))

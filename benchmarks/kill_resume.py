@@ -1,10 +1,11 @@
-"""Kill a run at random places, resume it each time, and compare it with the run that was left alone.
+"""Kill a run at random places, resume it each time, and compare it with the run that was left
+alone.
 
     python benchmarks/kill_resume.py jobs/stdlib-gpt.yaml steps=60 checkpoint.every=10 --kills 6
 
-A rank, the agent and the launcher take turns; each is killed with SIGKILL after a random number of further steps and a
-random part of a step. Equal are the losses of all steps, and every byte of the last checkpoint: parameters, masters,
-optimizer, random streams.
+A rank, the agent and the launcher take turns; each is killed with SIGKILL after a random number of
+further steps and a random part of a step. Equal are the losses of all steps, and every byte of the
+last checkpoint: parameters, masters, optimizer, random streams.
 """
 
 from __future__ import annotations
@@ -74,7 +75,10 @@ def main() -> None:
 
 
 def kill(command: list[str], run: Path, victim: str, after: int, part: float) -> tuple[int, int]:
-    """(exit code of the launcher, last step that it recorded). Kills in the step that follows `after`."""
+    """(exit code of the launcher, last step that it recorded).
+
+    Kills in the step that follows `after`.
+    """
     known = len(events(run))
     launcher = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     while launcher.poll() is None:

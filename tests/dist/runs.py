@@ -39,7 +39,9 @@ Event = dict[str, Any]
 
 
 class Speaker(nn.Module):
-    """Tokens [batch, time] -> logits, with dropout, a tied weight, a frozen one, and running statistics."""
+    """Tokens [batch, time] -> logits, with dropout, a tied weight, a frozen one, and running
+    statistics.
+    """
 
     def __init__(
         self, dropout: float = 0.1, dim: int = 16, depth: int = 2, norm: bool = True
@@ -78,7 +80,9 @@ class Faulty(Speaker):
 
 
 class Spoiled(Speaker):
-    """On the last rank the gradient of a parameter is nan, another one in each of the given passes, from 1."""
+    """On the last rank the gradient of a parameter is nan, another one in each of the given passes,
+    from 1.
+    """
 
     PLACES = "blocks.0.up.weight", "blocks.1.up.weight", "blocks.1.down.weight"
 
@@ -203,7 +207,10 @@ class Listener:
 
 
 class PoolWorker(Worker):
-    """A rank in a process that has met the others already. It has no board to write its phase on."""
+    """A rank in a process that has met the others already.
+
+    It has no board to write its phase on.
+    """
 
     def _join(self, device: torch.device) -> None:
         pass
@@ -270,13 +277,15 @@ def run(
     """Train a job, or a part of it.
 
     Args:
-        resume: fields of a `ResumeSpec`; its folder is that of the run directory unless it says otherwise.
+        resume: fields of a `ResumeSpec`; its folder is that of the run directory unless it says
+            otherwise.
         stop_after: end as if the process had died right after this step.
         signal_in_batch: of evaluation, in which a signal reaches the last rank.
         dims: fields of the `ParallelDims` of the ranks; None: all are data-parallel.
 
     Returns:
-        `contents` of the end; where it goes on from a checkpoint, also those of the beginning, as "begun".
+        `contents` of the end; where it goes on from a checkpoint, also those of the beginning, as
+        "begun".
     """
     if resume is not None:
         resume = {"folder": f"{run_dir}/checkpoints", **resume}
@@ -333,7 +342,8 @@ def report(keys: dict[str, Any], run_dir: str, fault: str) -> dict[str, Any]:
     """What a rank writes of its own end.
 
     Args:
-        fault: where there is no memory, or "hook", where a hook raises as if somebody had pressed ctrl-C.
+        fault: where there is no memory, or "hook", where a hook raises as if somebody had pressed
+            ctrl-C.
     """
     rank, _ = world()
     Path(run_dir).mkdir(exist_ok=True)

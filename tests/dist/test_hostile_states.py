@@ -1,4 +1,7 @@
-"""A step whose manifest fits its digest, and whose content cannot be: every rank goes on from the one before."""
+"""A step whose manifest fits its digest, and whose content cannot be.
+
+Every rank goes on from the one before.
+"""
 
 from __future__ import annotations
 

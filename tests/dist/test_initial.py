@@ -1,4 +1,7 @@
-"""Weights to start from: whatever they come in, they are the same; what does not fit is named; memory stays small."""
+"""Weights to start from: whatever they come in, they are the same; what does not fit is named.
+
+Memory stays small.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A run that ended anywhere goes on bit for bit; on another layout, from the same parameters and optimizer."""
+"""A run that ended anywhere goes on bit for bit.
+
+On another layout, from the same parameters and optimizer.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +76,10 @@ def resharded(stage: int, **keys: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def saved(ranks, tmp_path_factory) -> tuple[dict[str, str], list[dict[str, Any]], float]:
-    """Six steps at stage 3 on 4 ranks in bf16: where they are saved, what they hold, and the loss of the seventh."""
+    """Six steps at stage 3 on 4 ranks in bf16.
+
+    Where they are saved, what they hold, and the loss of the seventh.
+    """
     run_dir = str(tmp_path_factory.mktemp("saved"))
     before = ranks(4).run(run, resharded(3, steps=6), run_dir)
     source = {"folder": f"{run_dir}/checkpoints"}
@@ -252,7 +258,9 @@ def run_saving_the_beginning(keys: dict[str, Any], run_dir: str) -> dict[str, An
     ids=str,
 )
 def test_nothing_is_left_of_a_rejected_step_in_one_where_nothing_was_updated(ranks, tmp_path, keys):
-    """The newest is damaged where a rank reads last, so that most of it is there when it is rejected."""
+    """The newest is damaged where a rank reads last, so that most of it is there when it is
+    rejected.
+    """
     keys = job(**{"steps": 1, "lr": "constant", "checkpoint": {"every": 1}, **keys})
     ranks(2).run(run_saving_the_beginning, keys, str(tmp_path / "run"))
     damage(tmp_path / "run" / "checkpoints" / "step-00000001" / "rank-00001.safetensors")

@@ -42,7 +42,9 @@ def contents_of(run_dir: Path, step: int) -> dict[tuple[str, str, int], str]:
 
 @pytest.mark.parametrize("busy", ["wait", "skip"])
 def test_a_save_in_the_background_is_of_its_own_step(ranks, tmp_path, busy):
-    """Every step is due while the one before is being written; no save has anything of another step in it.
+    """Every step is due while the one before is being written.
+
+    No save has anything of another step in it.
 
     At stage 3 a writer that looked at the model in the middle of a step would gather it.
     """
@@ -68,7 +70,9 @@ def test_a_save_in_the_background_is_of_its_own_step(ranks, tmp_path, busy):
 
 
 def run_with_late_copies(keys: dict[str, Any], run_dir: str) -> dict[str, Any]:
-    """As `run`, where the thread copies once the next update has begun, and has had the time to end without it."""
+    """As `run`, where the thread copies once the next update has begun, and has had the time to end
+    without it.
+    """
     update, make, begun, ended = (
         ShardedModel._update,
         LateCopies.make,
@@ -122,7 +126,10 @@ def test_an_update_waits_for_the_copy_of_what_it_changes(ranks, tmp_path, stage)
 
 
 def run_asked(keys: dict[str, Any], run_dir: str, stop: bool) -> dict[str, Any]:
-    """As `run`, where a signal asks the last rank for a save in step 3; with `stop` another asks for the end."""
+    """As `run`, where a signal asks the last rank for a save in step 3.
+
+    With `stop` another asks for the end.
+    """
     first_sums = Trainer._first_sums
 
     def asked(trainer: Trainer) -> NamedVector:
@@ -234,7 +241,9 @@ def stop_after(patch: pytest.MonkeyPatch, reason: str, last: int) -> None:
 
 
 def run_that_cannot_save(keys: dict[str, Any], run_dir: str, reason: str) -> dict[str, Any]:
-    """As `run`, where rank 1 cannot write, and the run ends because of `reason` with step 4 at the latest."""
+    """As `run`, where rank 1 cannot write, and the run ends because of `reason` with step 4 at the
+    latest.
+    """
     with pytest.MonkeyPatch.context() as patch:
         stop_after(patch, reason, 4)
         return run_with_failing_writes(keys, run_dir, 1, [1, 2, 3])
@@ -269,7 +278,9 @@ def test_the_last_save_is_there_or_is_not_said_to_be(ranks, tmp_path, reason, co
 
 
 def run_with_late_numbers(keys: dict[str, Any], run_dir: str, late: bool) -> dict[str, Any]:
-    """As `run`, where the numbers end it with step 3, and are read in the middle of step 4 as on a GPU if `late`."""
+    """As `run`, where the numbers end it with step 3, and are read in the middle of step 4 as on a
+    GPU if `late`.
+    """
     make = Trainer.__init__
 
     def init(trainer: Trainer, *args: Any) -> None:
@@ -297,7 +308,9 @@ def test_what_a_numeric_stop_saves_is_between_two_steps(ranks, tmp_path, late):
 
 
 def run_that_diverges(keys: dict[str, Any], run_dir: str) -> dict[str, Any]:
-    """As `run`, where ranks are found to differ after step 3, while the save of step 2 is still being written."""
+    """As `run`, where ranks are found to differ after step 3, while the save of step 2 is still
+    being written.
+    """
     write, finish, may_write = shard_file.write_file, Checkpointer.finish, threading.Event()
 
     def write_file(*args: Any) -> Any:
@@ -414,7 +427,9 @@ def test_a_step_that_has_its_name_is_saved_whatever_fails_after_that(ranks, tmp_
 
 
 def run_with_rot(keys: dict[str, Any], run_dir: str) -> dict[str, Any]:
-    """As `run`, where step 4 rots before step 6 is saved, and steps are read back only when no other is to come."""
+    """As `run`, where step 4 rots before step 6 is saved, and steps are read back only when no
+    other is to come.
+    """
     commit, train, check, has_trained = (
         CheckpointFolder.commit,
         Trainer._train,
@@ -458,7 +473,9 @@ def test_older_steps_go_behind_and_not_for_one_that_rotted(ranks, tmp_path, in_b
 
 
 def run_with_slow_disks(keys: dict[str, Any], run_dir: str, waits: bool) -> dict[str, Any]:
-    """As `run`, where rank 1 writes and rank 0 commits while ranks ask eight times whether all are ready; or never."""
+    """As `run`, where rank 1 writes and rank 0 commits while ranks ask eight times whether all are
+    ready; or never.
+    """
     write, commit, await_all = (
         shard_file.write_file,
         CheckpointFolder.commit,

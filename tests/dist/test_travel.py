@@ -1,4 +1,7 @@
-"""A model saved at stage 3 on four ranks, elsewhere: resumed, exported, in a plain model, in `transformers`."""
+"""A model saved at stage 3 on four ranks, elsewhere.
+
+Resumed, exported, in a plain model, in `transformers`.
+"""
 
 from __future__ import annotations
 

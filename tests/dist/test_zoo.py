@@ -1,4 +1,6 @@
-"""Users' models at every ZeRO stage, through the parts that a worker runs, against a plain loop on global batches."""
+"""Users' models at every ZeRO stage, through the parts that a worker runs, against a plain loop on
+global batches.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,9 @@ def plain(
     after: Callable[[nn.Module], object] = lambda model: None,
     collate: Callable[[list[Any]], Any] = torch.utils.data.default_collate,
 ) -> tuple[list[float], nn.Module]:
-    """The loop that a user would write, on global batches; `parts` cuts each as ranks do, for batch statistics.
+    """The loop that a user would write, on global batches.
+
+    `parts` cuts each as ranks do, for batch statistics.
 
     Buffers are those that the first part leaves.
     """
@@ -388,7 +392,9 @@ def test_recomputing_changes_nothing(ranks, tmp_path, name, checkpoint, stage):
 
 
 def train_compiled(keys: dict[str, Any], run_dir: str) -> Run:
-    """With all of torch's compiler but the last part, which writes C++ and has it compiled for half a minute."""
+    """With all of torch's compiler but the last part, which writes C++ and has it compiled for half
+    a minute.
+    """
     backends, compiler = [], torch.compile
 
     def compiled(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,9 +1,11 @@
-"""Kills a process while it saves, again and again, and looks at what is left: step k or k - 1, whole, never a mix.
+"""Kills a process while it saves, again and again, and looks at what is left.
+
+Step k or k - 1, whole, never a mix.
 
     python tests/unit/kill_saves.py FOLDER 1000
 
-First it dies once at each call that changes a file, then by SIGKILL at random instants. A table is printed; the exit
-code is 1 if a step was lost, or half of one believed.
+First it dies once at each call that changes a file, then by SIGKILL at random instants. A table is
+printed; the exit code is 1 if a step was lost, or half of one believed.
 """
 
 from __future__ import annotations
@@ -75,7 +77,10 @@ def committed(reading: int, before: int) -> int:
 
 
 def judge(folder: CheckpointFolder, told: int) -> str:
-    """What is left after a death: the name of an outcome, beginning with a capital letter where it is a bad one."""
+    """What is left after a death.
+
+    The name of an outcome, beginning with a capital letter where it is a bad one.
+    """
     found = folder.scan()
     if any(each.problem for each in found):
         return f"A step that does not count: {next(each.problem for each in found if each.problem)}"

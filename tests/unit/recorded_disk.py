@@ -1,7 +1,9 @@
-"""Records what a piece of code does to files, and says what a power loss after any of these operations may leave.
+"""Records what a piece of code does to files, and says what a power loss after any of these
+operations may leave.
 
-The model is POSIX's: what was written counts after an fsync of the file, and what was named, renamed or removed after
-an fsync of the directory. Until then, each of it may be on the disk or not.
+The model is POSIX's: what was written counts after an fsync of the file, and what was named,
+renamed or removed after an fsync of the directory. Until then, each of it may be on the disk or
+not.
 """
 
 from __future__ import annotations
@@ -157,7 +159,10 @@ class Disk:
                 item.durable, item.pending = dict(item.entries), []
 
     def power_loss(self, target: Path, mode: str, chance: random.Random) -> None:
-        """Write to `target` what may be left: of what was not synced, "nothing", "names" only, "all", or "some"."""
+        """Write to `target` what may be left.
+
+        Of what was not synced, "nothing", "names" only, "all", or "some".
+        """
         self._leave(self._top, target, mode, chance)
 
     def _leave(self, folder: _Folder, target: Path, mode: str, chance: random.Random) -> None:

@@ -1,4 +1,6 @@
-"""Whatever happens to the files of a checkpoint is found before a tensor is believed, and nothing else is touched."""
+"""Whatever happens to the files of a checkpoint is found before a tensor is believed, and nothing
+else is touched.
+"""
 
 from __future__ import annotations
 
@@ -157,7 +159,9 @@ def test_missing_or_not_a_file(
 def test_what_is_read_back_is_what_is_verified(
     folder: CheckpointFolder, monkeypatch: pytest.MonkeyPatch, block: int, is_direct: bool
 ) -> None:
-    """A byte in each piece of a file, where reads pass the page cache and where a file system cannot do that."""
+    """A byte in each piece of a file, where reads pass the page cache and where a file system
+    cannot do that.
+    """
     real = os.preadv
 
     def preadv(file: int, views: Any, offset: int) -> int:
@@ -513,7 +517,10 @@ def _mutate(raw: Any, chance: random.Random) -> None:
 def test_manifest_fuzz(
     folder: CheckpointFolder, audited: list[tuple[str, tuple[Any, ...]]]
 ) -> None:
-    """3,000 forged manifests: refused, or harmless; constant memory; no file outside of the step is opened."""
+    """3,000 forged manifests: refused, or harmless; constant memory.
+
+    No file outside of the step is opened.
+    """
     chance = random.Random(1)
     write_step(folder, 30, ranks=1)
     path = folder.step_path(30)

@@ -1,4 +1,7 @@
-"""What is exported loads elsewhere: the safetensors library, torch.load, a strict load into the plain model."""
+"""What is exported loads elsewhere.
+
+The safetensors library, torch.load, a strict load into the plain model.
+"""
 
 from __future__ import annotations
 

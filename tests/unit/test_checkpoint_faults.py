@@ -1,4 +1,7 @@
-"""Saves that fail or are cut short: told as such, the step before stays, and no step is ever half there."""
+"""Saves that fail or are cut short.
+
+Told as such, the step before stays, and no step is ever half there.
+"""
 
 from __future__ import annotations
 
@@ -326,7 +329,9 @@ def test_prune_that_is_cut_short(folder: CheckpointFolder, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("mode", ["nothing", "names", "all", "some"])
 def test_power_loss_after_any_operation(tmp_path: Path, mode: str) -> None:
-    """Every prefix of four saves with pruning leaves the step that was committed last, or the one on its way."""
+    """Every prefix of four saves with pruning leaves the step that was committed last, or the one
+    on its way.
+    """
     root = tmp_path / "root"
     root.mkdir()
     folder = CheckpointFolder(root / "gpt" / "a" / "checkpoints")
@@ -351,7 +356,10 @@ def test_power_loss_after_any_operation(tmp_path: Path, mode: str) -> None:
 
 
 def test_sigkill_at_every_call_and_at_random_instants(tmp_path: Path) -> None:
-    """50 random instants; 1,000 with ZRUN_TEST_KILLS=1000. In memory if possible: a process that dies takes no disk."""
+    """50 random instants; 1,000 with ZRUN_TEST_KILLS=1000.
+
+    In memory if possible: a process that dies takes no disk.
+    """
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(
         dir=memory if os.access(memory, os.W_OK) else tmp_path

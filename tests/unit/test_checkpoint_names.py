@@ -1,4 +1,7 @@
-"""What the names in a folder of checkpoints mean: leftovers are no steps, and a person's folders are nobody else's."""
+"""What the names in a folder of checkpoints mean.
+
+Leftovers are no steps, and a person's folders are nobody else's.
+"""
 
 from __future__ import annotations
 

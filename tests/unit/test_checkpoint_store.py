@@ -1,4 +1,7 @@
-"""A step is written, committed, read, verified and pruned; the safetensors library opens what was written."""
+"""A step is written, committed, read, verified and pruned.
+
+The safetensors library opens what was written.
+"""
 
 from __future__ import annotations
 

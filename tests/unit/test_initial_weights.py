@@ -1,4 +1,6 @@
-"""Files of weights that are not what they seem are refused in words, before anything is read into the model."""
+"""Files of weights that are not what they seem are refused in words, before anything is read into
+the model.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Marks of datasets: what they notice, what they leave alone, and that reading them changes nothing."""
+"""Marks of datasets: what they notice, what they leave alone, and that reading them changes
+nothing.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The bundled models against references that are written differently, and their published parameter counts."""
+"""The bundled models against references that are written differently, and their published parameter
+counts.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,10 @@ def ids(*shape: int, vocab_size: int = 31) -> Tensor:
 
 
 def split_qkv(attention: Attention, x: Tensor) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """Queries, keys and values of each query head, each [B, T, H]; key heads repeated for the queries they serve."""
+    """Queries, keys and values of each query head, each [B, T, H].
+
+    Key heads repeated for the queries they serve.
+    """
     out = x @ attention.qkv.weight.T + (0 if attention.qkv.bias is None else attention.qkv.bias)
     pieces = list(out.split(attention.head_dim, dim=-1))
     q, k, v = [], [], []
@@ -63,7 +68,9 @@ def split_qkv(attention: Attention, x: Tensor) -> tuple[list[Tensor], list[Tenso
 
 
 def complex_rotation(x: Tensor, theta: float) -> Tensor:
-    """RoPE as multiplication of x[i] + j x[i + H/2] by e^(j position theta^(-2i/H)), for x [B, T, H]."""
+    """RoPE as multiplication of x[i] + j x[i + H/2] by e^(j position theta^(-2i/H)), for x [B, T,
+    H].
+    """
     length, head_dim = x.shape[-2:]
     half = head_dim // 2
     numbers = torch.complex(x[..., :half].double(), x[..., half:].double())
@@ -330,7 +337,10 @@ def every_model() -> list[nn.Module]:
 
 @pytest.mark.parametrize("index", range(5))
 def test_every_module_resets_its_own_parameters(index: int) -> None:
-    """Built on meta, given storage, reset: every parameter as in a model that was built in place."""
+    """Built on meta, given storage, reset.
+
+    Every parameter as in a model that was built in place.
+    """
     with torch.device("meta"):
         remade = every_model()[index]
     remade.to_empty(device="cpu")

@@ -12,7 +12,7 @@ from zrun_core.spine.config import BestConfig
 
 
 class BestSaves:
-    """Which evaluation was the best, by how far its step is saved. The same on every rank.
+    """The best evaluation, by how far its step is saved. The same on every rank.
 
     Attributes:
         candidate: the best one, if its step is not saved as that yet.

@@ -71,7 +71,7 @@ _LAST_REASONS = ("stopped", "numeric", "end")  # of saves after which nothing go
 
 
 class SaveConsensus(NamedTuple):
-    """What ranks tell each other with every step; each number is summed over all ranks.
+    """Numbers that ranks add to every step's message; each is summed over all ranks.
 
     Attributes:
         written: ranks that have written their file.
@@ -210,7 +210,7 @@ class Checkpointer:
 
     @property
     def has_better(self) -> bool:
-        """Whether the newest evaluation was the best so far, and its step is not saved as that."""
+        """True if the newest evaluation was the best so far, and its step is not saved as that."""
         return self._best.candidate is not None
 
     def offer(self, step: int, values: Mapping[str, float]) -> None:

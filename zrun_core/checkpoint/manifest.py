@@ -127,7 +127,7 @@ class FileInfo:
 @exact_keys
 @dataclass(frozen=True)
 class SavedRank:
-    """What belongs to a rank, beside the fragments of state RANK.
+    """The state of a rank, beside the fragments of state RANK.
 
     Attributes:
         rng: as `rng.Streams.capture` returns it.
@@ -143,7 +143,7 @@ class SavedRank:
 @exact_keys
 @dataclass(frozen=True)
 class ModelInfo:
-    """What the model is to transformers, which builds models from a config.
+    """The model as transformers knows it, which builds models from a config.
 
     Attributes:
         class_name: with its module; of the part that is a model of transformers, if any is.
@@ -174,7 +174,10 @@ class _EarlyStop:
 @any_keys
 @dataclass(frozen=True)
 class _Progress:
-    """What a job or a script has written; which of the keys are there is for its reader to say."""
+    """The progress of a job or a script.
+
+    Any key may be missing, its reader asks for those it needs.
+    """
 
     steps: Count = 0
     updates: Count = 0

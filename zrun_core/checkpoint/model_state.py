@@ -92,7 +92,7 @@ class ModelState:
 
     @property
     def layout(self) -> dict[str, Any]:
-        """How the model is cut here: for people to read, and to compare two layouts."""
+        """Return how the model is cut here: for people to read, and to compare two layouts."""
         settings = self._sharded.settings
         mesh = self._sharded.mesh
         optimizer = None
@@ -114,7 +114,7 @@ class ModelState:
 
     @property
     def describes_part(self) -> bool:
-        """Whether this rank describes its part of the model, for all that have the same."""
+        """True if this rank describes its part of the model, for all that have the same."""
         return self._sharded.mesh.data.index == 0
 
     # Saving

@@ -1,4 +1,4 @@
-"""How the folders of checkpoints are named, and which of them are there.
+"""The names of the folders of checkpoints.
 
     step-00000050                  a step that is complete
     step-00000050.tmp-5f0c...      one that is being written, or that a dead process has left
@@ -7,7 +7,7 @@
     latest                         a file: the name of the newest step
     best                           a file: the name of the best step, its metric, mode and value
 
-Whoever wants to know what such a name means asks here: a `step-*` is not always a step.
+Other modules ask here what such a name means: a `step-*` is not always a step.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from zrun_core.errors import SaveError
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What a manifest says of the run."""
+    """The run, as a manifest describes it."""
 
     run_id: str
     job: dict[str, Any]

@@ -29,7 +29,7 @@ _TORCH = {name: dtype for dtype, name in DTYPES.items()}
 
 @dataclass(frozen=True)
 class Target:
-    """Where a flat range of one state of a tensor goes.
+    """Memory for a flat range of one state of a tensor.
 
     Attributes:
         names: of the tensor; any of them will do.

@@ -21,7 +21,7 @@ _TOKEN_DTYPES = (torch.int64, torch.int32, torch.int16)  # uint8 is pixels, bool
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one rank runs through the model at once.
+    """The samples that one rank runs through the model at once.
 
     A rank that has run out of samples before the others holds a stand-in: a valid batch with
     `num_samples` 0.

@@ -20,7 +20,7 @@ from zrun_core.models.gpt import GPT
 
 
 class EvalContext(Protocol):
-    """What `sample` uses of the context that the loop gives to a hook."""
+    """The part of the context of a hook that `sample` uses."""
 
     model: nn.Module
     device: torch.device

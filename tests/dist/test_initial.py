@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import nn
 from toys import make_sharded
 
-from zrun_core.checkpoint.initial import load_weights, open_weights
+from zrun_core.checkpoint.initial_weights import load_weights, open_weights
 from zrun_core.checkpoint.model_state import ModelState
 from zrun_core.spine.config import InitFromConfig
 

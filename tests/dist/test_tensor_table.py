@@ -24,7 +24,7 @@ from toys import optim_config, world
 from zrun_core.checkpoint.checkpointer import Checkpointer
 from zrun_core.checkpoint.export import export
 from zrun_core.checkpoint.folder import CheckpointFolder, read_step
-from zrun_core.checkpoint.initial import load_weights
+from zrun_core.checkpoint.initial_weights import load_weights
 from zrun_core.checkpoint.model_state import ModelState
 from zrun_core.checkpoint.rank_save import RunInfo
 from zrun_core.checkpoint.resume import load_newest

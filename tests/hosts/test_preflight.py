@@ -20,11 +20,12 @@ from rig import Host, Rig
 from zrun.hosts.backend import Backend, HostEntry
 from zrun.hosts.cluster_env import NONE
 from zrun.hosts.probe import HostReport, software
-from zrun.launch.bring_up import bring_up, open_agents
+from zrun.launch.bring_up import bring_up
 from zrun.preflight.host_checks import HostRequirements
 from zrun.preflight.inspection import check_hosts, inspect_hosts
 from zrun.preflight.rpc_client import ask
 from zrun.transport.agent_process import AgentLink, LocalAgent, close_all
+from zrun.transport.open_agents import open_agents
 from zrun.transport.ssh import SshAgent
 from zrun_core.errors import PreflightError
 from zrun_core.spine.config import JobConfig

@@ -15,7 +15,7 @@ import torch
 from checkpoint_toys import write_step
 
 from zrun_core.checkpoint.folder import CheckpointFolder, read_step
-from zrun_core.checkpoint.initial import Weights, open_weights
+from zrun_core.checkpoint.initial_weights import Weights, open_weights
 from zrun_core.checkpoint.reader import Target
 from zrun_core.distributed.transport import Group
 from zrun_core.errors import CheckpointError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from zrun_core.hardware.simulated import parse_simulate
-from zrun_core.plan.timing.collectives import LinkedGroup, TransferCost
+from zrun_core.plan.timing.link_cost import LinkedGroup, TransferCost
 from zrun_core.plan.timing.stream_replay import Stream, _play, replay, run_pass
 
 

@@ -11,7 +11,7 @@ import torch
 from checkpoint_toys import Reads, toy_infos, toy_parts
 
 from zrun_core.checkpoint.folder import CheckpointFolder
-from zrun_core.checkpoint.initial import open_weights
+from zrun_core.checkpoint.initial_weights import open_weights
 from zrun_core.checkpoint.manifest import Manifest, SavedRank
 from zrun_core.checkpoint.reader import Reader, Target
 from zrun_core.checkpoint.shard_file import write_shard

@@ -13,7 +13,8 @@ from zrun.hosts.cluster_env import NONE
 from zrun.job.load import LoadedJob
 from zrun.launch.failures import Failure, FailureNote, Hang, LostHost, WorkerExit
 from zrun.launch.launch_request import AttemptResult, LaunchRequest
-from zrun.launch.session import Restarts, launch
+from zrun.launch.restarts import Restarts
+from zrun.launch.session import launch
 from zrun.watch.ui import Ui
 from zrun_core.errors import PreflightError
 from zrun_core.spine.config import JobConfig

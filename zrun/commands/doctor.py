@@ -56,12 +56,12 @@ def doctor(
     Example: zrun doctor --hosts hostfile --bench
     """
     from zrun.hosts.hostfile import read_hostfile
-    from zrun.launch.bring_up import open_ssh_agents
     from zrun.preflight.calibration import Calibration
     from zrun.preflight.host_bench import measure
     from zrun.preflight.host_checks import HostRequirements
     from zrun.preflight.inspection import inspect_hosts
     from zrun.transport.agent_process import AgentLink, LocalAgent, close_all
+    from zrun.transport.open_agents import open_ssh_agents
     from zrun_core.errors import ExitCode
 
     agents: list[AgentLink]

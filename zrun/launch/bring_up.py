@@ -1,13 +1,11 @@
-"""From the names of hosts to connected agents, and to what each host has.
+"""From agents that were just started to connected ones, and to what each host has.
 
-open_agents    begin to start an agent on every host
-bring_up       look at all hosts at once, and leave out those that cannot be used
+`bring_up` looks at all hosts at once, and leaves out those that cannot be used.
 """
 
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,12 +19,10 @@ from zrun.preflight.host_checks import HostRequirements, requirements_of
 from zrun.preflight.host_report import Finding, describe
 from zrun.preflight.inspection import HELLO_S, check_hosts, inspect_hosts
 from zrun.preflight.rpc_client import ask
-from zrun.system import processes
-from zrun.transport.agent_process import AgentLink, LocalAgent, close_all
+from zrun.transport.agent_process import AgentLink, close_all
 from zrun.transport.frames import Frame
 from zrun.transport.join import JoinedAgent, JoiningProcess
-from zrun.transport.slurm import SrunAgent
-from zrun.transport.ssh import SshAgent
+from zrun.transport.open_agents import open_agents, open_ssh_agents
 from zrun_core.errors import PreflightError
 from zrun_core.spine.config import JobConfig
 from zrun_core.spine.spec import checkpoint_folder
@@ -66,37 +62,6 @@ class ClusterSession:
     cluster: Cluster
     store: str | None = None
     dropped: str = ""
-
-
-def open_agents(backend: Backend, job: JobConfig) -> list[AgentLink]:
-    """Begin to start the agents of all hosts.
-
-    Raises:
-        PreflightError: the command that would reach them is missing.
-    """
-    if backend.kind == "local":
-        return [LocalAgent()]
-    python = job.launch.python or sys.executable
-    hosts = backend.hosts or ()
-    if backend.kind != "slurm":
-        return open_ssh_agents(hosts, job.launch.ssh, python)
-    processes.allow_files()  # 3 for each host
-    return [SrunAgent(entry.name, python) for entry in hosts]
-
-
-def open_ssh_agents(hosts: Sequence[HostEntry], ssh: str, python: str) -> list[AgentLink]:
-    """Begin to start an agent on each of `hosts`.
-
-    Args:
-        hosts: of a host file or an option.
-        ssh: the client, with options.
-        python: the interpreter on those hosts.
-
-    Raises:
-        PreflightError: there is no such client.
-    """
-    processes.allow_files()  # 3 for each host
-    return [SshAgent(entry, ssh, python) for entry in hosts]
 
 
 def bring_up(

@@ -37,7 +37,7 @@ def check_size(folder: Path, info: FileInfo) -> None:
         raise CheckpointError(f"{folder / info.name} has {num_bytes} bytes, not {info.num_bytes}")
 
 
-class _Range(NamedTuple):
+class _FileRange(NamedTuple):
     """A part of a file that has a digest: its header, or a fragment."""
 
     file: str
@@ -47,17 +47,17 @@ class _Range(NamedTuple):
     digest: str
 
 
-def _ranges(info: FileInfo, manifest: Manifest) -> list[_Range]:
+def _ranges(info: FileInfo, manifest: Manifest) -> list[_FileRange]:
     """Return the parts of a file, in its order."""
-    header = _Range(info.name, "its header", 0, info.header_bytes, info.header_digest)
+    header = _FileRange(info.name, "its header", 0, info.header_bytes, info.header_digest)
     fragments = [
-        _Range(info.name, each.key, each.offset, each.num_bytes, each.digest)
+        _FileRange(info.name, each.key, each.offset, each.num_bytes, each.digest)
         for each in manifest.fragments_of(info.name)
     ]
     return [header, *fragments]
 
 
-def _damage(folder: Path, part: _Range) -> str:
+def _damage(folder: Path, part: _FileRange) -> str:
     return f"{folder / part.file} is damaged: the digest of {part.name} does not fit"
 
 
@@ -76,7 +76,7 @@ def verify(folder: Path, manifest: Manifest, threads: int | None = None) -> list
     """
     local = threading.local()
 
-    def look(part: _Range) -> str | None:
+    def look(part: _FileRange) -> str | None:
         buffer: memoryview | None = getattr(local, "buffer", None)
         if buffer is None:
             buffer = local.buffer = memoryview(bytearray(_BLOCK))
@@ -89,7 +89,7 @@ def verify(folder: Path, manifest: Manifest, threads: int | None = None) -> list
         return None if found == part.digest else _damage(folder, part)
 
     problems: list[str] = []
-    parts: list[_Range] = []
+    parts: list[_FileRange] = []
     for info in manifest.files:
         try:
             check_size(folder, info)
@@ -127,7 +127,9 @@ def read_back(folder: Path, manifest: Manifest) -> list[str]:
     return problems
 
 
-def _digests(file: int, path: Path, parts: Sequence[_Range], block: memoryview) -> Iterator[str]:
+def _digests(
+    file: int, path: Path, parts: Sequence[_FileRange], block: memoryview
+) -> Iterator[str]:
     """Yield the digests of parts of a file, in the order of the file.
 
     Args:

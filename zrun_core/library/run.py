@@ -43,7 +43,7 @@ _PATH_BYTES = 1024
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
-class RankSlot(NamedTuple):
+class ProcessPlace(NamedTuple):
     """The place of this process among the ranks."""
 
     rank: int
@@ -66,7 +66,7 @@ class Run:
 
     def __init__(
         self,
-        slot: RankSlot,
+        slot: ProcessPlace,
         device: torch.device,
         *,
         seed: int,
@@ -285,7 +285,7 @@ def current() -> Run:
     return _current
 
 
-def _find_slot() -> RankSlot:
+def _find_slot() -> ProcessPlace:
     """Read the place of this process from torchrun's variables, or from a group that exists.
 
     Raises:
@@ -302,9 +302,9 @@ def _find_slot() -> RankSlot:
         size = dist.get_world_size()
         local_size = int(found.get("LOCAL_WORLD_SIZE", size))
         local_rank = int(found.get("LOCAL_RANK", rank % local_size))
-        slot = RankSlot(rank, size, local_rank, local_size)
+        slot = ProcessPlace(rank, size, local_rank, local_size)
     elif not found:
-        return RankSlot(rank=0, world_size=1, local_rank=0, ranks_per_host=1)
+        return ProcessPlace(rank=0, world_size=1, local_rank=0, ranks_per_host=1)
     else:
         missing = [name for name in _VARIABLES if name not in found]
         if missing:
@@ -312,7 +312,7 @@ def _find_slot() -> RankSlot:
                 f"init(): {', '.join(found)} set without {', '.join(missing)}: start the script "
                 "with torchrun, or without any of these variables for one rank"
             )
-        slot = RankSlot(*(int(found[name]) for name in _VARIABLES))
+        slot = ProcessPlace(*(int(found[name]) for name in _VARIABLES))
     if slot.world_size % slot.ranks_per_host:
         raise PreflightError(
             f"init(): {slot.world_size} ranks with {slot.ranks_per_host} on this host: "

@@ -41,7 +41,7 @@ from zrun_core.train.evaluator import Evaluator, HeldOut, broadcast_buffers
 from zrun_core.train.micro_batches import MicroBatchRunner
 from zrun_core.train.rank_phase import RankPhase
 from zrun_core.train.run_saves import RunSaves
-from zrun_core.train.run_state import RunState
+from zrun_core.train.saved_state import SavedState
 from zrun_core.train.step_runner import StepRunner, modules_differ
 from zrun_core.train.user_hooks import Hook, Hooks
 from zrun_core.user_code.loss import LossFunction
@@ -133,7 +133,7 @@ class Trainer:
             phase,
             emitter,
         )
-        self.state = RunState(
+        self.state = SavedState(
             job,
             self.recorder,
             loader,

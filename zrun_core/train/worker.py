@@ -27,7 +27,7 @@ import torch
 from zrun_core.checkpoint.checkpointer import Checkpointer, versions
 from zrun_core.checkpoint.folder import CheckpointFolder
 from zrun_core.checkpoint.folder_lock import hold
-from zrun_core.checkpoint.initial import load_weights
+from zrun_core.checkpoint.initial_weights import load_weights
 from zrun_core.checkpoint.model_state import ModelState
 from zrun_core.checkpoint.rank_save import RunInfo
 from zrun_core.checkpoint.resume import Resumed, load_newest, restore_streams

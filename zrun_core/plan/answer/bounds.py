@@ -14,7 +14,7 @@ from zrun_core.memory.buffers import ON_DEVICE, Placement, Tier
 from zrun_core.plan.answer.planner import Planner
 from zrun_core.plan.memory.rank_memory import PipelineStage, formula_slack
 from zrun_core.plan.question.candidate import Candidate
-from zrun_core.plan.timing.collectives import LinkedGroup
+from zrun_core.plan.timing.link_cost import LinkedGroup
 from zrun_core.plan.timing.micro_batch_cost import BYTES, SegmentCost
 from zrun_core.plan.timing.update_time import device_update_seconds, host_seconds_per_element
 from zrun_core.plan.trace.rows import TracePhase

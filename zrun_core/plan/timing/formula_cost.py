@@ -12,7 +12,7 @@ from typing import NamedTuple
 from zrun_core.hardware.hardware import Device, Hardware
 from zrun_core.plan.question.candidate import CandidateKey
 from zrun_core.plan.question.transformer import TransformerShape
-from zrun_core.plan.timing.collectives import LinkedGroup
+from zrun_core.plan.timing.link_cost import LinkedGroup
 from zrun_core.plan.timing.micro_batch_cost import (
     BYTES,
     MicroBatchCost,

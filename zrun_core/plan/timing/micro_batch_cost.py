@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from zrun_core.plan.timing.collectives import NOTHING, TransferCost
+from zrun_core.plan.timing.link_cost import NOTHING, TransferCost
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}  # of an element in a compute format
 

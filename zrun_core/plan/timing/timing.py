@@ -18,8 +18,8 @@ from functools import cached_property
 
 from zrun_core.memory.buffers import Tier
 from zrun_core.plan.question.candidate import Candidate, stage_blocks
-from zrun_core.plan.timing.collectives import LinkedGroup, TransferCost
 from zrun_core.plan.timing.cost_model import CostModel
+from zrun_core.plan.timing.link_cost import LinkedGroup, TransferCost
 from zrun_core.plan.timing.micro_batch_cost import BYTES, SegmentCost
 from zrun_core.plan.timing.roofline import stream_seconds
 from zrun_core.plan.timing.stream_replay import PassTime, Stream, replay, run_pass

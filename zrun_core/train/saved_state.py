@@ -20,7 +20,7 @@ from zrun_core.train.evaluations import Evaluations
 from zrun_core.zero.precision import LossScaler
 
 
-class RunState:
+class SavedState:
     """Counters, the place in the data, the loss scale, and what evaluations have left.
 
     It means something between two steps only, when the totals of the last step were read: in the

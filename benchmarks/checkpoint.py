@@ -2,7 +2,8 @@
 
 zrun beside torch.save, torch.distributed.checkpoint, and the disk itself.
 
-    python benchmarks/checkpoint.py              50M parameters in fp32 with two moments, 6 rounds: about 5 minutes
+    python benchmarks/checkpoint.py              50M parameters in fp32 with two moments, 6 rounds:
+                                                 about 5 minutes
     python benchmarks/checkpoint.py --dir /mnt/nvme --rounds 10
     python benchmarks/checkpoint.py --quick      a small model, 1 round: a test of the harness
 

@@ -2,14 +2,15 @@
 
 zrun, torch.distributed.checkpoint and torch.save.
 
-    python benchmarks/corruption.py              every fault: about 2 minutes; the full disk needs root
+    python benchmarks/corruption.py          every fault: about 2 minutes; the full disk needs root
     python benchmarks/corruption.py --quick      few cases: a test of the harness
 
 All three save the same tensors. A case is one of
 
     found      loading raises, or saving does where saving is what goes wrong
     harmless   the tensors that are loaded are the ones that were saved
-    SILENT     nothing is raised, and a tensor has other values, or a save that failed is reported as a success
+    SILENT     nothing is raised, and a tensor has other values, or a save that failed is reported
+               as a success
 """
 
 from __future__ import annotations

@@ -1,13 +1,16 @@
-"""zrun against a hand-written loop on one CUDA device: GPT-2 of 124M and 1.5B parameters, bf16, blocks compiled.
+"""zrun against a hand-written loop on one CUDA device.
 
-    python benchmarks/gpu.py                                        under 6 minutes, compilation included
+GPT-2 of 124M and 1.5B parameters, bf16, blocks compiled.
+
+    python benchmarks/gpu.py                                     under 6 minutes, with compilation
     python benchmarks/gpu.py --sizes 1.5b --batch 8 --rounds 3
-    python benchmarks/gpu.py --device cpu --sizes tiny --eager      a test of the harness, without a GPU
+    python benchmarks/gpu.py --device cpu --sizes tiny --eager   a test of the harness, without GPU
 
-Needs torch >= 2.11 and pydantic; zrun need not be installed. `gpu_loops.py` states what each loop does and holds. Every
-line that is printed is one JSON object, flushed at once and appended to `--json`, so that a run that is cut off keeps
-what it has; a table of the results follows. MFU counts 6 FLOPs per weight of a matrix product and token, and causal
-attention at half of the full square, against the dense bf16 peak that the vendor states.
+Needs torch >= 2.11 and pydantic; zrun need not be installed. `gpu_loops.py` states what each loop
+does and holds. Every line that is printed is one JSON object, flushed at once and appended to
+`--json`, so that a run that is cut off keeps what it has; a table of the results follows. MFU
+counts 6 FLOPs per weight of a matrix product and token, and causal attention at half of the full
+square, against the dense bf16 peak that the vendor states.
 """
 
 from __future__ import annotations

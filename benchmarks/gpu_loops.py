@@ -1,14 +1,15 @@
 """The training loops that `gpu.py` compares, and how one of its child processes measures them.
 
-All train `zrun_core.models.gpt` from the same first values on the same tokens, with every block compiled, clipping at 1
-and AdamW in fused calls. What they hold per parameter, between steps:
+All train `zrun_core.models.gpt` from the same first values on the same tokens, with every block
+compiled, clipping at 1 and AdamW in fused calls. What they hold per parameter, between steps:
 
-torch     bf16 weights, fp32 masters, fp32 gradients of the masters, two fp32 moments: 18 bytes. Forward under autocast;
-          then the bf16 gradients are copied into the fp32 ones, and the updated masters back into the weights, each
-          in one foreach call. This is what `precision: bf16` of zrun means, written by hand.
+torch     bf16 weights, fp32 masters, fp32 gradients of the masters, two fp32 moments: 18 bytes.
+          Forward under autocast; then the bf16 gradients are copied into the fp32 ones, and the
+          updated masters back into the weights, each in one foreach call. This is what
+          `precision: bf16` of zrun means, written by hand.
 zrun      the same 18 bytes, in flat units, through `ShardedModel` as a worker sets it up.
-autocast  fp32 weights cast to bf16 in every forward, no masters: 12 bytes and 4 of gradient during a step. This is the
-          loop of most tutorials, shown for orientation.
+autocast  fp32 weights cast to bf16 in every forward, no masters: 12 bytes and 4 of gradient during
+          a step. This is the loop of most tutorials, shown for orientation.
 """
 
 from __future__ import annotations
@@ -55,7 +56,10 @@ class Model:
 
     @property
     def flops_per_token(self) -> int:
-        """Forward and backward, nothing recomputed: 6 per weight of a matrix product, and causal attention."""
+        """Forward and backward, nothing recomputed.
+
+        6 per weight of a matrix product, and causal attention.
+        """
         return (
             6 * (12 * self.dim**2 * self.depth + self.vocab * self.dim)
             + 6 * self.depth * self.dim * self.seq
@@ -206,7 +210,9 @@ class Entrant:
 
 
 class Comparison:
-    """Loops on one model that are all in memory and take turns, so that they see the same clocks and temperature."""
+    """Loops on one model that are all in memory and take turns, so that they see the same clocks
+    and temperature.
+    """
 
     def __init__(
         self, size: str, batch: int, device: torch.device, compiled: bool, emit: Emit
@@ -244,7 +250,10 @@ class Comparison:
         return entrant
 
     def run(self, rounds: int, deadline: float) -> None:
-        """Turns of every loop until `rounds` or `deadline` (in `time.monotonic`). Emits after each round."""
+        """Turns of every loop until `rounds` or `deadline` (in `time.monotonic`).
+
+        Emits after each round.
+        """
         num_steps = self._steps_per_turn()
         for number in range(rounds):
             start = time.monotonic()
@@ -350,7 +359,10 @@ class Comparison:
 
 
 def num_graphs() -> int:
-    """Graphs that were compiled in this process: one per number format if all blocks share theirs."""
+    """Graphs that were compiled in this process.
+
+    One per number format if all blocks share theirs.
+    """
     from torch._dynamo.utils import counters
 
     return int(counters["stats"]["unique_graphs"])

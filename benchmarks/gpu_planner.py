@@ -3,10 +3,11 @@
     python benchmarks/gpu_planner.py                     under 6 minutes
     python benchmarks/gpu_planner.py --only gpt,conv     some of the models
 
-Measures the device as `zrun doctor --bench` does, traces each model, and estimates: bytes in use and bytes reserved at
-most, seconds of a step. Then a process of its own trains a few steps by zrun's own loop. Bounds: 3 % of what
-`torch.cuda.max_memory_allocated` says, 7 % of the reserved, 10 % of the time. Every line that is printed is one JSON
-object, flushed at once and appended to `--json`, so that a run that is cut off keeps what it has; a table follows.
+Measures the device as `zrun doctor --bench` does, traces each model, and estimates: bytes in use
+and bytes reserved at most, seconds of a step. Then a process of its own trains a few steps by
+zrun's own loop. Bounds: 3 % of what `torch.cuda.max_memory_allocated` says, 7 % of the reserved, 10
+% of the time. Every line that is printed is one JSON object, flushed at once and appended to
+`--json`, so that a run that is cut off keeps what it has; a table follows.
 """
 
 from __future__ import annotations
@@ -147,7 +148,8 @@ def run(case: Case) -> dict[str, Any]:
         step = trainer.step
 
         def counted(micro_batches: Any) -> None:
-            # What lasts is there after the first step; what building the model took is no part of it.
+            # What lasts is there after the first step; what building the model took is no part of
+            # it.
             if trainer.progress.steps == 1:
                 torch.cuda.synchronize()
                 torch.cuda.reset_peak_memory_stats()
@@ -248,7 +250,10 @@ def main() -> int:
 
 
 def compared(case: Case, on: Any, patience_s: float) -> dict[str, Any]:
-    """Predict a case, and run it in a process of its own: a device's memory is clean again when that ends."""
+    """Predict a case, and run it in a process of its own.
+
+    A device's memory is clean again when that ends.
+    """
     found = predict(case, on)
     command = [sys.executable, str(Path(__file__).resolve()), "--run", json.dumps(asdict(case))]
     try:

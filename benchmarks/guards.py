@@ -1,6 +1,6 @@
 """What comparing replicas costs, beside a training step of the same model.
 
-    torchrun --nproc-per-node 2 benchmarks/guards.py                     50M parameters, stages 0 to 2, fp32 and bf16
+    torchrun --nproc-per-node 2 benchmarks/guards.py    50M parameters, stages 0 to 2, fp32, bf16
     torchrun --nproc-per-node 2 benchmarks/guards.py --size 10m --steps 3
 
 Prints the median of a step, of a check, and a check's share of a hundred steps.
@@ -52,7 +52,8 @@ def main() -> None:
             share = check_s / (INTERVAL * step_s)
             formats = "bf16" if bf16 else "fp32"
             print(
-                f"stage {stage} {formats}: step {step_s:.3f} s, check {check_s * 1e3:.2f} ms, {share:.5%} of the time"
+                f"stage {stage} {formats}: step {step_s:.3f} s, check {check_s * 1e3:.2f} ms, "
+                f"{share:.5%} of the time"
             )
     sys.stdout.flush()
     os._exit(0)  # destroying a gloo group sometimes aborts

@@ -62,14 +62,16 @@ def main() -> None:
             after = dice.randint(before + 1, max(before + 1, before + (total - before) // 3))
             code, step = kill(resume, killed, victim, after, dice.random())
             print(
-                f"killed the {victim} in step {step + 1}: exit code {code}; saved so far: {steps(killed)}"
+                f"killed the {victim} in step {step + 1}: exit code {code}; saved so far: "
+                f"{steps(killed)}"
             )
         subprocess.run(resume, check=True)
         same_losses = losses(killed) == losses(alone)
         ours, theirs = digest(killed), digest(alone)
         print(f"losses of {total} steps: {'equal' if same_losses else 'DIFFERENT'}")
         print(
-            f"last checkpoint: alone {theirs[:16]}, killed {ours[:16]}: {'equal' if ours == theirs else 'DIFFERENT'}"
+            f"last checkpoint: alone {theirs[:16]}, killed {ours[:16]}: "
+            f"{'equal' if ours == theirs else 'DIFFERENT'}"
         )
         sys.exit(not (same_losses and ours == theirs))
 

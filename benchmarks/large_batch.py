@@ -1,9 +1,12 @@
-"""LAMB and AdamW on the main job at 8 times the batch and an eighth of the steps: `python benchmarks/large_batch.py`.
+"""LAMB and AdamW on the main job at 8 times the batch and an eighth of the steps.
 
-All runs see the same samples in the same order. The rate at batch 8 is each optimizer's own, from a sweep at batch 8
-(`--sweep`); from there on one rule holds for both: the rate times sqrt(8) (You et al. 2020, section 4) or times 8
-(Goyal et al. 2017), and warm-up over the same samples. The last loss on held-out text is compared, as mean and extremes
-over seeds. `--steps` says how long all of them train.
+`python benchmarks/large_batch.py`.
+
+All runs see the same samples in the same order. The rate at batch 8 is each optimizer's own, from a
+sweep at batch 8 (`--sweep`); from there on one rule holds for both: the rate times sqrt(8) (You et
+al. 2020, section 4) or times 8 (Goyal et al. 2017), and warm-up over the same samples. The last
+loss on held-out text is compared, as mean and extremes over seeds. `--steps` says how long all of
+them train.
 
 Runs are appended to a file as they end, and those that it has are not made again.
 """
@@ -81,7 +84,10 @@ RULES: dict[str, Callable[[float], float]] = {"sqrt": math.sqrt, "linear": float
 
 
 def cases(args: argparse.Namespace, samples: int, rates: dict[str, float]) -> list[Case]:
-    """Small batch, then the large one, for both optimizers; all rates follow from those at batch 8 by the rule."""
+    """Small batch, then the large one, for both optimizers.
+
+    All rates follow from those at batch 8 by the rule.
+    """
     return [
         Case(
             args.model,

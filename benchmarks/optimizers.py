@@ -1,7 +1,9 @@
-"""Seconds that one update takes on one CPU rank, beside torch's fused AdamW: `python benchmarks/optimizers.py`.
+"""Seconds that one update takes on one CPU rank, beside torch's fused AdamW.
 
-The model is the main job's, in fp32, with gradients that are there already. Optimizers take turns, so that what else
-runs meets all of them alike.
+`python benchmarks/optimizers.py`.
+
+The model is the main job's, in fp32, with gradients that are there already. Optimizers take turns,
+so that what else runs meets all of them alike.
 """
 
 from __future__ import annotations

@@ -195,7 +195,10 @@ def _in_ms(seconds: dict[str, float]) -> str:
 
 
 def summary(results: Iterable[Timed]) -> str:
-    """Return how many are within the bound, as they are and scaled; the first of a family scales."""
+    """Return how many are within the bound, as they are and scaled.
+
+    The first of a family scales.
+    """
     found = list(results)
     firsts: dict[str, Timed] = {}
     for each in found:

@@ -1,8 +1,10 @@
-"""Ranks that stay alive between tests: `RankPool(2).run(function, *args)` calls `function(*args)` on every rank.
+"""Ranks that stay alive between tests.
 
-Ranks are forked from one process that has imported what they need, and meet through a file, so no port is ever taken. A
-test that takes too long has every rank's Python stack dumped to the test's output, and the pool is rebuilt for the next
-one.
+`RankPool(2).run(function, *args)` calls `function(*args)` on every rank.
+
+Ranks are forked from one process that has imported what they need, and meet through a file, so no
+port is ever taken. A test that takes too long has every rank's Python stack dumped to the test's
+output, and the pool is rebuilt for the next one.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ WARM = ["torch", "torch._dynamo", "zrun_core.train.worker", "zrun_core.library"]
 
 
 class _Groups:
-    """`new_group` that gives the groups of earlier tasks again: each has a thread that looks a hundred times a second.
+    """`new_group` that gives the groups of earlier tasks again.
+
+    Each has a thread that looks a hundred times a second.
 
     Within a task every group is another one, so that messages of two never meet.
     """
@@ -65,8 +69,9 @@ def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    # A thread of gloo's that is woken while ours holds their lock tries again and again until it is let go; where it
-    # took our core for that, for a whole time slice. With this policy, which its threads inherit, nobody takes a core.
+    # A thread of gloo's that is woken while ours holds their lock tries again and again until it is
+    # let go; where it took our core for that, for a whole time slice. With this policy, which its
+    # threads inherit, nobody takes a core.
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     if world_size > 1:
         dist.init_process_group(
@@ -121,7 +126,10 @@ class RankPool:
             self._processes.append(process)
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """The results of `function(*args)` by rank. Its module is loaded from its file on every rank."""
+        """The results of `function(*args)` by rank.
+
+        Its module is loaded from its file on every rank.
+        """
         path = sys.modules[function.__module__].__file__
         for pipe in self._pipes:
             pipe.send((path, function.__name__, args))

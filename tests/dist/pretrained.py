@@ -1,4 +1,7 @@
-"""Models of transformers with the settings that these have by default, but few, narrow layers; and their data."""
+"""Models of transformers with the settings that these have by default, but few, narrow layers.
+
+And their data.
+"""
 
 from __future__ import annotations
 

@@ -322,7 +322,8 @@ def run(
     except ZrunError as caught:
         error, code = f"{type(caught).__name__}: {caught}", int(caught.exit_code)
     if trainer is not None:
-        trainer.loader._steps.close()  # the loader's processes go now, not in the middle of a later test
+        # the loader's processes go now, not in the middle of a later test
+        trainer.loader._steps.close()
         if trainer.checkpointer is not None:
             trainer.checkpointer.close()
     worker.close()

@@ -1,4 +1,6 @@
-"""The model is built once per host, bit for bit as a plain loop builds it, and a failure fails on every rank."""
+"""The model is built once per host, bit for bit as a plain loop builds it, and a failure fails on
+every rank.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,9 @@ def loaded() -> nn.Module:
 
 
 def tied_and_formatted() -> nn.Module:
-    """A tied weight, a batch norm in channels_last, a buffer that two modules share, and a bool buffer."""
+    """A tied weight, a batch norm in channels_last, a buffer that two modules share, and a bool
+    buffer.
+    """
     model = Net()
     model.head = nn.Linear(32, 32, bias=False)
     model.head.weight = model.first.weight

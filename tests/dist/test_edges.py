@@ -1,4 +1,7 @@
-"""Where ranks, steps or parameters are not alike: late ranks, unused units, nested `gathered`, uneven groups."""
+"""Where ranks, steps or parameters are not alike.
+
+Late ranks, unused units, nested `gathered`, uneven groups.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,9 @@ from zrun_core.errors import UserCodeError
 
 
 def penalty_first(model: nn.Module, batch: Any) -> torch.Tensor:
-    """Looks at parameters before any module runs, while the other rank is late to send what it updated."""
+    """Looks at parameters before any module runs, while the other rank is late to send what it
+    updated.
+    """
     if world()[0] == 1:
         time.sleep(0.05)
     penalty = sum(param.float().pow(2).sum() for param in model.parameters())
@@ -153,7 +158,10 @@ def test_parameters_without_elements(ranks, stage):
 
 
 def raise_once(stage: int) -> list[float]:
-    """A forward that raises in the second step, after some units were gathered; the step is then made again."""
+    """A forward that raises in the second step, after some units were gathered.
+
+    The step is then made again.
+    """
     sharded, batches = make_sharded(build(), stage), data(4)
 
     def failing(model: nn.Module, batch: Any) -> torch.Tensor:

@@ -61,7 +61,9 @@ SKIPPED: dict[Change, str] = {
     streams_of_another_version: "no random stream can go on from it: ValueError",
     no_streams: "no random stream can go on from it: KeyError",
     a_stream_under_another_name: "no random stream can go on from it: KeyError",
-    a_position_beyond_the_stream: "no random stream can go on from it: ValueError: position 1000000",
+    a_position_beyond_the_stream: (
+        "no random stream can go on from it: ValueError: position 1000000"
+    ),
     a_data_stream_without_its_key: "no random stream can go on from it: KeyError",
     a_key_beyond_all_keys: "no random stream can go on from it: ValueError: key '4294967296'",
     an_order_of_other_units: "the order of reductions that it holds is of other units",

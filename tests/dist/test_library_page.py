@@ -206,7 +206,10 @@ x, label = batch(0, run.rank, run.world_size)
 
 
 def load_sample():
-    while not ("has waited" in open("stuck.py.0").read() and "has kept" in open("stuck.py.1").read()):
+    def has(rank, words):
+        return words in open(f"stuck.py.{rank}").read()
+
+    while not (has(0, "has waited") and has(1, "has kept")):
         time.sleep(0.02)  # until both ranks have told
 
 

@@ -96,7 +96,8 @@ MISTAKES: dict[str, tuple[list[Edit], dict[str, Any], int, list[str]]] = {
         {},
         2,
         [
-            "has no 'build_model': it is below if __name__ == \"__main__\", which an import leaves out"
+            "has no 'build_model': it is below if __name__ == \"__main__\", which an import leaves "
+            "out"
         ],
     ),
     # The model
@@ -203,7 +204,8 @@ MISTAKES: dict[str, tuple[list[Edit], dict[str, Any], int, list[str]]] = {
         {},
         5,
         [
-            "forward failed: a loss function is called with (model, batch), and calls the model itself\n"
+            "forward failed: a loss function is called with (model, batch), and calls the model "
+            "itself\n"
         ],
     ),
     "no loss": (
@@ -345,7 +347,10 @@ MISTAKES: dict[str, tuple[list[Edit], dict[str, Any], int, list[str]]] = {
 
 
 def ended(keys: dict[str, Any], folder: str) -> dict[str, Any]:
-    """Run a job in a folder on this rank to its end, which is not a good one; returns what it says of it."""
+    """Run a job in a folder on this rank to its end, which is not a good one.
+
+    Returns what it says of it.
+    """
     modules, path = set(sys.modules), list(sys.path)
     spec = make_spec(keys, folder, None)
     worker = PoolWorker(spec.model_copy(update={"job_dir": folder}), 0)

@@ -257,7 +257,8 @@ def run_that_cannot_save(keys: dict[str, Any], run_dir: str, reason: str) -> dic
         (
             "numeric",
             [7, 7],
-            "NumericError: too many; and the last good parameters could not be saved: step 4 is not",
+            "NumericError: too many; and the last good parameters could not be saved: step 4 is "
+            "not",
         ),
     ],
 )
@@ -530,7 +531,10 @@ def test_ranks_wait_for_a_disk_for_longer_than_for_a_message(ranks, tmp_path):
 def test_a_disk_that_does_not_answer_is_named_with_its_rank(ranks, tmp_path):
     keys = job(steps=1, lr="constant", limits={"save_s": 0.4})
     found = ranks(2).run(run_with_slow_disks, keys, str(tmp_path), False)
-    text = "HangError: step 1 is not saved: the disk of rank 1 has not answered for 0.4 s (limits.save_s)"
+    text = (
+        "HangError: step 1 is not saved: the disk of rank 1 has not answered for 0.4 s "
+        "(limits.save_s)"
+    )
     assert [each["error"] for each in found] == [text] * 2
     assert steps_of(tmp_path) == []
 

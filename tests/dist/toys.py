@@ -90,7 +90,10 @@ def make_sharded(
 
 
 def optim_config(**keys: Any) -> OptimConfig:
-    """The optimizer of these tests, AdamW with decay, as far as `keys` say nothing else; None leaves a key out."""
+    """The optimizer of these tests, AdamW with decay, as far as `keys` say nothing else.
+
+    None leaves a key out.
+    """
     given = {"lr": 1e-2, "weight_decay": 0.1, **keys}
     return OptimConfig.model_validate(
         {key: value for key, value in given.items() if value is not None}
@@ -110,7 +113,10 @@ def train_sharded(
     lr: float = 1e-2,
     loss_of: Callable[[nn.Module, Any], torch.Tensor] = lambda model, batch: model(*batch),
 ) -> list[float]:
-    """Global mean losses by step. Each micro-batch's mean loss weighs its share of the global batch."""
+    """Global mean losses by step.
+
+    Each micro-batch's mean loss weighs its share of the global batch.
+    """
     rank, size = world()
     losses = []
     for batch in batches:
@@ -169,7 +175,7 @@ def train(
 
 
 def train_peer(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 6) -> list[float]:
-    """Global mean losses by step of a model that averages its gradients over the ranks by itself."""
+    """Global mean losses by step of a model that averages gradients over the ranks by itself."""
     rank, size = world()
     losses = []
     for batch in data(steps):

@@ -1,4 +1,7 @@
-"""Models, datasets and losses as users write them. Nothing here knows zrun: a job names what it needs of this file."""
+"""Models, datasets and losses as users write them.
+
+Nothing here knows zrun: a job names what it needs of this file.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,10 @@ def tokens(count: int = 24) -> Samples:
 
 
 def vectors(count: int = 24, domains: bool = True) -> Samples:
-    """Dicts of a vector, its target and a domain: the first half of every 8 samples is of domain 0, the rest of 1."""
+    """Dicts of a vector, its target and a domain.
+
+    The first half of every 8 samples is of domain 0, the rest of 1.
+    """
 
     def make(generator: torch.Generator, index: int) -> dict[str, Tensor]:
         x, y = torch.randn(DIM, generator=generator), torch.randn(1, generator=generator)
@@ -169,7 +175,10 @@ def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 class LanguageModel(nn.Module):
-    """Returns an object with `.loss`. `tie`: none | weight (one parameter, two modules) | functional."""
+    """Returns an object with `.loss`.
+
+    `tie`: none | weight (one parameter, two modules) | functional.
+    """
 
     def __init__(self, tie: str = "none", depth: int = 2) -> None:
         super().__init__()
@@ -439,7 +448,9 @@ def normalised(old: bool = False) -> nn.Module:
 
 
 class Leaky(nn.Module):
-    """Hands its weight out, keeps results as attributes, has an empty and a scalar parameter and odd buffers."""
+    """Hands its weight out, keeps results as attributes, has an empty and a scalar parameter and
+    odd buffers.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -472,7 +483,10 @@ class Odd(nn.Module):
 
 
 class Detached(nn.Module):
-    """A weight is used once as a constant, before its own use: its gradient comes before its last use in backward."""
+    """A weight is used once as a constant, before its own use.
+
+    Its gradient comes before its last use in backward.
+    """
 
     def __init__(self) -> None:
         super().__init__()

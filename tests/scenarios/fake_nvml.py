@@ -1,4 +1,6 @@
-"""Builds the library of `fake_nvml.c`, once per test session, and says how a process is made to load it."""
+"""Builds the library of `fake_nvml.c`, once per test session, and says how a process is made to
+load it.
+"""
 
 from __future__ import annotations
 

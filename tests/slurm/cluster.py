@@ -178,7 +178,8 @@ StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool-%n
 SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/slurmd-%n.pid
-{nodes}PartitionName=all Nodes={",".join(NODES)} Default=YES MaxTime=INFINITE OverSubscribe=FORCE State=UP
+{nodes}PartitionName=all Nodes={",".join(NODES)} Default=YES MaxTime=INFINITE \\
+OverSubscribe=FORCE State=UP
 """
 
 

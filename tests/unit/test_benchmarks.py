@@ -292,7 +292,10 @@ def test_help(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["comm", "gpu"])
 def test_runs_where_zrun_is_not_installed(name: str) -> None:
-    code = f"import sys; sys.path.insert(0, {str(BENCHMARKS)!r}); sys.modules['zrun'] = None; import {name}"
+    code = (
+        f"import sys; sys.path.insert(0, {str(BENCHMARKS)!r}); sys.modules['zrun'] = None; import "
+        f"{name}"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -1,4 +1,7 @@
-"""One rank's build: the factory as it is, `init: meta` bit-equal between calls, and refused where it would be wrong."""
+"""One rank's build: the factory as it is, `init.
+
+Meta` bit-equal between calls, and refused where it would be wrong.
+"""
 
 from __future__ import annotations
 

@@ -157,7 +157,7 @@ def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_a_file_system_with_fewer_features(
     folder: CheckpointFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither reserves space nor writes past the page cache, which some say only when it is tried."""
+    """Neither reserves space nor writes past the page cache, as some say only when it is tried."""
     real = os.pwrite
 
     def pwrite(file: int, data: Any, offset: int) -> int:

@@ -232,7 +232,8 @@ def test_export_says_what_a_folder_is(ckpt: Ckpt, run: Path, tmp_path: Path) -> 
     models = [
         (
             None,
-            "weights only, by the names of the state_dict, without a config: the checkpoint does not say",
+            "weights only, by the names of the state_dict, without a config: the checkpoint does "
+            "not say",
         ),
         (
             ModelInfo("train.Net", None, "which is not it"),
@@ -277,7 +278,8 @@ def test_prune_leaves_a_save_under_way(ckpt: Ckpt, run: Path) -> None:
         code, _, err = ckpt("prune", run, "--keep", "2", "--aside")
         assert (code, err) == (
             0,
-            f"{folder.path} is in use by process {os.getpid()}: what it writes, and what was set aside, stays\n",
+            f"{folder.path} is in use by process {os.getpid()}: what it writes, and what was set "
+            "aside, stays\n",
         )
         assert half.is_dir()
         assert aside.is_dir()

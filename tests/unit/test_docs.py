@@ -1,4 +1,7 @@
-"""The pages say what is true: their jobs load, their commands and links exist, their keys are keys."""
+"""The pages say what is true.
+
+Their jobs load, their commands and links exist, their keys are keys.
+"""
 
 from __future__ import annotations
 

@@ -136,8 +136,10 @@ def test_why_it_does_not_fit_is_one_sentence_with_a_way_out(too_big: Answer) -> 
     rank = plan_tables.fullest(too_big.chosen)
     over = rank.device_used - too_big.chosen.capacity
     assert re.fullmatch(
-        rf"each A100-40G would hold {rank.device_used / GIB:.1f} GiB in \w+( of \S+)?, {over / GIB:.1f} GiB more than "
-        r"its 39\.4 GiB: (\d+\.\d GiB [a-z0-9 .*,]+?, ){2}\d+\.\d GiB [a-z ]+; the cheapest change that fits: [^;]+\)",
+        rf"each A100-40G would hold {rank.device_used / GIB:.1f} GiB in \w+( of \S+)?, "
+        rf"{over / GIB:.1f} GiB more than "
+        r"its 39\.4 GiB: (\d+\.\d GiB [a-z0-9 .*,]+?, ){2}\d+\.\d GiB [a-z ]+; the cheapest change "
+        r"that fits: [^;]+\)",
         too_big.sentence,
     )
     assert too_big.fix is not None

@@ -39,7 +39,9 @@ NARROW = Cluster((HostFacts("elsewhere", 2, 8 << 30),))
 WELL = Forecast("traced", 1000, 1000, 1000, 2000, 1.0, 0.8, 1.2, calibrated=True)
 UNFIT = replace(
     WELL,
-    sentence="each V100 would hold too much; the cheapest change that fits: zero.stage=3 (+1% time)",
+    sentence=(
+        "each V100 would hold too much; the cheapest change that fits: zero.stage=3 (+1% time)"
+    ),
     changes=("zero.stage=3",),
     patch="zero: 3  # was 0",
 )

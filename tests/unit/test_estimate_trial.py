@@ -1,4 +1,7 @@
-"""A trial of a job beside its estimate: its keys, its measurements, and the times that it scales."""
+"""A trial of a job beside its estimate.
+
+Its keys, its measurements, and the times that it scales.
+"""
 
 from __future__ import annotations
 

@@ -60,7 +60,10 @@ def test_no_division_is_better(table: Weights, data: st.DataObject) -> None:
 
 
 def test_the_sum_counts_only_after_the_weakest_pair() -> None:
-    """The best rest of a group is not always in the best whole: a weak group lets the others be weak and rich."""
+    """The best rest of a group is not always in the best whole.
+
+    A weak group lets the others be weak and rich.
+    """
     table = [[0.0] * 6 for _ in range(6)]
     for a, b, bandwidth in ((0, 1, 18), (2, 3, 20), (4, 5, 20), (2, 4, 18), (3, 5, 90)):
         table[a][b] = table[b][a] = bandwidth
@@ -95,7 +98,10 @@ def test_grown_groups_are_groups_and_swaps_help(table: Weights, size: int) -> No
 
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_a_large_chassis_is_divided_at_its_seams(size: int) -> None:
-    """24 items, too many for exact search: cliques of `size`, whose members are not neighbours by number."""
+    """24 items, too many for exact search.
+
+    Cliques of `size`, whose members are not neighbours by number.
+    """
     count = 24
     table = [
         [
@@ -128,7 +134,10 @@ def test_groups_divide_the_items() -> None:
 
 
 def test_replicas_face_each_other() -> None:
-    """Two tp groups of three in a prism: each member's dp partner is the one that it is linked to."""
+    """Two tp groups of three in a prism.
+
+    Each member's dp partner is the one that it is linked to.
+    """
     table = [[0.0] * 6 for _ in range(6)]
     for a, b, bandwidth in (
         (0, 1, 40),

@@ -14,7 +14,9 @@ from zrun_core.user_code.loss import LossKind, compute_loss
 
 
 class Echo(nn.Module):
-    """Returns `make(scale, inputs)`, with the number of positional and named inputs it was called with."""
+    """Returns `make(scale, inputs)`, with the number of positional and named inputs it was called
+    with.
+    """
 
     def __init__(self, make: Any = None) -> None:
         super().__init__()
@@ -98,7 +100,10 @@ def test_a_stand_in_weighs_nothing() -> None:
 
 
 def test_cutting_a_ragged_batch_changes_nothing() -> None:
-    """Four sequences of 1 to 4 tokens: one micro-batch of 4 equals four of 1 when the sum weighs its tokens."""
+    """Four sequences of 1 to 4 tokens.
+
+    One micro-batch of 4 equals four of 1 when the sum weighs its tokens.
+    """
     torch.manual_seed(0)
     model = nn.Linear(3, 1)
     sequences = [torch.randn(length, 3) for length in (1, 2, 3, 4)]

@@ -1,4 +1,7 @@
-"""Running out of memory: recognised, told with its holders, and what a job file can say about it."""
+"""Running out of memory.
+
+Recognised, told with its holders, and what a job file can say about it.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from zrun_core.spine.config import JobConfig
 from zrun_core.spine.spec import BatchPlan
 from zrun_core.train.parallelize import make_settings
 from zrun_core.user_code.user import is_out_of_memory, user_code
-from zrun_core.zero.sharded_model import check_room
+from zrun_core.zero.sharded_model import check_model_fits
 
 BASE = {"name": "j", "model": "m:f", "data": "m:f", "steps": 9, "batch": 4}
 
@@ -98,4 +101,4 @@ def test_a_rank_whose_process_has_taken_all_is_told_so() -> None:
     with pytest.raises(
         PreflightError, match="has nothing left beside Python and torch: zrun estimate"
     ):
-        check_room(torch.nn.Linear(4, 4), settings, alone, Comm(torch.device("cpu")))
+        check_model_fits(torch.nn.Linear(4, 4), settings, alone, Comm(torch.device("cpu")))

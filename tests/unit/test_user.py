@@ -173,7 +173,8 @@ def test_functions_of_a_job_are_bound_not_called_and_classes_made(job_dir: Path)
         (
             "Settings",
             {},
-            "is a class, of which an object is made with args and then called with (samples), and it has",
+            "is a class, of which an object is made with args and then called with (samples), and "
+            "it has",
         ),
     ],
 )
@@ -192,7 +193,8 @@ def test_functions_that_cannot_be_called_so_are_refused(
         ("trian.py:build_model", "there is no file {dir}/trian.py; did you mean train.py?"),
         (
             "trian:build_model",
-            "there is no module 'trian' in {dir} nor among the installed packages; did you mean train?",
+            "there is no module 'trian' in {dir} nor among the installed packages; did you mean "
+            "train?",
         ),
         ("train.sub:x", "there is no module 'train.sub'"),
         ("train.py:build_modle", "train.py has no 'build_modle'; did you mean build_model?"),
@@ -220,7 +222,8 @@ def test_wrong_arguments_name_the_nearest(job_dir: Path) -> None:
     with pytest.raises(JobError) as error:
         user.build_model(ref("train.py:build_model", dpeth=2), job_dir)
     assert str(error.value) == (
-        "train.py:build_model: got an unexpected keyword argument 'dpeth'; did you mean depth? (it takes width, depth)"
+        "train.py:build_model: got an unexpected keyword argument 'dpeth'; did you mean depth? (it "
+        "takes width, depth)"
     )
     with pytest.raises(
         JobError, match=r"missing a required argument: 'model' \(it takes model, batch, scale\)"

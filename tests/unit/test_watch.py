@@ -241,7 +241,8 @@ def test_the_panel_says_all(width: int) -> None:
         "18.3k tok/s  1.00s/step  412 TFLOP/s per rank  MFU 41.6%",
         "data 3%  forward 24%  backward 47%  comm 17%  optim 9%",
         "MiB      params  grads  optim  rings  other    rss   peak",
-        "rank 1     20.0   20.0   60.0   24.0  376.0  500.0  600.0",  # no kind accounts for the others
+        # no kind accounts for the others
+        "rank 1     20.0   20.0   60.0   24.0  376.0  500.0  600.0",
         "planned    20.0   20.0   60.0   24.0 ",
     ):
         assert words in drawn, words
@@ -325,7 +326,8 @@ def test_a_rank_that_stays_slow_is_named_once() -> None:
     (warning,) = told
     assert (warning["type"], warning["rank"]) == ("warning", 2)
     assert warning["message"] == (
-        "rank 2 on n1 is slow, and the others wait: it works for 0.65s of each step, the median rank "
+        "rank 2 on n1 is slow, and the others wait: it works for 0.65s of each step, the median "
+        "rank "
         "for 0.40s, most of the difference is in data; so for 30 steps"
     )
 
@@ -373,7 +375,8 @@ def test_a_table_has_one_unit_for_all_its_sizes() -> None:
 
 def test_a_plain_line_says_all() -> None:
     assert step_line(replace(RUNNING, elapsed_s=125.0)) == (
-        "step 120/1000 loss 0.0416667 lr 0.0003 gnorm 0.84 scale 65536 skip 2 tok/s 18.3k tflops 412 mfu 41.6% "
+        "step 120/1000 loss 0.0416667 lr 0.0003 gnorm 0.84 scale 65536 skip 2 tok/s 18.3k tflops "
+        "412 mfu 41.6% "
         "mem 500.0 MiB step 1.00s epoch 0.50 elapsed 2m05s eta 14m40s"
     )
 
@@ -532,7 +535,9 @@ def test_the_live_screen_prints_messages_above_its_panel() -> None:
 
 
 class Terminal(io.StringIO):
-    """What is too long for a row goes on in the next one, also after a change of the size: so most terminals are.
+    """What is too long for a row goes on in the next one, also after a change of the size.
+
+    So most terminals are.
 
     It understands text at its end, and the sequences that erase from a row further up.
     """

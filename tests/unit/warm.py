@@ -1,4 +1,6 @@
-"""Processes that are forked from this one, which has torch, where a command would start Python anew and import it."""
+"""Processes that are forked from this one, which has torch, where a command would start Python anew
+and import it.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,10 @@ from typing import Any
 
 
 class WarmPopen(subprocess.Popen[Any]):
-    """`Popen` whose child runs the module of `[python, "-m", module, ...]` right after the fork; others as they are."""
+    """`Popen` whose child runs the module of `[python, "-m", module, ...]` right after the fork.
+
+    Others as they are.
+    """
 
     def __init__(self, command: Sequence[str], **options: Any) -> None:
         if list(command[:2]) == [sys.executable, "-m"]:

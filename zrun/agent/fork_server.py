@@ -34,7 +34,8 @@ from typing import NoReturn, TypedDict
 from zrun.system import processes
 from zrun.topology.cpus import parse_cpus
 
-BEGIN, BEGIN_ANEW = b"b", b"a"
+BEGIN = b"b"
+BEGIN_ANEW = b"a"
 _SELF = "zrun.agent.fork_server"
 
 

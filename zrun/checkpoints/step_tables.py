@@ -52,7 +52,8 @@ def steps_table(
             words = {"latest": latest, "best": best}
             marks = [word for word, step in words.items() if step == found.step]
             state = Text(", ".join(["complete", *marks]), style="green")
-            size, ranks = format_size(found.manifest.num_bytes), str(found.manifest.world_size)
+            size = format_size(found.manifest.num_bytes)
+            ranks = str(found.manifest.world_size)
             table.add_row(str(found.step), time, size, ranks, found.manifest.run_id, state)
     return table
 

@@ -75,7 +75,8 @@ def logs(
         raise JobError(f"--grep {grep}: {error}") from None
     path = find_run(run, running=follow)
     last = 10 if lines is None and follow else lines
-    tails = [source.tail(last if pattern is None else None) for source in sources(path, rank)]
+    read_from = last if pattern is None else None  # what matches may lie anywhere
+    tails = [source.tail(read_from) for source in sources(path, rank)]
     runs_on: Callable[[], bool] | None = None
     if follow and is_held(path):
         runs_on = partial(is_held, path)

@@ -155,12 +155,12 @@ def answer(question: Question, goal: SearchGoal | None = None) -> Answer:
 def _answered(question: Question, goal: SearchGoal | None) -> Answer:
     planner = question.planner
     chosen = planner.estimate(question.base)
-    stages = tuple(
-        chosen
-        if stage == question.base.stage
-        else planner.estimate(_at_stage(question.base, stage))
-        for stage in range(4)
-    )
+    stages = []
+    for stage in range(4):
+        if stage == question.base.stage:
+            stages.append(chosen)
+        else:
+            stages.append(planner.estimate(_at_stage(question.base, stage)))
     found = None if goal is None else _search(question, goal)
     today = fix = None
     if found is not None and goal == "best":
@@ -178,7 +178,7 @@ def _answered(question: Question, goal: SearchGoal | None) -> Answer:
     return Answer(
         question,
         chosen,
-        stages,
+        tuple(stages),
         found,
         fix,
         today,

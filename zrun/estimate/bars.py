@@ -74,7 +74,9 @@ def bars(estimate: Estimate, width: int, ascii_only: bool = False) -> list[Text]
     """
     ranks = estimate.ranks
     capacity = estimate.capacity
-    heads = [f"{rank.role} " if len(ranks) > 1 else "" for rank in ranks]
+    heads = [""]
+    if len(ranks) > 1:
+        heads = [f"{rank.role} " for rank in ranks]
     tails = [f" {format_size(rank.device_used)} of {format_size(capacity)}" for rank in ranks]
     room = max(_NARROWEST, width - max(map(len, heads)) - max(map(len, tails)))
     scale = max([capacity, *(rank.device_used for rank in ranks)]) or 1

@@ -76,7 +76,9 @@ class ComparedLine:
         if self.tolerance is not None:
             small = "" if self.what == "step" else f", or {format_size(_SMALL_BYTES)}"
             limit = f"at most {self.tolerance:.0%}{' below' if self.is_bound else ''}{small}"
-        verdict = "" if self.tolerance is None else "  ok" if self.is_right else "  WRONG"
+        verdict = ""
+        if self.tolerance is not None:
+            verdict = "  ok" if self.is_right else "  WRONG"
         return (
             f"{self.what:9} {in_words(self.predicted):>12} predicted "
             f"{in_words(self.measured):>12} measured "
@@ -163,8 +165,13 @@ def _compared(
         notes.append("samples differ in size: predicted for the longest, and most steps take less")
     lines = []
     if peak := max((event.get("peak_bytes") or 0 for event in peaks), default=0):
-        limit = _ON_GPU if not on_cpu else _ON_CPU_ALONE if spec.plan.world_size == 1 else _ON_CPU
-        judged = None if chosen.is_guess else limit
+        judged: float | None = _ON_CPU
+        if chosen.is_guess:
+            judged = None
+        elif not on_cpu:
+            judged = _ON_GPU
+        elif spec.plan.world_size == 1:
+            judged = _ON_CPU_ALONE
         lines.append(ComparedLine("peak", rank.allocated, peak, judged, is_bound))
     else:
         notes.append(

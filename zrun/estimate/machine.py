@@ -78,7 +78,8 @@ def _host_memory(host: HostFacts, most: int | None) -> int:
     has = host.memory_bytes if most is None else min(host.memory_bytes, most)
     if host.hostname not in (gethostname(), "localhost"):
         return has
-    free, part = memory_limits.host_available(), max(1, host.memory_bytes // 100)
+    free = memory_limits.host_available()
+    part = max(1, host.memory_bytes // 100)
     return min(has, free // part * part or free)
 
 

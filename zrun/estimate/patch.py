@@ -70,9 +70,11 @@ def as_yaml(changes: Changes, config: JobConfig) -> str:
     """Return the changed keys as a part of a job file, each with its value before."""
     lines: list[str] = []
     for section, keys in _by_section(changes).items():
-        short, margin = _short(section) if section else None, "  " if section else ""
+        short = _short(section) if section else None
+        margin = "  " if section else ""
         if short is not None and list(keys) == [short]:
-            margin, keys = "", {section: keys[short]}
+            margin = ""
+            keys = {section: keys[short]}
         elif section:
             lines.append(f"{section}:")
         for key, value in keys.items():
@@ -201,7 +203,8 @@ def _with_key(
 
 
 def _replaced(text: str, node: yaml.Node, value: str) -> str:
-    start, end = node.start_mark.index, node.end_mark.index
+    start = node.start_mark.index
+    end = node.end_mark.index
     gap = " " * (start == end and text[start - 1 : start] == ":")
     return text[:start] + gap + value + text[end:]
 

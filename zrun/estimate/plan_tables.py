@@ -219,11 +219,16 @@ def step_range(time: StepTime) -> str:
     """Return the time of a step with its range: `1.94s (1.7-2.1)`."""
     if not time.seconds:
         return "-"
-    unit, factor, digits = (
-        ("ms", 1e3, 0)
-        if time.seconds < 0.1
-        else ("s", 1.0, 2 if time.seconds < 10 else 1 if time.seconds < 100 else 0)
-    )
+    unit = "s"
+    factor = 1.0
+    if time.seconds < 0.1:
+        unit = "ms"
+        factor = 1e3
+    digits = 0
+    if 0.1 <= time.seconds < 10:
+        digits = 2
+    elif 10 <= time.seconds < 100:
+        digits = 1
     low, high = (f"{value * factor:.{digits}f}" for value in (time.low, time.high))
     return f"{time.seconds * factor:.{digits}f}{unit} ({low}-{high})"
 
@@ -257,11 +262,12 @@ def _mark(estimate: Estimate) -> str:
 
 def _free(estimate: Estimate) -> Text:
     free = estimate.capacity - fullest(estimate).device_used
-    share = f"{free / estimate.capacity:.0%}" if estimate.capacity else "-"
-    return Text(
-        share if estimate.fits else f"-{format_size(-free)}" if free < 0 else "host",
-        _GOOD if estimate.fits else _BAD,
-    )
+    if not estimate.fits:
+        lacking = f"-{format_size(-free)}" if free < 0 else "host"
+        return Text(lacking, _BAD)
+    if not estimate.capacity:
+        return Text("-", _GOOD)
+    return Text(f"{free / estimate.capacity:.0%}", _GOOD)
 
 
 def _seconds(value: float) -> str:

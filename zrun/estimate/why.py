@@ -99,11 +99,9 @@ def sentence(estimate: Estimate, hardware: Hardware, fix: str | None) -> str:
     over = overshoot(estimate, hardware)
     if over is None:
         return "fits"
-    helps = (
-        f"; the cheapest change that fits: {fix}"
-        if fix
-        else "; no change of the job makes it fit here"
-    )
+    helps = "; no change of the job makes it fit here"
+    if fix:
+        helps = f"; the cheapest change that fits: {fix}"
     return f"{over}{helps}"
 
 

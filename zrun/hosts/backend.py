@@ -183,10 +183,10 @@ def _is_about_this_host(picks: str) -> bool:
 def with_backend(job: JobConfig, backend: Backend) -> tuple[JobConfig, tuple[AutoValue, ...]]:
     """Return `job` with its `launch.backend` resolved, and the reason where it was left to auto."""
     launch = job.launch.model_copy(update={"backend": backend.kind})
-    reason = AutoValue("launch.backend", backend.kind, backend.why)
-    return job.model_copy(update={"launch": launch}), (
-        reason,
-    ) if job.launch.backend == "auto" else ()
+    resolved = job.model_copy(update={"launch": launch})
+    if job.launch.backend != "auto":
+        return resolved, ()
+    return resolved, (AutoValue("launch.backend", backend.kind, backend.why),)
 
 
 def is_this_host(entry: HostEntry, hostname: str) -> bool:

@@ -1,4 +1,4 @@
-"""Whether a run that failed is started again, and after which pause."""
+"""The decision to start a run again that failed, and after which pause."""
 
 from __future__ import annotations
 

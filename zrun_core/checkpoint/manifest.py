@@ -288,7 +288,8 @@ class Manifest:
         Raises:
             CheckpointError: damaged, of another format, or not consistent; the message says where.
         """
-        body, tail = text[:-_TAIL_BYTES], text[-_TAIL_BYTES:]
+        body = text[:-_TAIL_BYTES]
+        tail = text[-_TAIL_BYTES:]
         if len(text) > MAX_BYTES:
             refuse(f"is larger than {MAX_BYTES >> 20} MiB")
         if len(text) <= _TAIL_BYTES or tail[:12] != _TAIL[:12]:

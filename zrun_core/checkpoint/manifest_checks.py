@@ -236,5 +236,6 @@ def _check_class(fragment: Fragment, info: TensorInfo) -> None:
 
 
 def _in_words(fragment: Fragment) -> str:
-    state, tensor = fragment.state[:200], fragment.tensor[:200]
+    state = fragment.state[:200]
+    tensor = fragment.tensor[:200]
     return f"{state} of {tensor}, elements {fragment.start} to {fragment.stop}"

@@ -228,7 +228,8 @@ _WRONG_KEYS = ("missing", "unexpected_keyword_argument", "dataclass_type")
 
 def _in_words(error: ErrorDetails, where: str, kinds: Mapping[str, type]) -> str:
     """Return where something is wrong, and what: `the manifest, files[0], name: not a text ...`."""
-    kind, path = error["type"], error["loc"]
+    kind = error["type"]
+    path = error["loc"]
     if kind in ("missing", "unexpected_keyword_argument"):
         path = path[:-1]  # without the key itself
     holder = place = where

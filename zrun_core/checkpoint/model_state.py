@@ -177,7 +177,8 @@ class ModelState:
             low, high = self._written(unit)
             values = unit.values()
             for each in unit.layout.tensor_ranges(low, high):
-                first, last = low + each.start - values.start, low + each.stop - values.start
+                first = low + each.start - values.start
+                last = low + each.stop - values.start
                 found.append(_part(each, VALUE, values.flat[first:last].detach()))
         for unit, piece, state in self._optimizer_states():
             # What this rank writes of what it holds.
@@ -454,7 +455,8 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
 
     A view of the tensor if it is dense, else a copy in the order of `dense_stride`.
     """
-    dense, stride = tensor.detach(), dense_stride(tensor)
+    dense = tensor.detach()
+    stride = dense_stride(tensor)
     if tensor.stride() != stride:
         dense = torch.empty_strided(
             tensor.shape, stride, dtype=tensor.dtype, device=tensor.device

@@ -59,7 +59,8 @@ class Snapshot:
         """
         sizes = [-(-item.data.nbytes // _ALIGNMENT) * _ALIGNMENT for item in items]
         memory = self._reserve(sum(sizes))
-        copies, late = [], LateCopies()
+        copies = []
+        late = LateCopies()
         offset = 0
         for item, size in zip(items, sizes, strict=True):
             copy = memory[offset : offset + item.data.nbytes].view(item.data.dtype)

@@ -104,7 +104,8 @@ class Bert(nn.Module):
         Raises:
             ValueError: the sequence is longer than the model.
         """
-        length, seq_len = input_ids.shape[1], self.positions.num_embeddings
+        length = input_ids.shape[1]
+        seq_len = self.positions.num_embeddings
         if length > seq_len:
             raise ValueError(
                 f"a sequence of {length} tokens is longer than the model's seq_len {seq_len}"

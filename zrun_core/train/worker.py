@@ -58,7 +58,7 @@ from zrun_core.train.trainer import Trainer, UserFunctions
 from zrun_core.user_code import user
 from zrun_core.user_code.build import Built, build_once_per_host
 from zrun_core.user_code.meta_init import build_on_meta
-from zrun_core.zero.sharded_model import ShardingConfig, check_room
+from zrun_core.zero.sharded_model import ShardingConfig, check_model_fits
 
 
 def main() -> NoReturn:
@@ -301,7 +301,7 @@ class Worker:
             comm,
             values=values,
             host_bytes=self._host_bytes() if settings.memory_bytes is not None else None,
-            check_states=lambda structure: check_room(structure, settings, mesh, comm),
+            check_states=lambda structure: check_model_fits(structure, settings, mesh, comm),
         )
 
     def _host_bytes(self) -> int:

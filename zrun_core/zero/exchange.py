@@ -158,7 +158,7 @@ def _all_reduce_numel(numel: int, mesh_info: MeshInfo) -> int:
 
 @dataclass(frozen=True)
 class StepCounts:
-    """What training steps did, as far as their traffic depends on it.
+    """The facts of training steps that their traffic depends on.
 
     Attributes:
         steps: optimizer steps.

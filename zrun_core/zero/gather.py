@@ -78,7 +78,7 @@ class Gatherer:
 
     @property
     def in_forward(self) -> bool:
-        """Whether a training forward has begun, and nothing after it."""
+        """True while a training forward has begun, and nothing after it."""
         return self.active and self._kind is PassKind.FORWARD
 
     def in_backward_of(self, micro: MicroPass) -> bool:
@@ -229,7 +229,8 @@ class Gatherer:
 
     def reshard_idle(self) -> None:
         """Reshard the idle units. See [Note: idle units]."""
-        idle, self._idle = self._idle, []
+        idle = self._idle
+        self._idle = []
         for unit in idle:
             if not unit.num_active and not unit.pins:
                 unit.reshard()

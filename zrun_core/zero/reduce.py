@@ -322,7 +322,7 @@ class Reducer:
 
     @property
     def has_recorded_order(self) -> bool:
-        """Whether the order of reductions is known, which the first backward records."""
+        """True once the order of reductions is known, which the first backward records."""
         return self._is_order_recorded
 
     def _record_order(self, seen_here: Sequence[int]) -> None:

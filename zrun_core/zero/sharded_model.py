@@ -175,29 +175,43 @@ def wrap_plan(
     )
 
 
-def check_room(model: nn.Module, settings: ShardingConfig, mesh: Mesh, comm: Comm) -> None:
-    """Before anything of `model`, which may be on the meta device, is sharded.
+def check_model_fits(model: nn.Module, settings: ShardingConfig, mesh: Mesh, comm: Comm) -> None:
+    """Refuse a model whose states this rank cannot hold, from its structure.
+
+    Args:
+        model: the user's module, which may be on the meta device.
+        settings: as of `ShardedModel`.
+        mesh: the groups of this rank.
+        comm: its collectives.
 
     Raises:
         PreflightError: this rank has no room for the states.
     """
     if settings.memory_bytes is not None:
         planned = wrap_plan(model, settings, mesh_info_of(comm, mesh))
-        check_states([unit.layout for unit in planned.units], settings, mesh, comm)
+        check_states_fit([unit.layout for unit in planned.units], settings, mesh, comm)
 
 
-def check_states(
+def check_states_fit(
     layouts: Sequence[UnitLayout], settings: ShardingConfig, mesh: Mesh, comm: Comm
 ) -> None:
-    """Before anything is allocated.
+    """Refuse a model whose states this rank cannot hold, before anything of it is allocated.
+
+    Args:
+        layouts: of the units.
+        settings: what is kept of them, and `memory_bytes` that a rank may take; None: any.
+        mesh: the groups of this rank.
+        comm: its collectives, whose device holds the states.
 
     Raises:
         PreflightError: the states alone take more than a rank has.
     """
-    states, has = settings.states, settings.memory_bytes
+    states = settings.states
+    has = settings.memory_bytes
     if has is None:
         return
-    mesh_info, moves = mesh_info_of(comm, mesh), moves_pages(comm.device.type)
+    mesh_info = mesh_info_of(comm, mesh)
+    moves = moves_pages(comm.device.type)
     buffers = states.rank_buffers(layouts, mesh_info, prefetch=settings.prefetch, moves_pages=moves)
     if (needed := sum(buffer.num_bytes for buffer in buffers)) > has:
         room = format_size(has) if has > 0 else "nothing left beside Python and torch"
@@ -253,7 +267,7 @@ class ShardedModel:
         planned = wrap_plan(module, settings, mesh_info_of(comm, mesh), table)
         self.layouts = [unit.layout for unit in planned.units]
         moves = moves_pages(comm.device.type)
-        check_states(self.layouts, settings, mesh, comm)
+        check_states_fit(self.layouts, settings, mesh, comm)
         pool_bytes = states.gather_ring_bytes(self.layouts, settings.prefetch, moves_pages=moves)
         self._pool = window_pool(comm.device, pool_bytes)
         self.units = [

@@ -289,7 +289,7 @@ class ShardedOptimizer:
 
     @property
     def scales_inside(self) -> bool:
-        """Whether the device can scale and skip without the host's help."""
+        """True if the device can scale and skip without the host's help."""
         return self._spec.scales_inside
 
     def set_options(self, groups: Sequence[Options]) -> None:

@@ -50,7 +50,7 @@ from zrun_core.zero.record_layout import RecordLayout
 
 
 class UnitState(Enum):
-    """Which of a unit's parameters are valid, and so what occupies memory.
+    """The valid parameters of a unit, and so what occupies memory.
 
     SHARDED: the own shard is valid. A unit that is resharded after use has memory for this shard
         only; another one has memory for all of it, with the foreign shards of the last step.
@@ -161,7 +161,7 @@ class FlatUnit:
 
     @property
     def is_kept_unsharded(self) -> bool:
-        """Whether all parameters are valid here from use to use."""
+        """True if all parameters are valid here from use to use."""
         return not self.reshard_after_use and self.state is UnitState.UNSHARDED
 
     def _allocate(self, device: torch.device, pool: PagePool | StorageMeter) -> None:

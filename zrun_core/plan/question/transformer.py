@@ -167,9 +167,11 @@ class TransformerShape:
             JobError: the text is no such number.
         """
         params = parse_count(text)
-        vocab, seq = (
-            (51200, 2048) if params >= 10**8 else (8192, 1024) if params >= 10**7 else (256, 256)
-        )
+        vocab, seq = 256, 256
+        if params >= 10**8:
+            vocab, seq = 51200, 2048
+        elif params >= 10**7:
+            vocab, seq = 8192, 1024
         wanted = 64 * (params / 1e8) ** 0.124
         best: tuple[float, TransformerShape] | None = None
         for hidden in _widths():

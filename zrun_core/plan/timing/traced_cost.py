@@ -23,7 +23,10 @@ Floats: TypeAlias = NDArray[np.float64]
 Indices: TypeAlias = NDArray[np.int64]
 Flags: TypeAlias = NDArray[np.bool_]
 
-_PRODUCT, _ATTENTION, _STREAM = 0, 1, 2  # families of operations
+# families of operations
+_PRODUCT = 0
+_ATTENTION = 1
+_STREAM = 2
 _FAMILIES = {"gemm": _PRODUCT, "conv": _PRODUCT, "attention": _ATTENTION}
 # Operations that touch no element: questions about a tensor, and other views of its memory.
 _VIEWS = (

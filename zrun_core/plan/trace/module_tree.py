@@ -23,17 +23,20 @@ def describe_params(model: nn.Module, compute: torch.dtype) -> tuple[ParamInfo, 
         for number, (_, block) in reversed([*enumerate(repeated_blocks(model))])
         for param in block.parameters()
     }
-    return tuple(
-        ParamInfo(
-            name,
-            tuple(param.shape),
-            str(torch.float32 if id(param) in in_fp32 else compute).removeprefix("torch."),
-            param.requires_grad,
-            block_of.get(id(param), -1),
-            tuple(dense_stride(param)),
+    found = []
+    for name, param in model.named_parameters():
+        dtype = torch.float32 if id(param) in in_fp32 else compute
+        found.append(
+            ParamInfo(
+                name,
+                tuple(param.shape),
+                str(dtype).removeprefix("torch."),
+                param.requires_grad,
+                block_of.get(id(param), -1),
+                tuple(dense_stride(param)),
+            )
         )
-        for name, param in model.named_parameters()
-    )
+    return tuple(found)
 
 
 def describe_modules(model: nn.Module) -> tuple[ModuleInfo, ...]:

@@ -262,7 +262,8 @@ def follow(num_hosts: int, ranks_per_host: int, seconds: float, events: bool) ->
     ):
         terminal = Console(file=io.StringIO(), force_terminal=True, width=120)
         follower = Follower(
-            Live(terminal, Facts("wide", "x", len(places)), PERIOD_S), rundir.append
+            Live(terminal, Facts("wide", "x", tuple(place.host for place in places)), PERIOD_S),
+            rundir.append,
         )
 
         def event(told: dict[str, Any], line: bytes | None) -> None:

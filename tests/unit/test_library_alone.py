@@ -408,6 +408,20 @@ def test_skips_that_a_scale_can_help_are_not_told() -> None:
     assert told == [0, 0, 1, 2], "the scale fell from 8 to its least, 2"
 
 
+def test_fp16_without_a_scaler_divides_by_no_scale() -> None:
+    norms = {}
+    for precision in ("fp32", "fp16"):
+        torch.manual_seed(0)
+        model = zrun_core.shard(build, precision=precision)
+        optimizer = zrun_core.optimizer(model, "sgd", lr=0.1)
+        model(inputs(0)[0]).sum().backward()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that small gradients become zero
+            optimizer.step()
+        norms[precision] = float(optimizer.grad_norm)
+    assert norms["fp16"] == pytest.approx(norms["fp32"], rel=0.01)
+
+
 @pytest.mark.parametrize("name", ["clip_grad_norm_", "clip_grad_value_"])
 def test_clipping_of_gradients_that_are_elsewhere_is_refused(name: str) -> None:
     clip = getattr(torch.nn.utils, name)  # as a script that has imported it before shard()

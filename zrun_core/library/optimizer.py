@@ -82,6 +82,9 @@ class Optimizer(torch.optim.Optimizer):
         self._issued: _IssuedStep | None = None
         self._consensus: tuple[int, SaveConsensus] | None = None  # the number of a save, and its
         self._has_warned = False
+        # The model's own scaler, which scales losses in a job, sees no loss of a user's loop.
+        precision = replace(handle.sharded.settings.precision, compute=torch.float32)
+        self._unscaled = LossScaler(precision, handle.sharded.comm.device)
         self.grad_norm = torch.tensor(float("nan"))
         self.skipped = torch.tensor(False)
 
@@ -158,7 +161,8 @@ class Optimizer(torch.optim.Optimizer):
             for group in self.param_groups
         ]
         sharded.optimizer.set_options(options)
-        result = self._steps.issue(None, sums, lambda totals: totals["weight"], scaler)
+        used = self._unscaled if scaler is None else scaler
+        result = self._steps.issue(None, sums, lambda totals: totals["weight"], used)
         # Autograd then refuses a backward of what was computed with the old parameters.
         torch.autograd.graph.increment_version(self._trained)
         self.grad_norm = result.grad_norm
@@ -167,7 +171,7 @@ class Optimizer(torch.optim.Optimizer):
             number=self._num_steps,
             lr=float(self.param_groups[0].get("lr", 0.0)),
             save=save,
-            least_scale=None if scaler is None else scaler.least_scale,
+            least_scale=used.least_scale,
         )
         try:
             # While a skip may end the loop, its culprit is looked for in gradients still there.

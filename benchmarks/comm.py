@@ -1,5 +1,4 @@
-"""Direct exchange, through memory and through sockets, against gloo's own collectives: where does
-which one win?
+"""Compare direct exchange, by memory and by sockets, with gloo's own collectives.
 
     python benchmarks/comm.py                      2 and 4 ranks, 4 KiB to 64 MiB: about 2 minutes
     python benchmarks/comm.py --ranks 2,3,8 --quick

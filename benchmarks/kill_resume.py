@@ -1,5 +1,4 @@
-"""Kill a run at random places, resume it each time, and compare it with the run that was left
-alone.
+"""Kill a run at random places, resume it each time, and compare it with one left alone.
 
     python benchmarks/kill_resume.py jobs/stdlib-gpt.yaml steps=60 checkpoint.every=10 --kills 6
 

@@ -1,5 +1,4 @@
-"""Measure the launcher itself: its CPU and memory with a thousand hosts, and the seconds before a
-start.
+"""Measure the launcher: CPU and memory with a thousand hosts, seconds before a start.
 
     python benchmarks/launcher.py [--hosts 1000] [--ranks 8] [--seconds 20] [--rig]
 

@@ -48,8 +48,7 @@ def check(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Validate a job, look at its hosts, resolve what it leaves open, and build its model without
-    data.
+    """Validate a job, look at its hosts, resolve what it leaves open, and build its model.
 
     Nothing is started, and nothing is changed on any host. Exit codes: 0 it
     can train; 2 the job is wrong; 3 some hosts cannot be used; 5 its own code

@@ -51,8 +51,9 @@ _Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 @ckpt.command()
 def ls(where: _Where, as_json: _Json = False) -> None:
-    """List the steps, newest first, and what is wrong with those that do not count. No tensor is
-    read.
+    """List the steps, newest first, and what is wrong with those that do not count.
+
+    No tensor is read.
 
     Of a run that was started over with --fresh, those of its earlier attempts follow.
 
@@ -100,8 +101,9 @@ def inspect(
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor too.")] = False,
     as_json: _Json = False,
 ) -> None:
-    """Show what a checkpoint holds: progress, layout, versions, tensors and their states. No tensor
-    is read.
+    """Show what a checkpoint holds: progress, layout, versions, tensors and their states.
+
+    No tensor is read.
 
     Example: zrun ckpt inspect gpt --tensors
     """
@@ -171,8 +173,9 @@ def export(
     ] = _Dtype.KEEP,
     max_shard_size: Annotated[str, typer.Option(help="Of one file in a folder.")] = "5GB",
 ) -> None:
-    """Write the weights and buffers of a checkpoint as safetensors or as a plain state_dict. Every
-    byte is verified.
+    """Write the weights and buffers of a checkpoint as safetensors or as a plain state_dict.
+
+    Every byte is verified.
 
     A folder has the config and the tokenizer too, where the model is one of transformers.
 
@@ -226,8 +229,9 @@ def prune(
     ] = False,
     as_json: _Json = False,
 ) -> None:
-    """Remove old steps, and what dead saves have left. The newest steps that verify stay: every
-    byte of them is read.
+    """Remove old steps, and what dead saves have left.
+
+    The newest steps that verify stay: every byte of them is read.
 
     Where a process saves, what it writes stays, and so does what was set aside.
 

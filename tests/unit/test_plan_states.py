@@ -14,11 +14,11 @@ from torch import nn
 
 from zrun_core.memory.buffers import ON_DEVICE, Buffer, Kind, Placement, Tier
 from zrun_core.memory.layout import PAGE_BYTES
+from zrun_core.memory.placement import place
 from zrun_core.models.gpt import gpt
 from zrun_core.optim.chunked import Chunked
 from zrun_core.plan.memory.states import (
     PlannedModel,
-    place,
     plan_model,
     plan_shape,
     rank_buffers,

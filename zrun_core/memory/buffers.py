@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, StrEnum
 
 
@@ -69,6 +69,25 @@ class Placement:
     optimizer: Tier = Tier.DEVICE
     activation: Tier = Tier.DEVICE
     fraction: float = 1.0
+
+    @property
+    def is_on_device(self) -> bool:
+        """True if no state of a unit leaves the device."""
+        return {self.param, self.grad, self.optimizer} == {Tier.DEVICE}
+
+    def where_host_is_device(self) -> Placement:
+        """Return the same on a machine that computes in the host's memory."""
+
+        def tier(given: Tier) -> Tier:
+            return Tier.DEVICE if given is Tier.HOST else given
+
+        return replace(
+            self,
+            param=tier(self.param),
+            grad=tier(self.grad),
+            optimizer=tier(self.optimizer),
+            activation=tier(self.activation),
+        )
 
     def tier_of(self, kind: Kind) -> Tier:
         """Return the home of a unit's parameters, gradients or optimizer states."""

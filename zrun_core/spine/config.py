@@ -450,6 +450,105 @@ class ActivationsConfig(Section):
         examples=["full"],
     )
     n: int = Field(default=2, gt=0, le=1000, description="every_n: one block in n is recomputed")
+    offload: Literal["device", "host", "disk"] = Field(
+        default="device",
+        description="where the input of a recomputed block waits for backward; on disk: in "
+        "offload.dir",
+        examples=["device"],
+    )
+
+    @model_validator(mode="after")
+    def _require_inputs_to_move(self) -> Self:
+        if self.offload != "device" and self.checkpoint == "none":
+            raise ValueError(
+                "activations.offload moves the inputs of recomputed blocks, and none is "
+                "recomputed; write checkpoint: full, or leave offload out"
+            )
+        return self
+
+
+TierName = Literal["device", "host", "disk"]
+
+
+class OffloadConfig(Section):
+    """Where states live between uses (Ren et al. 2021, "ZeRO-Offload"; Rajbhandari et al. 2021,
+    "ZeRO-Infinity"). The short form `offload: host` moves the optimizer and the gradients.
+    """
+
+    short = ("optimizer", str)
+
+    optimizer: TierName = Field(
+        default="device",
+        description="fp32 masters and moments; the update runs on the CPU where they are not on "
+        "the device",
+        examples=["host"],
+    )
+    grad: TierName | None = Field(
+        default=None, description="gradients; null: where the optimizer is", examples=["host"]
+    )
+    param: TierName = Field(
+        default="device",
+        description="parameters between uses; elsewhere than on the device needs zero.stage: 3",
+        examples=["device"],
+    )
+    fraction: Annotated[float, Field(gt=0, le=1)] | Literal["auto"] = Field(
+        default=1.0,
+        description="share of the parameters whose states leave the device; auto: the least that "
+        "fits",
+        examples=["auto"],
+    )
+    schedule: Literal["overlap", "serial", "delayed"] = Field(
+        default="overlap",
+        description="overlap: the update runs beside the next forward | serial: training waits, "
+        "same bits | delayed: beside forward and backward, one step late, which changes numbers",
+    )
+    delay_after: Steps = Field(
+        default=40, description="delayed: steps that are not delayed, at the beginning"
+    )
+    dir: str | None = Field(
+        default=None,
+        description="folder on the disk that states on disk lie on; null: the run directory",
+        examples=["/scratch"],
+    )
+    host_memory: Annotated[Bytes, Field(gt=0)] | None = Field(
+        default=None,
+        description="bytes of each host's memory for states; null: what is free",
+        examples=["96GiB"],
+    )
+    disk_space: Annotated[Bytes, Field(gt=0)] | None = Field(
+        default=None,
+        description="bytes of each host's disk for states; null: what is free",
+        examples=["500GiB"],
+    )
+
+    @property
+    def grad_tier(self) -> TierName:
+        """Tier of the gradients: that of the optimizer, unless said otherwise."""
+        return self.optimizer if self.grad is None else self.grad
+
+    @property
+    def tiers(self) -> frozenset[TierName]:
+        """Tiers on which states of units live."""
+        return frozenset((self.optimizer, self.grad_tier, self.param))
+
+    @model_validator(mode="after")
+    def _refuse_gradients_without_their_optimizer(self) -> Self:
+        if self.grad_tier != "device" and self.optimizer == "device":
+            raise ValueError(
+                "offload.grad: gradients elsewhere than on the device would have to come back for "
+                f"an update there; write optimizer: {self.grad_tier} too"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _refuse_what_cannot_be_delayed(self) -> Self:
+        if self.schedule == "delayed" and (self.optimizer, self.param) != ("host", "device"):
+            raise ValueError(
+                "offload.schedule: delayed keeps the parameters of the step before on the device "
+                "and the optimizer on the host; write optimizer: host and param: device, or "
+                "schedule: overlap"
+            )
+        return self
 
 
 class CheckpointConfig(Section):
@@ -795,6 +894,11 @@ class JobConfig(Section):
         description="activation checkpointing",
         examples=[{"checkpoint": "full"}],
     )
+    offload: OffloadConfig = Field(
+        default_factory=OffloadConfig,
+        description="which states live on the host or on a disk between uses",
+        examples=["host"],
+    )
     checkpoint: CheckpointConfig | None = Field(
         default=None,
         description="saves: steps between them, or {every, minutes, keep, dir, async, ...}; null: "
@@ -892,6 +996,22 @@ class JobConfig(Section):
                 f"sync: server keeps all states on one rank, and zero {self.zero.stage} divides "
                 "them over all; write zero: 0, or leave sync out"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _refuse_parameters_elsewhere_below_stage_3(self) -> Self:
+        if self.offload.param != "device" and self.zero.stage != 3:
+            raise ValueError(
+                f"offload.param: {self.offload.param} needs zero.stage: 3, where a unit's "
+                "parameters come when it runs and leave after it, on one rank too; write "
+                "zero: 3, or leave the parameters on the device"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _refuse_offload_with_server(self) -> Self:
+        if self.sync == "server" and self.offload.tiers != {"device"}:
+            raise ValueError("sync: server keeps all states on a device; leave offload or sync out")
         return self
 
     @model_validator(mode="after")

@@ -22,6 +22,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import torch
 from torch import nn
@@ -31,7 +32,7 @@ from zrun_core.distributed.mesh import Mesh
 from zrun_core.distributed.named_vector import NamedVector
 from zrun_core.distributed.step_message import StepContribution, all_reduce_step
 from zrun_core.errors import PreflightError
-from zrun_core.memory.buffers import Buffer, Kind
+from zrun_core.memory.buffers import ON_DEVICE, Buffer, Kind, Placement
 from zrun_core.memory.layout import NO_PARTS, ParamSlot, UnitLayout
 from zrun_core.memory.state_policy import MeshInfo, StatePolicy, ZeroPolicy, module_buffers
 from zrun_core.memory.tensors import TensorPart
@@ -74,6 +75,9 @@ class ShardingConfig:
         recomputes_blocks: activation checkpointing.
         exchange: the collectives of a unit.
         memory_bytes: that a rank may have on its device; None: it finds out.
+        placement: where states live between uses.
+        schedule: of updates that run beside training: "overlap", "serial" or "delayed".
+        delay_after: steps of "delayed" before the first that is.
     """
 
     zero: ZeroPolicy
@@ -90,6 +94,9 @@ class ShardingConfig:
     recomputes_blocks: bool = False
     exchange: Exchange = field(default_factory=Exchange)
     memory_bytes: int | None = None
+    placement: Placement = ON_DEVICE
+    schedule: Literal["overlap", "serial", "delayed"] = "overlap"
+    delay_after: int = 40
 
     @property
     def states(self) -> StatePolicy:

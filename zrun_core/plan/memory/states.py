@@ -22,6 +22,7 @@ from torch import nn
 from zrun_core.distributed.comm import direct_up_to
 from zrun_core.memory.buffers import ON_DEVICE, Buffer, Kind, Placement, Tier
 from zrun_core.memory.layout import NO_PARTS, UnitLayout
+from zrun_core.memory.placement import place
 from zrun_core.memory.state_policy import MeshInfo, module_buffers
 from zrun_core.memory.tensors import TensorPart, contiguous_stride, full_part
 from zrun_core.optim.resolve import resolve_optimizer
@@ -360,26 +361,6 @@ def layouts_of_rank(
         mesh_info: as `mesh_info_of_rank` returns it.
     """
     return model.layouts(dims, rank.pp, mesh_info.shard_size, settings.zero.num_parts(mesh_info))
-
-
-def place(units: Sequence[UnitLayout], placement: Placement) -> Mapping[str, Placement]:
-    """Return where each unit's states are that leave the device, by its name.
-
-    These are the fewest that have the wanted fraction, taken from the end of the model, whose
-    gradients come first: the device keeps those that come last, whose update could not be hidden
-    behind the rest of the backward pass.
-    """
-    away: dict[str, Placement] = {}
-    at_home = replace(ON_DEVICE, activation=placement.activation, fraction=placement.fraction)
-    if placement == at_home:
-        return away
-    wanted = placement.fraction * sum(unit.numel for unit in units)
-    for unit in reversed(units):
-        if wanted <= 0:
-            break
-        away[unit.name] = replace(placement, fraction=1.0)
-        wanted -= unit.numel
-    return away
 
 
 def rank_buffers(

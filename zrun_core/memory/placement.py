@@ -1,0 +1,32 @@
+"""Which units have states elsewhere than on the device. Pure: runtime and planner ask alike."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from zrun_core.memory.buffers import ON_DEVICE, Placement, Tier
+from zrun_core.memory.layout import UnitLayout
+
+
+def place(units: Sequence[UnitLayout], placement: Placement) -> Mapping[str, Placement]:
+    """Return where each unit's states are that leave the device, by its name.
+
+    These are the fewest that have the wanted fraction, taken from the end of the model, whose
+    gradients come first: the device keeps those that come last, whose update could not be hidden
+    behind the rest of the backward pass. Small parameters that are never resharded stay.
+    """
+    away: dict[str, Placement] = {}
+    at_home = replace(ON_DEVICE, activation=placement.activation, fraction=placement.fraction)
+    if placement == at_home:
+        return away
+    wanted = placement.fraction * sum(unit.numel for unit in units)
+    for unit in reversed(units):
+        if wanted <= 0:
+            break
+        of_unit = replace(placement, fraction=1.0)
+        if unit.keep_unsharded:
+            of_unit = replace(of_unit, param=Tier.DEVICE)
+        away[unit.name] = of_unit
+        wanted -= unit.numel
+    return away

@@ -115,6 +115,38 @@ def test_long_names_are_cut_and_states_are_seen(recorders):
     assert after.progress == state.progress + 1
 
 
+def test_a_rank_that_waits_for_its_disk_is_at_work_and_says_so(recorders):
+    stopped = Stopped()
+    recorders[1].issue("all_gather", WORLD, "extra")
+    for recorder in recorders[1:]:
+        recorder.waiting(True)
+    before = recorders[1].state(0)
+    watchdog = Watchdog(recorders[1], stopped, patience_s=0.01)
+    with recorders[0].wait_for_tier("its disk (/scratch)"):
+        found = recorders[1].tier_wait(0)
+        assert found is not None
+        assert re.fullmatch(r"has waited \d+ s for its disk \(/scratch\)", str(found))
+        inside = recorders[1].state(0)
+        assert (inside.waiting, inside.progress) == (False, before.progress + 1)
+        time.sleep(0.15)
+    watchdog.close()
+    assert not stopped.errors, "others wait for it, which is no stalemate"
+    assert recorders[1].tier_wait(0) is None
+    assert recorders[1].state(0).progress == inside.progress + 1
+
+
+def test_a_failed_wait_for_a_tier_is_over(recorders):
+    def fail() -> None:
+        found = recorders[1].tier_wait(0)
+        assert found is not None
+        assert found.what.startswith("üüü")
+        raise OSError("gone")
+
+    with pytest.raises(OSError, match="gone"), recorders[0].wait_for_tier("ü" * 300):
+        fail()
+    assert recorders[1].tier_wait(0) is None
+
+
 def test_the_last_collective_is_told_with_its_size(recorders):
     assert recorders[1].last(0) is None
     recorders[0].issue("all_gather", WORLD, "embed", 4096)

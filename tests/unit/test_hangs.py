@@ -13,6 +13,7 @@ from zrun.agent.observer import Observer
 from zrun.agent.unanswered import own_addresses, unanswered
 from zrun.launch.failures import Hang
 from zrun.launch.hangs import HangInvestigation, HangWatch, HungRanks, StepTimes
+from zrun.system.processes import Process
 from zrun_core.errors import ExitCode
 from zrun_core.spine.config import LimitsConfig
 from zrun_core.spine.flight_recorder import FlightRecorder, FlightRecorderView, RankProgress
@@ -185,6 +186,25 @@ def test_a_stopped_rank_and_ranks_that_wait_for_each_other_are_told_apart():
     both = hang(does="waits", reason="all ranks wait in step 5: ...", to_blame=(0, 1))
     assert "all ranks wait for each other at step 5" in both.headline
     assert "zero.leaf" in both.advice
+
+
+def test_who_waits_for_its_disk_is_told_with_it(tmp_path: Path) -> None:
+    boards = [FlightRecorder(tmp_path / "board", rank, range(2), 2) for rank in range(2)]
+    observer = Observer(FlightRecorderView(tmp_path / "board", range(2)), tmp_path)
+    boards[0].waiting(True)
+    myself = Process.find(os.getpid())
+    assert myself is not None
+    with boards[1].wait_for_tier("its disk (/scratch)"):
+        frame = observer.report_hang({0: myself, 1: myself})
+    assert [told["does"] for told in frame["ranks"]] == [
+        "waits",
+        "has waited 0 s for its disk (/scratch)",
+    ]
+    told = hang(does="has waited 65 s for its disk (/scratch)")
+    assert told.headline.endswith(
+        ": rank 1 of 2 has waited 65 s for its disk (/scratch) in forward of step 5"
+    )
+    assert "if it is slow, raise limits.hang_s" in told.advice
 
 
 def test_failure_json_has_the_fields_of_any_failure():

@@ -17,7 +17,7 @@ from zrun.system import processes
 from zrun.system.processes import Process
 from zrun.system.tail_file import last_lines
 from zrun.transport.frames import Frame
-from zrun_core.spine.flight_recorder import FlightRecorderView
+from zrun_core.spine.flight_recorder import FlightRecorderView, RankProgress
 
 _STACKS_S = 1.0  # that ranks get for writing their stacks
 _LARGEST_NOTE = 1 << 18  # characters
@@ -62,15 +62,12 @@ class Observer:
         told = []
         for rank in leaders:
             state = self._view.state(rank)
-            does = "waits" if state.waiting else "runs"
-            if rank in halted:
-                does = "is stopped"
             told.append(
                 {
                     "rank": rank,
                     "step": state.step,
                     "phase": state.phase,
-                    "does": does,
+                    "does": "is stopped" if rank in halted else self._does(rank, state),
                     "last": str(self._view.last(rank) or "no collective"),
                 }
             )
@@ -84,6 +81,13 @@ class Observer:
             "addresses": own_addresses(),
             "unanswered": unanswered(leader.pid for leader in leaders.values()),
         }
+
+    def _does(self, rank: int, state: RankProgress) -> str:
+        """Return what a rank does, as a verb."""
+        own_wait = self._view.tier_wait(rank)
+        if own_wait is not None:
+            return str(own_wait)
+        return "waits" if state.waiting else "runs"
 
     def _log(self, rank: int) -> Path:
         return self._run_dir / "logs" / f"rank-{rank}.log"

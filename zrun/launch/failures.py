@@ -293,12 +293,20 @@ class Hang:
             where = f"at step {step}" if step else f"in {self.first['phase']}"
             return f"{limit}: all ranks wait for each other {where}"
         blamed = self.frame["to_blame"]
+        if self._waits_for_tier:
+            who = f"rank {blamed[0]} of {self.plan.world_size}"
+            return f"{limit}: {who} {self.first['does']} in {_place(self.first)}"
         ranks = ", ".join(str(rank) for rank in blamed)
         who = f"rank {ranks} of {self.plan.world_size} is"
         if len(blamed) > 1:
             who = f"ranks {ranks} of {self.plan.world_size} are"
         does = _DOES.get(self.first["does"], "stuck")
         return f"{limit}: {who} {does} in {_place(self.first)}"
+
+    @property
+    def _waits_for_tier(self) -> bool:
+        """Return whether the first rank to blame waits for its own memory on a host or a disk."""
+        return str(self.first["does"]).startswith("has waited")
 
     @property
     def links(self) -> list[str]:
@@ -316,6 +324,7 @@ class Hang:
 
     @property
     def advice(self) -> str:
+        key = self.frame["key"]
         if self.links:
             return (
                 "mend that network, or leave one of the two hosts out; the run can be started again"
@@ -324,9 +333,11 @@ class Hang:
             return "find who sent SIGSTOP; the run can be started again"
         if self.first["does"] == "is silent":
             return "look at that host: it is overloaded, or somebody stopped its processes"
+        if self._waits_for_tier:
+            return f"look at the health of what it waits for; if it is slow, raise {key}"
         if self.frame["reason"] is not None:
             return "make every rank run the same modules, or name the one that chooses in zero.leaf"
-        return f"see what the stack waits for; if it is merely slow, raise {self.frame['key']}"
+        return f"see what the stack waits for; if it is merely slow, raise {key}"
 
     @property
     def stack(self) -> list[str]:

@@ -372,8 +372,7 @@ def tell_late(board: FlightRecorder, seconds: float, late: list[int]) -> None:
     elif board.rank == waiting[0]:
         whom = "ranks of other hosts"
         if late:
-            names = [_name_of(board, rank) for rank in late]
-            whom = f"{', '.join(names)}, which does something else"
+            whom = " and ".join(_name_of(board, rank) for rank in late)
         text = f"rank {board.rank} has waited {seconds:g} s at {_place()}, for {whom}"
     else:
         return
@@ -383,7 +382,7 @@ def tell_late(board: FlightRecorder, seconds: float, late: list[int]) -> None:
 def _name_of(board: FlightRecorder, rank: int) -> str:
     if board.state(rank).is_halted:
         return f"rank {rank} (stopped by a signal)"
-    return f"rank {rank}"
+    return f"rank {rank}, which {board.tier_wait(rank) or 'does something else'}"
 
 
 def _place() -> str:

@@ -4,6 +4,7 @@ Each rank owns one page of a shared file. It writes there which step and phase i
 it issues a collective, its kind, its group and the unit's name, numbered per kind and group:
 
     header                                      step, phase, waiting, progress: `RankProgress`
+    wait for a tier                             since when, for 'its disk (/scratch)'
     record: all_gather over ranks 0, 1          7 'blocks.0'   8 'blocks.1'   9 'head'
     record: send to rank 2                      3 'hidden of 2'
     ...                                         up to 40 records of the last 32 operations
@@ -24,6 +25,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -55,13 +57,15 @@ _GROUP = struct.Struct(f"<Q{_MEMBERS_BYTES}s{_OVER_BYTES}s")
 _ENTRY = struct.Struct(f"<QQQ{_NAME_BYTES}s")  # number in the record, number over all, bytes, name
 _ENTRIES_AT = _KIND.size + _GROUP.size
 _RECORD_BYTES = _ENTRIES_AT + _HISTORY * _ENTRY.size
+_TIER_WAIT = struct.Struct("<Q256s")  # since when, 0 where there is none; for what
+_TIER_WAIT_AT = _HEADER.size + _NUM_RECORDS * _RECORD_BYTES
 LEAF_ADVICE = (
     "Some modules ran on one rank only: name the module that chooses between them in zero.leaf, so "
     "that it is handled as a whole"
 )
 MEAN_NAME = "mean() in hooks."  # with the key of the hook
 HOOK_ADVICE = "A hook called context.mean() on some ranks only: call it on every rank"
-assert _HEADER.size + _NUM_RECORDS * _RECORD_BYTES <= _PAGE_BYTES
+assert _TIER_WAIT_AT + _TIER_WAIT.size <= _PAGE_BYTES
 
 
 def host_file(run_dir: Path, name: str, first_rank: int) -> Path:
@@ -105,6 +109,21 @@ class RankProgress(NamedTuple):
     def is_halted(self) -> bool:
         """Return whether a signal or a debugger has stopped the process: it is not late."""
         return process_state(self.pid) in ("T", "t")
+
+
+class TierWait(NamedTuple):
+    """A wait for a rank's own memory on the host or on a disk.
+
+    Attributes:
+        what: it waits for, as in "its disk (/scratch)".
+        seconds: since it began.
+    """
+
+    what: str
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"has waited {self.seconds:.0f} s for {self.what}"
 
 
 class RankSet(Protocol):
@@ -219,6 +238,13 @@ class FlightRecorderView:
     def state(self, rank: int) -> RankProgress:
         """Return the progress of `rank`."""
         return _read_header(self._map, self._page(rank))
+
+    def tier_wait(self, rank: int) -> TierWait | None:
+        """Return what `rank` waits for that is no other rank; None: it does not."""
+        since, what = _TIER_WAIT.unpack_from(self._map, self._page(rank) + _TIER_WAIT_AT)
+        if not since:
+            return None
+        return TierWait(_text(what), max(0, time.monotonic_ns() - since) / 1e9)
 
     def records(self, rank: int) -> dict[tuple[str, int], FlightRecord]:
         """Return what `rank` has issued, by kind and key of the group, in the order of kinds."""
@@ -480,6 +506,25 @@ class FlightRecorder(FlightRecorderView):
         if is_waiting:
             self._num_waits += 1
         self._waiting = is_waiting
+        self._write_header()
+
+    @contextmanager
+    def wait_for_tier(self, what: str) -> Iterator[None]:
+        """Say inside that this rank waits for its own copies: others may be waiting for it.
+
+        Meant for the thread that trains. Another one that works for it calls `tick`.
+
+        Args:
+            what: it waits for, as in "its disk (/scratch)".
+        """
+        self._write_tier_wait(time.monotonic_ns(), what)
+        try:
+            yield
+        finally:
+            self._write_tier_wait(0, "")
+
+    def _write_tier_wait(self, since: int, what: str) -> None:
+        _TIER_WAIT.pack_into(self._map, self._base + _TIER_WAIT_AT, since, what.encode())
         self._write_header()
 
 

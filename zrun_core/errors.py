@@ -122,6 +122,12 @@ class OutOfMemoryError(ZrunError):
     exit_code = ExitCode.WORKER
 
 
+class OffloadError(ZrunError):
+    """States that live elsewhere than on the device cannot be moved: a full or broken disk."""
+
+    exit_code = ExitCode.WORKER
+
+
 class StoppedError(ZrunError):
     """The run ends because a signal asked for it, between two steps."""
 

@@ -1,0 +1,109 @@
+"""The host's memory for offload: whole pages, no more than was asked for, pinned if that can be."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from zrun_core.errors import OffloadError, PreflightError
+from zrun_core.memory.layout import PAGE_BYTES
+from zrun_core.tiers import host_arena
+from zrun_core.tiers.host_arena import HostArena
+
+CPU = torch.device("cpu")
+CUDA = torch.device("cuda")
+
+
+class Cudart:
+    """Registers as much memory as it may, and remembers what is registered."""
+
+    def __init__(self, allowed: int) -> None:
+        self.left = allowed
+        self.registered: dict[int, int] = {}
+
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:  # noqa: N802
+        assert flags == 0
+        if num_bytes > self.left:
+            return 2
+        self.left -= num_bytes
+        self.registered[address] = num_bytes
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        del self.registered[address]
+        return 0
+
+    def cudaGetErrorString(self, error: int) -> str:  # noqa: N802
+        return {2: "out of memory"}[error]
+
+
+def of_cuda(monkeypatch: pytest.MonkeyPatch, allowed: int) -> Cudart:
+    cudart = Cudart(allowed)
+    monkeypatch.setattr(host_arena.torch, "cuda", SimpleNamespace(cudart=lambda: cudart))
+    return cudart
+
+
+def test_pieces_lie_in_pages_of_their_own() -> None:
+    arena = HostArena(3 * PAGE_BYTES, CPU)
+    first = arena.take(3, torch.float32)
+    second = arena.take(PAGE_BYTES // 2 + 1, torch.bfloat16)
+    assert first.tolist() == [0.0, 0.0, 0.0]
+    assert first.data_ptr() % PAGE_BYTES == 0
+    assert second.data_ptr() - first.data_ptr() == PAGE_BYTES
+    assert arena.used_bytes == arena.num_bytes == 3 * PAGE_BYTES
+    second.fill_(7)
+    assert first.sum() == 0
+    assert not arena.is_pinned
+    assert arena.note == ""
+
+
+def test_no_more_than_was_asked_for() -> None:
+    arena = HostArena(2 * PAGE_BYTES, CPU)
+    arena.take(PAGE_BYTES, torch.uint8)
+    with pytest.raises(OffloadError, match=r"8\.0 KiB .* 4\.0 KiB are left of 8\.0 KiB.*offload"):
+        arena.take(2 * PAGE_BYTES, torch.uint8)
+    arena.take(PAGE_BYTES, torch.uint8)  # what there is can still be had
+    assert arena.take(0, torch.uint8).numel() == 0
+
+
+def test_a_piece_outlives_its_arena() -> None:
+    piece = HostArena(PAGE_BYTES, CPU).take(PAGE_BYTES, torch.uint8)
+    assert piece.fill_(3).sum() == 3 * PAGE_BYTES
+
+
+def test_the_system_refuses() -> None:
+    with pytest.raises(PreflightError, match=r"does not reserve .* EiB.*offload\.host_memory"):
+        HostArena(1 << 62, CPU)
+
+
+def test_memory_is_pinned_as_it_is_handed_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    cudart = of_cuda(monkeypatch, allowed=1 << 30)
+    arena = HostArena(100 * PAGE_BYTES, CUDA)
+    assert cudart.registered == {}
+    pieces = [arena.take(PAGE_BYTES + 1, torch.uint8), arena.take(4, torch.float32)]
+    assert arena.is_pinned
+    assert cudart.registered == {
+        pieces[0].data_ptr(): 2 * PAGE_BYTES,
+        pieces[1].data_ptr(): PAGE_BYTES,
+    }
+    del arena
+    assert cudart.registered == {}
+
+
+def test_memory_that_cannot_be_pinned_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    cudart = of_cuda(monkeypatch, allowed=PAGE_BYTES)
+    told: list[torch.device] = []
+    monkeypatch.setattr(host_arena, "_forget_cuda_error", told.append)
+    arena = HostArena(100 * PAGE_BYTES, CUDA)
+    arena.take(PAGE_BYTES, torch.uint8)
+    assert arena.is_pinned
+    piece = arena.take(2 * PAGE_BYTES, torch.uint8)
+    assert piece.fill_(1).sum() == 2 * PAGE_BYTES
+    assert not arena.is_pinned
+    assert "could not be pinned (CUDA says out of memory)" in arena.note
+    cudart.left = 1 << 30
+    arena.take(1, torch.uint8)
+    assert told == [CUDA]  # after a refusal it is not tried again
+    assert len(cudart.registered) == 1

@@ -1,0 +1,110 @@
+"""One piece of host memory for life, for states that leave the device and for what is on the way.
+
+torch pins memory in powers of two, and keeps what it has pinned: of states that fill most of a host
+that may be half as much again. Here each piece is as large as it is, begins on the border of a
+page, and is pinned when it is handed out: memory that is never asked for is not touched.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from zrun_core.errors import OffloadError, PreflightError
+from zrun_core.memory.arena import byte_buffer
+from zrun_core.memory.layout import whole_pages
+from zrun_core.spine.sizes import format_size
+
+
+class HostArena:
+    """Host memory of constant size, handed out from its beginning to its end.
+
+    Attributes:
+        num_bytes: of all of it; whole pages.
+        used_bytes: of what was handed out.
+        note: why a device's copies are slower than they might be, for the user; empty if they are
+            not.
+    """
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        """Reserve addresses. Memory comes with the first use of a page, or when it is pinned.
+
+        Args:
+            num_bytes: rounded up to whole pages.
+            device: that copies from and to it.
+
+        Raises:
+            PreflightError: the system does not reserve so much.
+        """
+        self.num_bytes = whole_pages(num_bytes)
+        self.used_bytes = 0
+        self.note = ""
+        self._device = device
+        self._pinned: list[int] = []  # addresses
+        try:
+            self._memory = byte_buffer(self.num_bytes, torch.device("cpu"))
+        except MemoryError as error:
+            raise PreflightError(
+                f"offload: the system does not reserve {format_size(num_bytes)} of host memory "
+                f"({error}): ulimit -v says how much it does, and offload.host_memory asks for less"
+            ) from None
+
+    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return [numel] of zeros, which begin on the border of a page.
+
+        It is the caller's for the life of the arena.
+
+        Args:
+            numel: elements.
+            dtype: of them.
+
+        Raises:
+            OffloadError: not so much is left.
+        """
+        num_bytes = numel * dtype.itemsize
+        start = self.used_bytes
+        stop = start + whole_pages(num_bytes)
+        if stop > self.num_bytes:
+            raise OffloadError(
+                f"offload: {format_size(num_bytes)} of host memory are needed, and "
+                f"{format_size(self.num_bytes - start)} are left of {format_size(self.num_bytes)}: "
+                "raise offload.host_memory, or let fewer states leave the device "
+                "(offload.fraction)"
+            )
+        piece = self._memory[start:stop]
+        if self._device.type == "cuda" and num_bytes and not self.note:
+            self._pin(piece)
+        self.used_bytes = stop
+        return piece[:num_bytes].view(dtype)
+
+    @property
+    def is_pinned(self) -> bool:
+        """Return whether all that was handed out is memory that the device copies by itself."""
+        return self._device.type == "cuda" and not self.note
+
+    def _pin(self, piece: torch.Tensor) -> None:
+        failure = torch.cuda.cudart().cudaHostRegister(piece.data_ptr(), piece.nbytes, 0)
+        if int(failure) == 0:
+            self._pinned.append(piece.data_ptr())
+            return
+        _forget_cuda_error(self._device)
+        self.note = (
+            "host memory of offload could not be pinned (CUDA says "
+            f"{torch.cuda.cudart().cudaGetErrorString(failure)}), so training waits for copies, "
+            "which are slower too: ulimit -l unlimited may help"
+        )
+
+    def __del__(self) -> None:
+        if sys.is_finalizing():
+            return  # the process ends, and its memory with it
+        for address in getattr(self, "_pinned", ()):
+            torch.cuda.cudart().cudaHostUnregister(address)
+
+
+def _forget_cuda_error(device: torch.device) -> None:
+    """Have torch take note of the last error of CUDA, so that no later kernel is blamed for it."""
+    try:
+        torch.zeros(1, device=device)
+    except RuntimeError:
+        return

@@ -74,7 +74,7 @@ def test_a_piece_outlives_its_arena() -> None:
 
 
 def test_the_system_refuses() -> None:
-    with pytest.raises(PreflightError, match=r"does not reserve .* EiB.*offload\.host_memory"):
+    with pytest.raises(PreflightError, match=r"does not reserve .* TiB .*offload\.host_memory"):
         HostArena(1 << 62, CPU)
 
 

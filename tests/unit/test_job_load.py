@@ -508,6 +508,22 @@ def test_json_schema_allows_short_forms() -> None:
             "over all; write zero: 0, "
             "or leave sync out",
         ),
+        (
+            "optim: {name: LAMB}\noffload: disk",
+            "job.yaml:7:1: offload.optimizer: disk: lamb proposes the updates of all layers before "
+            "it applies any, so each step would read its states from the disk twice; write "
+            "optimizer: host, or optim.name: adamw",
+        ),
+        (
+            "offload: {fraction: 0.5}",
+            "job.yaml:6:10: offload: fraction changes nothing while every state stays on the "
+            "device; write optimizer: host too, or leave fraction out",
+        ),
+        (
+            "activations: {checkpoint: full, offload: disk}\noffload: {schedule: serial}",
+            "job.yaml:7:10: offload: schedule changes nothing while every state stays on the "
+            "device; write optimizer: host too, or leave schedule out",
+        ),
     ],
 )
 def test_an_update_that_cannot_be_made_is_refused_with_the_job(

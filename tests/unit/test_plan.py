@@ -179,6 +179,30 @@ def test_more_ranks_than_cores_are_warned_of() -> None:
     assert make_plan(job(batch={"micro": 1}), few_cores).warnings == ()  # the work is the GPUs'
 
 
+@pytest.mark.parametrize(
+    ("keys", "notes"),
+    [
+        ({"offload": "host"}, ["offload: host: this machine computes in the host's memory, so"]),
+        ({"offload": "disk"}, []),
+        ({"offload": {"optimizer": "disk", "grad": "host"}}, ["offload.grad: host: this machine"]),
+        (
+            {"activations": {"checkpoint": "full", "offload": "host"}, "offload": "host"},
+            ["offload: host: ", "activations.offload: host: "],
+        ),
+    ],
+)
+def test_where_the_host_is_the_device_nothing_moves_to_it(
+    keys: dict[str, Any], notes: list[str]
+) -> None:
+    asked = job(**keys)
+    found = make_plan(asked, CPU_HOST)
+    assert len(found.notes) == len(notes)
+    for note, start in zip(found.notes, notes, strict=True):
+        assert note.startswith(start)
+        assert f"note: {note}" in brief(found, asked, Cluster((CPU_HOST,)))
+    assert make_plan(asked, GPU_HOST).notes == ()
+
+
 def test_gpus_are_not_replaced_by_cpus() -> None:
     with pytest.raises(PreflightError) as missing:
         check_gpus(2, job(), Cluster((CPU_HOST,)))

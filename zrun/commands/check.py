@@ -141,6 +141,7 @@ def _print_json(
         "no_plan": str(no_plan) or None,
         "auto": [asdict(reason) for reason in resolved.reasons] if resolved else [],
         "warnings": resolved.warnings if resolved else [],
+        "notes": resolved.notes if resolved else [],
         "structure": structure and asdict(structure),
     }
     print(json.dumps(report, indent=2))

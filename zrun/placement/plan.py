@@ -32,6 +32,7 @@ class ResolvedJob:
     batch: BatchPlan
     reasons: tuple[AutoValue, ...]
     warnings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 def make_plan(job: JobConfig, cluster: Cluster) -> ResolvedJob:
@@ -79,9 +80,11 @@ def make_plan(job: JobConfig, cluster: Cluster) -> ResolvedJob:
         }
     )
     warnings = list(_absent(job, num_ranks))
+    notes: list[str] = []
     if device == "cpu":
         warnings = [*_crowded(cluster, slots), *warnings]
-    return ResolvedJob(resolved, plan, batch, tuple(reasons), tuple(warnings))
+        notes += _stays_on_host(job)
+    return ResolvedJob(resolved, plan, batch, tuple(reasons), tuple(warnings), tuple(notes))
 
 
 def plan_on_backend(job: JobConfig, backend: Backend, cluster: Cluster) -> ResolvedJob:
@@ -163,6 +166,19 @@ def _crowded(cluster: Cluster, slots: dict[str, int]) -> Iterator[str]:
                 f"turns, no step gets faster than with {several(host.cores, 'rank')}, and each "
                 f"takes memory of its own; write slots: {host.cores}"
             )
+
+
+def _stays_on_host(job: JobConfig) -> Iterator[str]:
+    """Say which keys change nothing where ranks train in the host's memory."""
+    here = "this machine computes in the host's memory, so"
+    offload = job.offload
+    if offload.optimizer == "host":
+        yield f"offload: host: {here} states stay where they are"
+    elif "host" in offload.tiers:
+        key = "param" if offload.param == "host" else "grad"
+        yield f"offload.{key}: host: {here} they stay where they are"
+    if job.activations.offload == "host":
+        yield f"activations.offload: host: {here} activations stay where they are"
 
 
 def _absent(job: JobConfig, num_ranks: int) -> Iterator[str]:

@@ -52,7 +52,7 @@ def brief(
         *_paragraph("job: ", said, width),
         *_paragraph("auto: ", autos, width),
     ]
-    return "\n".join([*lines, *_warnings(resolved)])
+    return "\n".join([*lines, *_remarks(resolved)])
 
 
 def places(run_dir: Path, shown: list[int] | Literal["all"], num_ranks: int) -> str:
@@ -87,7 +87,7 @@ def preface(resolved: ResolvedJob, cluster: Cluster, width: int | None = None) -
     for section, values in _sections(resolved.job).items():
         lines += _paragraph(f"{section}: ", values, width)
     lines += [f"auto: {each.key} = {each.value} ({each.why})" for each in resolved.reasons]
-    return "\n".join([*lines, *_warnings(resolved)])
+    return "\n".join([*lines, *_remarks(resolved)])
 
 
 def hosts_preface(backend: Backend) -> str:
@@ -105,8 +105,9 @@ def _head(resolved: ResolvedJob, cluster: Cluster) -> list[str]:
     return [f"{resolved.job.name}: {ranks} on {cluster}", f"batch: {resolved.batch}"]
 
 
-def _warnings(resolved: ResolvedJob) -> list[str]:
-    return [f"warning: {warning}" for warning in resolved.warnings]
+def _remarks(resolved: ResolvedJob) -> list[str]:
+    warnings = [f"warning: {warning}" for warning in resolved.warnings]
+    return [*warnings, *(f"note: {note}" for note in resolved.notes)]
 
 
 def _is_worth_a_word(leaf: JobValue) -> bool:
@@ -182,6 +183,8 @@ def _has_effect(job: JobConfig, key: str) -> bool:
         return job.launch.backend == "ssh"
     if key == "hosts":  # they are listed beforehand
         return False
+    if key.startswith("offload."):
+        return job.uses_disk or job.offload.tiers != {"device"}
     if key.startswith("parallel."):
         return job.parallel.tp * job.parallel.pp > 1
     if key == "lr.power":

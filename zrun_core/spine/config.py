@@ -31,6 +31,7 @@ from pydantic import (
 from zrun_core.spine.hostname import MAX_SLOTS, checked_item
 from zrun_core.spine.optimizer_args import (
     ARGS_OF,
+    LAYER_WISE,
     WITH_BF16_MOMENTS,
     LambArgs,
     LarsArgs,
@@ -532,10 +533,24 @@ class OffloadConfig(Section):
         return frozenset((self.optimizer, self.grad_tier, self.param))
 
     @model_validator(mode="after")
+    def _require_states_to_move(self) -> Self:
+        unused = [
+            name
+            for name in ("fraction", "schedule", "delay_after")
+            if getattr(self, name) != type(self).model_fields[name].default
+        ]
+        if unused and self.tiers == {"device"}:
+            raise ValueError(
+                f"{unused[0]} changes nothing while every state stays on the device; write "
+                f"optimizer: host too, or leave {unused[0]} out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _refuse_gradients_without_their_optimizer(self) -> Self:
         if self.grad_tier != "device" and self.optimizer == "device":
             raise ValueError(
-                "offload.grad: gradients elsewhere than on the device would have to come back for "
+                "grad: gradients elsewhere than on the device would have to come back for "
                 f"an update there; write optimizer: {self.grad_tier} too"
             )
         return self
@@ -544,7 +559,7 @@ class OffloadConfig(Section):
     def _refuse_what_cannot_be_delayed(self) -> Self:
         if self.schedule == "delayed" and (self.optimizer, self.param) != ("host", "device"):
             raise ValueError(
-                "offload.schedule: delayed keeps the parameters of the step before on the device "
+                "schedule: delayed keeps the parameters of the step before on the device "
                 "and the optimizer on the host; write optimizer: host and param: device, or "
                 "schedule: overlap"
             )
@@ -1007,6 +1022,22 @@ class JobConfig(Section):
                 "zero: 3, or leave the parameters on the device"
             )
         return self
+
+    @model_validator(mode="after")
+    def _refuse_layer_wise_updates_on_disk(self) -> Self:
+        name = self.optim.name.lower()
+        if name in LAYER_WISE and self.offload.optimizer == "disk":
+            raise ValueError(
+                f"offload.optimizer: disk: {name} proposes the updates of all layers before it "
+                "applies any, so each step would read its states from the disk twice; write "
+                "optimizer: host, or optim.name: adamw"
+            )
+        return self
+
+    @property
+    def uses_disk(self) -> bool:
+        """True if states or activations live on a disk: in `offload.dir`."""
+        return "disk" in (*self.offload.tiers, self.activations.offload)
 
     @model_validator(mode="after")
     def _refuse_offload_with_server(self) -> Self:

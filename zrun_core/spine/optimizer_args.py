@@ -54,6 +54,7 @@ class LionArgs(Section):
 
 
 ARGS_OF: dict[str, type[Section]] = {"lamb": LambArgs, "lars": LarsArgs, "lion": LionArgs}
+LAYER_WISE = ("lamb", "lars")  # an update needs the norms of all layers first
 # What null stands for, of optimizers that we know: it is printed before a run.
 OWN_DEFAULTS: dict[str, dict[str, Any]] = {
     "adam": {"betas": (0.9, 0.999), "eps": 1e-8},

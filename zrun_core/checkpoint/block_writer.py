@@ -7,7 +7,6 @@ blocks before: the disk is always busy, and what is held beside the pieces is co
 from __future__ import annotations
 
 import errno
-import fcntl
 import mmap
 import os
 from collections import deque
@@ -21,6 +20,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from zrun_core.errors import SaveError
+from zrun_core.spine.direct_io import past_the_cache, reserve, write_all
 from zrun_core.spine.sizes import format_size
 
 Bytes = NDArray[np.uint8]
@@ -104,21 +104,6 @@ def _created(path: Path, num_bytes: int, mode: int) -> Iterator[int]:
         raise
 
 
-def reserve(file: int, num_bytes: int) -> None:
-    """Take the space of a file, so that a full disk shows before any byte is written.
-
-    Raises:
-        OSError: there is not enough of it.
-    """
-    if num_bytes == 0:
-        return
-    try:
-        os.posix_fallocate(file, 0, num_bytes)
-    except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):  # this file system cannot
-            raise
-
-
 class _Blocks:
     """Gathers pieces into blocks, which threads of `pool` write from the beginning of `file` on."""
 
@@ -167,21 +152,6 @@ class _Blocks:
         return self._offset + self._filled
 
 
-def past_the_cache(file: int, wanted: bool) -> None:
-    """Switch direct reads and writes on or off, where the file system has them.
-
-    They are twice as fast as through the page cache, which stays for what is read again.
-    """
-    flags = fcntl.fcntl(file, fcntl.F_GETFL) & ~os.O_DIRECT
-    if wanted:
-        flags |= os.O_DIRECT
-    try:
-        fcntl.fcntl(file, fcntl.F_SETFL, flags)
-    except OSError as error:
-        if error.errno != errno.EINVAL:  # this file system has no such thing
-            raise
-
-
 def _write_block(file: int, block: memoryview, offset: int) -> None:
     try:
         write_all(file, block, offset)
@@ -190,17 +160,3 @@ def _write_block(file: int, block: memoryview, offset: int) -> None:
             raise
         past_the_cache(file, False)  # refused only now, or after a write that ended within a page
         write_all(file, block, offset)
-
-
-def write_all(file: int, data: memoryview, offset: int) -> None:
-    """Write all of `data`, however many calls that takes.
-
-    Raises:
-        OSError: the disk is full, or fails.
-    """
-    done = 0
-    while done < len(data):
-        count = os.pwrite(file, data[done:], offset + done)
-        if count == 0:
-            raise OSError(errno.EIO, "the disk takes no more bytes")
-        done += count

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zrun_core.checkpoint.best import Best
-from zrun_core.checkpoint.block_writer import reserve, save_error, write_all
+from zrun_core.checkpoint.block_writer import save_error
 from zrun_core.checkpoint.digest import opened
 from zrun_core.checkpoint.manifest import MAX_BYTES, Manifest
 from zrun_core.checkpoint.manifest_fields import MANIFEST
@@ -33,6 +33,7 @@ from zrun_core.checkpoint.names import (
 )
 from zrun_core.checkpoint.verify import check_size, read_back, verify
 from zrun_core.errors import CheckpointError, SaveError
+from zrun_core.spine.direct_io import reserve, write_all
 from zrun_core.spine.folders import make_private
 
 LEAST_KEPT = 2

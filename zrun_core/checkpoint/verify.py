@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 import xxhash
 
-from zrun_core.checkpoint.block_writer import past_the_cache
 from zrun_core.checkpoint.digest import digest_of_range, opened
 from zrun_core.checkpoint.manifest import FileInfo, Manifest
 from zrun_core.errors import CheckpointError
+from zrun_core.spine.direct_io import past_the_cache
 
 _BLOCK = 4 * 2**20
 _ALIGNMENT = 4096

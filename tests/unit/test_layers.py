@@ -17,7 +17,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SPINE = {f"spine.{path.stem}" for path in (ROOT / "zrun_core" / "spine").glob("[a-z]*.py")}
-SPINE |= {"errors", "checkpoint.folder_lock", "checkpoint.names"}
+SPINE |= {"errors", "checkpoint.folder_lock", "checkpoint.names", "tiers.probe"}
 COLLECTIVES = (
     r"all_gather\w*|all_reduce\w*|all_to_all\w*|barrier|batch_isend_irecv|broadcast|gather|irecv|isend|monitored_barrier|"
     r"recv|reduce|reduce_scatter\w*|scatter|send"

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 _MOUNTS = Path("/proc/self/mountinfo")
-PAGE_BYTES = 4096  # on whose borders direct reads and writes begin and end
+_PAGE_BYTES = 4096  # on whose borders direct reads and writes begin and end
 # Of a file system or kernel that has no files without a name.
 _NO_NAMELESS = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT)
 
@@ -84,7 +84,7 @@ def goes_past_the_cache(file: int) -> bool:
     past_the_cache(file, True)
     if not fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT:
         return False
-    with mmap.mmap(-1, PAGE_BYTES) as page, memoryview(page) as memory:
+    with mmap.mmap(-1, _PAGE_BYTES) as page, memoryview(page) as memory:
         try:
             write_pages(file, memory, 0)
             read_pages(file, memory, 0)
@@ -139,7 +139,7 @@ def _move_pages(
     while done < len(memory):
         count = call(file, [memory[done:]], offset + done)
         # The next call begins on the border of a page too, as direct ones have to.
-        count -= count % PAGE_BYTES
+        count -= count % _PAGE_BYTES
         if count == 0:
             raise OSError(errno.EIO, nothing_moved)
         done += count

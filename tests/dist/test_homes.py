@@ -96,8 +96,8 @@ def write(sharded: ShardedModel) -> None:
 
 def restore(sharded: ShardedModel) -> None:
     """As loading does: the optimizer's states are made anew and filled, then the values."""
-    for _, piece, param, update in sharded.optimizer.updated_pieces():
-        for value in update.set_state(param, piece, update.state_of(param)).values():
+    for _, piece, update in sharded.optimizer.updated_pieces():
+        for value in update.set_state(piece, update.state_of(piece)).values():
             if value.dim():
                 value.fill_(0.25)
     ModelState(sharded).fill(halve)

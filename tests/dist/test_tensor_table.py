@@ -264,9 +264,9 @@ def contents(sharded: ShardedModel) -> dict[str, Any]:
     with sharded.gathered():
         params = {name: p.numpy().copy() for name, p in sharded.module.named_parameters()}
     pieces = []
-    for unit, piece, param, update in sharded.optimizer.updated_pieces():
+    for unit, piece, update in sharded.optimizer.updated_pieces():
         first = unit.updated_range[0] + piece.start - piece.slot.offset
-        for key, value in (update.state_of(param) or {}).items():
+        for key, value in (update.state_of(piece) or {}).items():
             pieces.append((piece.slot.name, key, first, value.numpy().copy()))
     strides = {slot.name: slot.stride for unit in sharded.units for slot in unit.layout.slots}
     place = sharded.mesh.tensor.index if sharded.mesh.tensor.size > 1 else None

@@ -52,7 +52,7 @@ def test_the_first_step_of_lars_is_the_papers():
 @pytest.mark.parametrize("chunk", [3, 8, 1000])
 @pytest.mark.parametrize("kind", [Lamb, Lars])
 def test_a_parameter_in_several_ranges_has_the_ratio_of_the_whole(monkeypatch, kind, chunk):
-    monkeypatch.setitem(chunked._CHUNK, "cpu", chunk)
+    monkeypatch.setitem(chunked.CHUNK, "cpu", chunk)
     generator = torch.Generator().manual_seed(0)
     value, grad = (torch.randn(50, generator=generator) for _ in range(2))
     whole, halves = made(kind, [value]), [made(kind, [part]) for part in value.split(25)]

@@ -310,24 +310,16 @@ def test_the_reduce_ring_holds_two_units_leaving_and_arriving():
     assert policy(2).reduce_ring_bytes([*units, *kept], direct) == sharded + 4 * PAGE_BYTES
 
 
-def test_the_update_casts_a_units_gradient_in_the_same_ring():
-    alone, units = (
-        unit((8, 1024), num_shards=1),
-        [unit((pages, 1024), name=f"u{pages}", num_shards=4) for pages in (4, 8)],
-    )
-    assert policy(2).reduce_ring_bytes([alone], MeshInfo()) == 0, (
-        "fp32 gradients are used as they are"
-    )
-    assert policy(2, torch.bfloat16).reduce_ring_bytes([alone], MeshInfo()) == 8 * PAGE_BYTES
-    whole = [replace(each, num_shards=1) for each in units]
-    assert (
-        policy(0, torch.bfloat16).reduce_ring_bytes(whole, MeshInfo(num_replicas=4))
-        == 8 * PAGE_BYTES
-    ), "more than the reductions need"
-    together = replace(policy(0, torch.bfloat16), updates_together=True)
-    assert together.reduce_ring_bytes(whole, MeshInfo(num_replicas=4)) == (4 + 8) * PAGE_BYTES, (
-        "all gradients are there until norms are known"
-    )
+def test_units_that_are_updated_together_cast_their_gradients_in_the_same_ring():
+    apart = policy(0, torch.bfloat16)
+    together = replace(apart, updates_together=True)
+    units = [unit((pages, 1024), name=f"u{pages}", num_shards=1) for pages in (4, 8)]
+    assert apart.reduce_ring_bytes(units, MeshInfo()) == 0, "chunks have scratch of their own"
+    assert together.reduce_ring_bytes(units, MeshInfo()) == (4 + 8) * PAGE_BYTES
+    in_fp32 = replace(together, reduce_dtype=torch.float32)
+    assert in_fp32.reduce_ring_bytes(units, MeshInfo()) == 0, "they are used as they are"
+    copies = MeshInfo(num_replicas=4)
+    assert apart.reduce_ring_bytes(units, copies) < together.reduce_ring_bytes(units, copies)
 
 
 def test_moments_in_bf16_take_half():

@@ -85,8 +85,8 @@ def units(model: nn.Module) -> list[FlatUnit]:
 
 def states(model: nn.Module) -> Iterator[tuple[FlatUnit, str, torch.Tensor]]:
     """(unit, name of the parameter, state for each of its elements)."""
-    for unit, piece, param, update in ModelHandle.of(model, "").sharded.optimizer.updated_pieces():
-        for value in update.state_of(param).values():
+    for unit, piece, update in ModelHandle.of(model, "").sharded.optimizer.updated_pieces():
+        for value in update.state_of(piece).values():
             if isinstance(value, torch.Tensor) and value.dim():
                 yield unit, piece.slot.name, value
 

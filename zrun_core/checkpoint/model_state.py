@@ -36,8 +36,8 @@ from zrun_core.errors import CheckpointError, SaveError
 from zrun_core.memory.layout import ParamSlot, Piece, TensorRange, dense_stride
 from zrun_core.optim import lightweight
 from zrun_core.zero.sharded_model import ShardedModel
-from zrun_core.zero.sharded_optimizer import UnitOptimizer
 from zrun_core.zero.unit import FlatUnit
+from zrun_core.zero.unit_optimizer import UnitOptimizer
 
 
 class CheckpointState(Protocol):
@@ -222,12 +222,12 @@ class ModelState:
 
     def _optimizer_states(self) -> Iterator[tuple[FlatUnit, Piece, dict[str, Any]]]:
         """Yield (unit, part of a parameter in its owned range, state) of what has been updated."""
-        for unit, piece, param, update in self._held():
-            state = update.state_of(param)
+        for unit, piece, update in self._held():
+            state = update.state_of(piece)
             if state:
                 yield unit, piece, state
 
-    def _held(self) -> Iterator[tuple[FlatUnit, Piece, nn.Parameter, UnitOptimizer]]:
+    def _held(self) -> Iterator[tuple[FlatUnit, Piece, UnitOptimizer]]:
         if self._sharded.settings.optimizer is None:
             return iter(())
         return self._sharded.optimizer.updated_pieces()
@@ -400,17 +400,17 @@ class ModelState:
         for fragment in manifest.fragments:
             if fragment.state not in (VALUE, RANK):
                 states[fragment.tensor].add(fragment.state)
-        for unit, piece, param, update in self._held():
+        for unit, piece, update in self._held():
             info = _first_known(self._names_of(piece.slot), known)
             assert info is not None  # `check` has passed
             if not states[info.name] and not info.scalars:
-                update.set_state(param, piece, None)  # it had not been updated then
+                update.set_state(piece, None)  # it had not been updated then
                 continue
             state = dict(prototype)
             for key, value in prototype.items():
                 if _is_scalar(value):
                     state[key] = _like(value, info.scalars[key])
-            for key, value in update.set_state(param, piece, state).items():
+            for key, value in update.set_state(piece, state).items():
                 if isinstance(value, torch.Tensor) and value.dim():
                     targets += self._targets(unit, key, value, unit.updated_range[0] + piece.start)
         return targets

@@ -311,9 +311,8 @@ class StatePolicy:
 
         Each takes what leaves and what arrives. What leaves is the unit's unsharded gradient, which
         lives here only if gradients are sharded, or have their home on another tier. Units that are
-        kept unsharded fill up while others come and go. Once all reductions are over, the update
-        casts one unit's gradient to fp32 in the same room, or all units' if they are updated
-        together.
+        kept unsharded fill up while others come and go. Once all reductions are over, units that
+        are updated together cast their gradients to fp32 in the same room.
 
         In the example of `layout.py` at stages 2 and 3, 6144 elements leave and 3072 arrive: twice
         9216 * 4 = 73728 bytes, for the unit that is filled and the one on its way.
@@ -326,7 +325,7 @@ class StatePolicy:
         passing: list[tuple[UnitLayout, int]] = []
         kept_numel = 0
         alone_numel = 0
-        cast_sizes: list[int] = []
+        cast_bytes = 0
         for unit in units:
             if not unit.trainable:
                 continue
@@ -335,9 +334,10 @@ class StatePolicy:
             leaves_from_ring = is_away or self.zero.reduce_now(boundary=False)
             leaving_numel = unit.padded_numel if leaves_from_ring else 0
             arriving_numel = self.ownership.recv_numel(unit, mesh_info)
-            if self.reduce_dtype != torch.float32 and placement.optimizer is Tier.DEVICE:
+            is_cast = self.updates_together and self.reduce_dtype != torch.float32
+            if is_cast and placement.optimizer is Tier.DEVICE:
                 start, stop = self.ownership.updated_range(unit, mesh_info)
-                cast_sizes.append(_FP32_BYTES * (stop - start))
+                cast_bytes += _FP32_BYTES * (stop - start)
             if unit.num_parts == 1 and not is_away:
                 # Replicas of what no ranks divide: one unit at a time.
                 alone_numel = max(alone_numel, arriving_numel)
@@ -348,7 +348,6 @@ class StatePolicy:
         on_its_way = max((numel for _, numel in passing), default=0)
         passing_numel = self._most_together(passing) + on_its_way + kept_numel
         reduce_bytes = max(passing_numel, alone_numel) * self.reduce_dtype.itemsize
-        cast_bytes = sum(cast_sizes) if self.updates_together else max(cast_sizes, default=0)
         return whole_pages(max(reduce_bytes, cast_bytes))
 
     def _most_together(self, sizes: Iterable[tuple[UnitLayout, int]]) -> int:

@@ -2,11 +2,11 @@
 
 [Note: ranges and chunks]
 A parameter is updated range by range, so that its values stay in a CPU's cache while several
-operations pass over them. A range ends after `_CHUNK` elements, and where a shard ends. So it has
+operations pass over them. A range ends after `CHUNK` elements, and where a shard ends. So it has
 the same borders however many ranks divide the parameter, and each element is computed by the same
 instructions: vectorized loops treat the last few elements of a range differently.
 
-A parameter of 13 elements that begins at element 7, with shards of 10 elements and `_CHUNK` 4:
+A parameter of 13 elements that begins at element 7, with shards of 10 elements and `CHUNK` 4:
 
     element         7   8   9 | 10  11  12  13  14  15  16  17  18  19
     shard           0   0   0 |  1   1   1   1   1   1   1   1   1   1
@@ -17,7 +17,7 @@ Its ranges are [0, 3) in shard 0, and [3, 7), [7, 11) and [11, 13) in shard 1. O
 shard each, the second has 10 elements of it, placed at 10: its ranges [0, 4), [4, 8) and [8, 10)
 are the same elements as the last three.
 
-A chunk is a list of ranges, of one parameter or of several small ones, with at most `_CHUNK`
+A chunk is a list of ranges, of one parameter or of several small ones, with at most `CHUNK`
 elements together. It is updated at once, by one call of each `torch._foreach_*` operation: of
 parameters with 3, 1 and 4 elements the first two are one chunk, and the third is another.
 """
@@ -33,7 +33,11 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-_CHUNK = {"cpu": 1 << 18, "cuda": 1 << 22}  # elements; on a GPU only scratch depends on it
+# Elements of a range, by type of device; on a GPU only scratch depends on it.
+CHUNK = {"cpu": 1 << 18, "cuda": 1 << 22}
+# Elements that are updated at once at most, a multiple of these: see `zero/chunk_group.py`.
+GROUP = {"cpu": 1 << 20, "cuda": 1 << 24}
+_OF_GROUP = 3  # number of a buffer; 0 and 1 hold moments, and 2 what an update needs
 
 
 class ParamRange(NamedTuple):
@@ -86,12 +90,20 @@ class Scratch:
         """
         sizes = [tensor.numel() for tensor in tensors]
         total = sum(sizes)
-        buffer = self._buffers.get(number)
-        if buffer is None or buffer.numel() < total:
-            device = tensors[0].device
-            buffer = torch.empty(max(total, _CHUNK[device.type]), device=device)
-            self._buffers[number] = buffer
+        device = tensors[0].device
+        buffer = self._buffer(number, max(total, CHUNK[device.type]), device)
         return list(buffer[:total].split(sizes))
+
+    def of_group(self, numel: int, device: torch.device) -> torch.Tensor:
+        """Return undefined fp32 memory [numel] for a group of chunks, at most `GROUP` elements."""
+        return self._buffer(_OF_GROUP, GROUP[device.type], device)[:numel]
+
+    def _buffer(self, number: int, numel: int, device: torch.device) -> torch.Tensor:
+        buffer = self._buffers.get(number)
+        if buffer is None or buffer.numel() < numel:
+            buffer = torch.empty(numel, device=device)
+            self._buffers[number] = buffer
+        return buffer
 
     @property
     def num_bytes(self) -> int:
@@ -146,11 +158,9 @@ class Chunked(torch.optim.Optimizer, ABC):
             every: elements of a shard.
         """
         stop = start + param.numel()
-        first_border = (start // every + 1) * every
-        borders = [start, *range(first_border, stop, every), stop]
-        longest = _CHUNK[param.device.type]
+        longest = CHUNK[param.device.type]
         ranges = []
-        for low, high in pairwise(borders):
+        for low, high in pairwise(shard_borders(start, stop, every)):
             shard = low // every
             for begin in range(low, high, longest):
                 end = min(begin + longest, high)
@@ -168,7 +178,7 @@ class Chunked(torch.optim.Optimizer, ABC):
         states = [self._state_of(param) for param in params]
         steps = [state["step"] for state in states]
         torch._foreach_add_(steps, self._unless_skipped(1.0, 0.0))
-        longest = _CHUNK[params[0].device.type]
+        longest = CHUNK[params[0].device.type]
         chunk = self._empty_chunk()
         room = longest
         for param, state in zip(params, states, strict=True):
@@ -232,6 +242,12 @@ class Chunked(torch.optim.Optimizer, ABC):
         if self.found_inf is not None:
             for grad in chunk.grads:
                 grad.masked_fill_(self.found_inf > 0, 0.0)
+
+
+def shard_borders(start: int, stop: int, every: int) -> list[int]:
+    """Return `start`, the borders of shards of `every` elements in between, and `stop`."""
+    first_border = (start // every + 1) * every
+    return [start, *range(first_border, stop, every), stop]
 
 
 def split_by_range(
@@ -364,7 +380,7 @@ def scratch_bytes(optimizer: type[Chunked], moment_dtype: torch.dtype, device: s
     num_buffers = optimizer.num_scratch
     if moment_dtype != torch.float32:
         num_buffers += len(optimizer.moment_names)
-    return num_buffers * _CHUNK[device] * torch.float32.itemsize
+    return num_buffers * CHUNK[device] * torch.float32.itemsize
 
 
 def _check(defaults: dict[str, Any]) -> None:

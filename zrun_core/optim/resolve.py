@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from zrun_core.errors import JobError
 from zrun_core.optim import lightweight
-from zrun_core.optim.chunked import Bf16Adam, Bf16AdamW, Chunked, Lion, scratch_bytes
+from zrun_core.optim.chunked import GROUP, Bf16Adam, Bf16AdamW, Chunked, Lion, scratch_bytes
 from zrun_core.optim.layerwise import Lamb, Lars, LayerWise, TrustRatios
 from zrun_core.spine.config import OptimConfig
 from zrun_core.spine.optimizer_args import (
@@ -84,16 +84,26 @@ class OptimizerSpec:
     moment_dtype: torch.dtype = torch.float32
     layer_wise: bool = False
 
-    def scratch_bytes(self, device: str) -> int:
+    @property
+    def restarts_in_shards(self) -> bool:
+        """True for classes of ours: see [Note: ranges and chunks] in `chunked.py`."""
+        return _as_ours(self.build) is not None
+
+    def scratch_bytes(self, device: str, reduce_dtype: torch.dtype) -> int:
         """Return the bytes that updates keep beside the moments.
 
         Args:
             device: type of device, "cpu" or "cuda".
+            reduce_dtype: of gradients.
         """
+        num_bytes = 0
+        casts = reduce_dtype != torch.float32 or not self.scales_inside
+        if casts and not self.layer_wise:
+            num_bytes = GROUP[device] * torch.float32.itemsize
         ours = _as_ours(self.build)
-        if ours is None:
-            return 0
-        return scratch_bytes(ours, self.moment_dtype, device)
+        if ours is not None:
+            num_bytes += scratch_bytes(ours, self.moment_dtype, device)
+        return num_bytes
 
     def make(self, params: Sequence[torch.Tensor]) -> torch.optim.Optimizer:
         """Return an optimizer over `params`."""

@@ -387,10 +387,13 @@ class FlatUnit:
         fetch_now(self.param)
         return self.local_param
 
+    @property
+    def cast_target(self) -> torch.Tensor | None:
+        """[updated range] parameters that an update casts its masters to; None: they are these."""
+        return self.local_param if self.has_master else None
+
     def end_update(self) -> None:
-        """Cast the updated masters to the parameters, and store both in their homes."""
-        if self.has_master:
-            self.local_param.copy_(self.master)
+        """Store the record and the parameters, which were updated, in their homes."""
         self.record.put()
         self.record.drop()
         self.param.put()
@@ -416,6 +419,8 @@ class FlatUnit:
     def values_changed(self) -> None:
         """Update the parameters from what was written to `values`; foreign shards are stale."""
         if self.trainable:
+            if self.has_master:
+                self.local_param.copy_(self.master)
             self.end_update()
             self.mark_stale()
         else:

@@ -424,9 +424,9 @@ def _update_scratch(
     ]
     sizes = {}
     if not all(is_on_host):
-        sizes[Tier.DEVICE] = optimizer.scratch_bytes(device)
+        sizes[Tier.DEVICE] = optimizer.scratch_bytes(device, settings.precision.reduce)
     if any(is_on_host):
-        sizes[Tier.HOST] = optimizer.scratch_bytes("cpu")
+        sizes[Tier.HOST] = optimizer.scratch_bytes("cpu", settings.precision.reduce)
     return [
         Buffer("optimizer scratch", Kind.TEMP, size, tier) for tier, size in sizes.items() if size
     ]

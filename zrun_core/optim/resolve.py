@@ -44,7 +44,7 @@ _IN_BF16: list[tuple[OptimizerClass, type[Chunked]]] = [
     (Lamb, Lamb),
     (Lion, Lion),
 ]
-_ADVICE = "use an elementwise one, such as adamw, adam, sgd, adagrad or rmsprop"
+ELEMENTWISE_ADVICE = "use an elementwise one, such as adamw, adam, sgd, adagrad or rmsprop"
 
 
 def _torch_optimizers() -> dict[str, str]:
@@ -383,12 +383,14 @@ def _probe(
         train([beside, late], [[slices[0][0], None], *slices])
     except Exception as error:
         raise JobError(
-            f"{name} cannot update flat slices of parameters ({error}); {_ADVICE}", key="optim"
+            f"{name} cannot update flat slices of parameters ({error}); {ELEMENTWISE_ADVICE}",
+            key="optim",
         ) from None
     updated = torch.cat([first.detach(), second.detach()])
     if not torch.allclose(whole.detach().flatten(), updated, rtol=1e-6, atol=1e-7):
         raise JobError(
-            f"{name} cannot be sharded, because it looks at whole tensors; {_ADVICE}", key="optim"
+            f"{name} cannot be sharded, because it looks at whole tensors; {ELEMENTWISE_ADVICE}",
+            key="optim",
         )
     state: dict[str, Any] = next(iter(optimizer.state.values()), {})
     taken = sorted(state.keys() & RESERVED)

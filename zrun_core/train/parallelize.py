@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -13,6 +14,8 @@ from zrun_core.distributed.comm import Comm
 from zrun_core.distributed.mesh import Mesh
 from zrun_core.errors import JobError
 from zrun_core.memory.buffers import Placement, Tier
+from zrun_core.memory.layout import UnitLayout
+from zrun_core.memory.placement import place
 from zrun_core.memory.state_policy import ZeroPolicy
 from zrun_core.optim.resolve import OptimizerSpec
 from zrun_core.spine.config import (
@@ -113,13 +116,32 @@ def parallelize(
         comm: carries the collectives.
 
     Returns:
-        The sharded model, and the notes of `transform`.
+        The sharded model, and notes for the user.
 
     Raises:
         JobError: the job asks for what this model cannot do.
     """
     notes = transform(built.module, job.activations, compile=job.compile)
-    return ShardedModel(built.module, built.read, settings, mesh, comm), notes
+    sharded = ShardedModel(built.module, built.read, settings, mesh, comm)
+    return sharded, notes + moved_share(sharded.layouts, settings.placement)
+
+
+def moved_share(layouts: Sequence[UnitLayout], placement: Placement) -> list[str]:
+    """Return a note of what a share of the states comes to, since whole units leave the device.
+
+    Args:
+        layouts: of all units.
+        placement: of their states.
+    """
+    away = place(layouts, placement)
+    if not away or placement.fraction == 1:
+        return []
+    moved = sum(layout.numel for layout in layouts if layout.name in away)
+    share = moved / sum(layout.numel for layout in layouts)
+    return [
+        f"offload.fraction {placement.fraction:g}: the states of {len(away)} of {len(layouts)} "
+        f"units leave the device, of {share:.0%} of the parameters"
+    ]
 
 
 def transform(model: nn.Module, activations: ActivationsConfig, *, compile: bool) -> list[str]:

@@ -43,7 +43,7 @@ from zrun_core.errors import (
     ZrunError,
 )
 from zrun_core.optim.lr import make_schedule
-from zrun_core.optim.resolve import resolve_optimizer
+from zrun_core.optim.where import resolve_where_placed
 from zrun_core.spine import heap, memory_limits
 from zrun_core.spine.events import Emitter
 from zrun_core.spine.flight_recorder import FlightRecorder, Watchdog, host_file
@@ -268,8 +268,11 @@ class Worker:
 
     def _sharding_config(self, device: torch.device) -> ShardingConfig:
         job = self.spec.job
-        optimizer = resolve_optimizer(
-            job.optim, lambda name: user.load(Ref(call=name), self.job_dir), device
+        optimizer = resolve_where_placed(
+            job.optim,
+            lambda name: user.load(Ref(call=name), self.job_dir),
+            device,
+            parallelize.placement_of(job.offload, job.activations, device.type),
         )
         settings = parallelize.make_settings(job, optimizer, device)
         return replace(settings, memory_bytes=self._memory_bytes(device))

@@ -65,9 +65,16 @@ def test_it_crosses_as_json() -> None:
 def test_an_agent_looks_at_this_machine(tmp_path: Path) -> None:
     (tmp_path / ".zrun-token-x").touch()
     answer = facts(
-        {"job_dir": str(tmp_path), "folders": {str(tmp_path): "x", str(tmp_path / "none"): "y"}}
+        {
+            "job_dir": str(tmp_path),
+            "folders": {str(tmp_path): "x", str(tmp_path / "none"): "y"},
+            "swap": {"path": str(tmp_path / "not" / "yet"), "is_made": True},
+        }
     )
     report = HostReport.from_json(answer["report"])
+    assert report.facts.disk is not None
+    assert report.facts.disk.folder == str(tmp_path)
+    assert report.facts.disk.free_bytes > 0
     assert report.code == {}
     assert [(folder.same, folder.trouble) for folder in report.folders] == [
         (True, None),
@@ -195,8 +202,8 @@ def test_what_a_job_needs_grows_with_its_ranks_and_loaders() -> None:
         keys | {"data": {"call": "m:d", "workers": 4}, "device": "cuda"}
     )
     small, large = (
-        requirements_of(plain, Path("/j"), [Path("/r")], 2, 2),
-        requirements_of(loading, Path("/j"), [Path("/r")], 64, 8),
+        requirements_of(plain, Path("/j"), [Path("/r")], 2, 2, None),
+        requirements_of(loading, Path("/j"), [Path("/r")], 64, 8, None),
     )
     assert (small.job_dir, small.shared, small.cuda, small.shm_bytes) == (
         Path("/j"),

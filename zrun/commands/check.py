@@ -82,17 +82,23 @@ def _find_cluster(
     backend: Backend, loaded: LoadedJob, offline: bool
 ) -> tuple[Cluster | None, str | PreflightError]:
     """Return the hosts; or None, and why they are not looked at or cannot be used."""
-    from zrun.hosts.cluster import Cluster, probe_host
-    from zrun.launch.bring_up import cluster_of, look_at_hosts
+    from zrun.hosts.cluster import Cluster
+    from zrun.hosts.offload_disk import SwapFolder
+    from zrun.launch.bring_up import cluster_of, look_at_hosts, look_here
     from zrun.preflight.host_report import describe
 
+    job_dir = loaded.path.absolute().parent
     if backend.kind == "local":
-        return Cluster((backend.on_this_host(probe_host()),)), ""
+        swap = SwapFolder.of(loaded.config, job_dir, Path("runs") / loaded.config.name)
+        try:
+            return Cluster((backend.on_this_host(look_here(swap)),)), ""
+        except PreflightError as error:
+            return None, error
     if backend.kind == "env":
         return None, f"the ranks are those that another launcher started ({backend.why})"
     if offline:
         return None, "the hosts were not looked at (--offline)"
-    findings = look_at_hosts(backend, loaded.config, loaded.path.absolute().parent)
+    findings = look_at_hosts(backend, loaded.config, job_dir)
     if any(finding.problems for finding in findings):
         return None, PreflightError(describe(findings))
     return cluster_of(findings, backend), ""

@@ -7,12 +7,14 @@ as JSON. Nothing here imports torch, and NVML only where it is asked.
 from __future__ import annotations
 
 import os
+import resource
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
+from zrun.hosts.offload_disk import SwapFolder, look_at
 from zrun.system import cgroup
 from zrun.topology.cpus import USER_BINDING, NumaNode, read_nodes
 from zrun.topology.links import LinkMatrix, link_matrix, usable
@@ -20,6 +22,7 @@ from zrun.topology.nvml import NvmlDevice, Reading, Slice, read, read_machine
 from zrun.topology.scenario import Scenario
 from zrun_core.spine import memory_limits
 from zrun_core.spine.sizes import format_size
+from zrun_core.tiers.probe import DiskFacts
 
 _NAMED = 3  # hosts that a message lists before it counts
 
@@ -59,6 +62,8 @@ class HostFacts:
         unbound: why ranks are not to be bound to cores; None: they may.
         apart: each rank sees a GPU of its own, and no other.
         problems: GPUs that cannot be used, and why.
+        memlock_bytes: that a process may lock in memory; None: any.
+        disk: for states that the job keeps on one; None: it keeps none there.
     """
 
     hostname: str
@@ -73,6 +78,8 @@ class HostFacts:
     apart: bool = False
     problems: tuple[str, ...] = ()
     driver: str | None = None
+    memlock_bytes: int | None = None
+    disk: DiskFacts | None = None
 
     def __str__(self) -> str:
         names = Counter(gpu.name for gpu in self.gpus)
@@ -157,8 +164,12 @@ def several(count: int, noun: str) -> str:
     return f"{count} {noun}s"
 
 
-def probe_host() -> HostFacts:
-    """Return what this machine offers. Reads only; takes a few milliseconds without a GPU."""
+def probe_host(swap: SwapFolder | None = None) -> HostFacts:
+    """Return what this machine offers. Takes a few milliseconds without a GPU.
+
+    Args:
+        swap: on whose disk states of a job are to lie: a file is written there for a moment.
+    """
     cpus = os.sched_getaffinity(0)
     quota = cgroup.cpu_quota()
     cores = len(cpus)
@@ -170,6 +181,8 @@ def probe_host() -> HostFacts:
         memory_limits.host_total(),
         nodes=read_nodes(cpus),
         unbound=_unbound(cpus, cores),
+        memlock_bytes=_memlock(),
+        disk=None if swap is None else look_at(swap),
     )
     return _with_gpus(host, read_machine(), os.environ.get("CUDA_VISIBLE_DEVICES"))
 
@@ -197,6 +210,11 @@ def _unbound(cpus: set[int], cores: int) -> str | None:
     if allowed is not None and cpus < allowed:
         return "an affinity is set already"
     return None
+
+
+def _memlock() -> int | None:
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return None if soft == resource.RLIM_INFINITY else soft
 
 
 def _with_gpus(host: HostFacts, reading: Reading, visible: str | None) -> HostFacts:

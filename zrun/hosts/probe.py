@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from zrun.hosts.cluster import HostFacts, probe_host
+from zrun.hosts.offload_disk import SwapFolder
 from zrun.topology import nvml
 
 TOKEN_PREFIX = ".zrun-token-"
@@ -113,10 +114,17 @@ class HostReport:
 
 
 def facts(question: Mapping[str, Any]) -> dict[str, Any]:
-    """Answer `{"ask": "facts", "job_dir": path or None, "folders": {path: token}}`."""
+    """Answer a question of the launcher.
+
+        {"ask": "facts", "job_dir": path or None, "folders": {path: token}, "swap": null}
+
+    Args:
+        question: "swap" has the fields of a `SwapFolder`.
+    """
     heard = time.time()
     with nvml.library():  # stays open between the two: to open it may take seconds
-        facts = probe_host()
+        swap = question["swap"]
+        facts = probe_host(None if swap is None else SwapFolder(**swap))
         driver, gpus = _gpu_states(nvml.read_machine(), {gpu.uuid for gpu in facts.gpus})
     job_dir = question["job_dir"]
     report = HostReport(

@@ -13,6 +13,7 @@ from socket import gethostname
 
 from zrun.hosts.backend import Backend, HostEntry
 from zrun.hosts.cluster import Cluster, HostFacts, probe_host
+from zrun.hosts.offload_disk import SwapFolder, find_problem
 from zrun.hosts.probe import HostReport
 from zrun.launch.rank_assignment import check_slots, group_by_host, merge_facts
 from zrun.preflight.host_checks import HostRequirements, requirements_of
@@ -85,13 +86,14 @@ def bring_up(
     Raises:
         PreflightError: too many cannot be used; all of them are named.
     """
+    swap = SwapFolder.of(job, job_dir, run_dir)
     if backend.kind == "local":
-        here = backend.on_this_host(probe_host())
+        here = backend.on_this_host(look_here(swap))
         local = tuple(HostAgent(agent, here.hostname, is_remote=False) for agent in agents)
         return ClusterSession(local, Cluster((here,)))
     if backend.kind == "env":
-        return _assemble_joined(agents, backend, job, job_dir, run_dir)
-    findings = _inspect_for_job(agents, backend, job, job_dir, _shared(job, run_dir))
+        return _assemble_joined(agents, backend, job, job_dir, run_dir, swap)
+    findings = _inspect_for_job(agents, backend, job, job_dir, _shared(job, run_dir), swap)
     used = [
         (agent, finding.report)
         for agent, finding in zip(agents, findings, strict=True)
@@ -103,6 +105,22 @@ def bring_up(
     store = _open_store(*used[0]) if len(used) > 1 else None
     remote = tuple(HostAgent(agent, agent.host, report.interface) for agent, report in used)
     return ClusterSession(remote, cluster_of(findings, backend), store, dropped)
+
+
+def look_here(swap: SwapFolder | None) -> HostFacts:
+    """Return what this machine offers a job.
+
+    Args:
+        swap: for states that the job keeps on a disk; None: it keeps none there.
+
+    Raises:
+        PreflightError: none can lie there.
+    """
+    here = probe_host(swap)
+    problem = None if here.disk is None else find_problem(here.disk)
+    if problem is not None:
+        raise PreflightError(problem)
+    return here
 
 
 def look_at_hosts(backend: Backend, job: JobConfig, job_dir: Path) -> list[Finding]:
@@ -118,7 +136,8 @@ def look_at_hosts(backend: Backend, job: JobConfig, job_dir: Path) -> list[Findi
     """
     agents = open_agents(backend, job)
     try:
-        return _inspect_for_job(agents, backend, job, job_dir, shared=())
+        swap = SwapFolder.of(job, job_dir, Path("runs") / job.name)
+        return _inspect_for_job(agents, backend, job, job_dir, (), swap)
     finally:
         close_all(agents)
 
@@ -156,6 +175,7 @@ def _inspect_for_job(
     job: JobConfig,
     job_dir: Path,
     shared: Sequence[Path],
+    swap: SwapFolder | None,
 ) -> list[Finding]:
     """Return what is known of each host, and why it cannot be used for `job`.
 
@@ -165,11 +185,12 @@ def _inspect_for_job(
         job: what they are to run.
         job_dir: whose Python files must be the same on all hosts.
         shared: folders that must be the same on all hosts: a file is written there for a moment.
+        swap: for states on disks; likewise.
     """
     entries = {str(entry): entry for entry in backend.hosts or ()}
     usual = job.slots if isinstance(job.slots, int) else 1
     per_host = max(entry.slots or usual for entry in entries.values())
-    needs = requirements_of(job, job_dir, shared, per_host * len(entries), per_host)
+    needs = requirements_of(job, job_dir, shared, per_host * len(entries), per_host, swap)
     chosen = {name: entry.chosen for name, entry in entries.items() if entry.chosen is not None}
     return inspect_hosts(agents, replace(needs, chosen=chosen))
 
@@ -186,12 +207,18 @@ def cluster_of(findings: Sequence[Finding], backend: Backend) -> Cluster:
 
 
 def _assemble_joined(
-    agents: Sequence[AgentLink], backend: Backend, job: JobConfig, job_dir: Path, run_dir: Path
+    agents: Sequence[AgentLink],
+    backend: Backend,
+    job: JobConfig,
+    job_dir: Path,
+    run_dir: Path,
+    swap: SwapFolder | None,
 ) -> ClusterSession:
     """Look at the hosts of processes that another launcher started.
 
     Args:
         agents: of all processes, in order; the first one is of this process.
+        swap: for states on disks of the hosts.
 
     Raises:
         PreflightError: one cannot be used, or its processes see it differently.
@@ -210,9 +237,11 @@ def _assemble_joined(
     reports: dict[AgentLink, HostReport] = {}
     if len(hosts) > 1:
         shared = _shared(job, run_dir)
-        needs = requirements_of(job, job_dir, shared, per_host * len(hosts), per_host)
+        needs = requirements_of(job, job_dir, shared, per_host * len(hosts), per_host, swap)
         reports = dict(zip(first, check_hosts(first, needs), strict=True))
     facts = _facts_of(agents, reports)
+    if not reports:
+        facts[first[0]] = replace(facts[first[0]], disk=look_here(swap).disk)
     cluster = []
     host_agents = []
     for host, leader in zip(hosts, first, strict=True):
@@ -234,7 +263,7 @@ def _facts_of(
 ) -> dict[AgentLink, HostFacts]:
     """Return what each process sees of its host; those without a report are asked."""
     facts = {agent: report.facts for agent, report in reports.items()}
-    question: Frame = {"ask": "facts", "job_dir": None, "folders": {}}
+    question: Frame = {"ask": "facts", "job_dir": None, "folders": {}, "swap": None}
     answers = ask({agent: question for agent in agents if agent not in reports}, HELLO_S)
     for agent, answer in answers.items():
         if isinstance(answer, str) or "error" in answer:

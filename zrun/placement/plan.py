@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from zrun.hosts.backend import Backend, with_backend
 from zrun.hosts.cluster import Cluster, HostFacts, each, listed, several
+from zrun.hosts.offload_disk import find_warnings
 from zrun.job.problems import AutoValue
 from zrun.placement.place import RankAssignment, assign_ranks, resolve_dims
 from zrun_core.errors import JobError, PreflightError
@@ -84,6 +85,9 @@ def make_plan(job: JobConfig, cluster: Cluster) -> ResolvedJob:
     if device == "cpu":
         warnings = [*_crowded(cluster, slots), *warnings]
         notes += _stays_on_host(job)
+    else:
+        notes += _pageable(job, cluster)
+    warnings += _slow_disks(job, cluster)
     return ResolvedJob(resolved, plan, batch, tuple(reasons), tuple(warnings), tuple(notes))
 
 
@@ -179,6 +183,27 @@ def _stays_on_host(job: JobConfig) -> Iterator[str]:
         yield f"offload.{key}: host: {here} they stay where they are"
     if job.activations.offload == "host":
         yield f"activations.offload: host: {here} activations stay where they are"
+
+
+def _pageable(job: JobConfig, cluster: Cluster) -> Iterator[str]:
+    """Say where the system may not let states on the host be pinned for the GPU's copies."""
+    if "host" not in (*job.offload.tiers, job.activations.offload):
+        return
+    limits = {host.hostname: host.memlock_bytes for host in cluster.hosts}
+    low = {name: limit for name, limit in limits.items() if limit is not None}
+    if low:
+        yield (
+            f"ulimit -l (locked memory) is {format_size(min(low.values()))} on "
+            f"{listed(list(low))}: a driver that keeps to it leaves states on the host pageable, "
+            "and copies take longer; set memlock unlimited in /etc/security/limits.conf, or "
+            "--ulimit memlock=-1 for a container"
+        )
+
+
+def _slow_disks(job: JobConfig, cluster: Cluster) -> Iterator[str]:
+    for host in cluster.hosts:
+        if host.disk is not None:
+            yield from (f"{host.hostname}: {each}" for each in find_warnings(host.disk, job))
 
 
 def _absent(job: JobConfig, num_ranks: int) -> Iterator[str]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from zrun.hosts.cluster import listed
+from zrun.hosts.offload_disk import SwapFolder, find_problem
 from zrun.hosts.probe import HostReport, Software
 from zrun_core.spine.config import JobConfig
 from zrun_core.spine.sizes import format_size
@@ -28,6 +29,7 @@ class HostRequirements:
         cuda: ranks run on GPUs.
         chosen: numbers of the GPUs that are used, by host; all of them where it says nothing.
         nofile, nproc, shm_bytes: what the ranks of one host take of its limits.
+        swap: on whose disk, of each host, states are to lie; None: none are.
     """
 
     job_dir: Path | None = None
@@ -39,10 +41,16 @@ class HostRequirements:
     nofile: int = 256
     nproc: int = 0
     shm_bytes: int = 0
+    swap: SwapFolder | None = None
 
 
 def requirements_of(
-    job: JobConfig, job_dir: Path, shared: Sequence[Path], num_ranks: int, ranks_per_host: int
+    job: JobConfig,
+    job_dir: Path,
+    shared: Sequence[Path],
+    num_ranks: int,
+    ranks_per_host: int,
+    swap: SwapFolder | None,
 ) -> HostRequirements:
     """Return what a job needs of every host, as far as it is known before its model is built.
 
@@ -52,6 +60,7 @@ def requirements_of(
         shared: folders in which ranks of several hosts write.
         num_ranks: of all hosts.
         ranks_per_host: of the host that has most.
+        swap: as of `HostRequirements`.
     """
     cuda = job.device == "cuda"
     loaders = job.data.workers
@@ -67,6 +76,7 @@ def requirements_of(
         nofile=256 + 8 * num_ranks + 16 * loaders,
         nproc=ranks_per_host * (64 + 4 * loaders),
         shm_bytes=ranks_per_host * shm_bytes,
+        swap=swap,
     )
 
 
@@ -89,6 +99,8 @@ def find_problems(
     yield from _check_software(report.software, here)
     yield from _check_code(report, code, needs, host)
     yield from _check_folders(report, needs)
+    if report.facts.disk is not None and (problem := find_problem(report.facts.disk)) is not None:
+        yield problem
     if needs.cuda:
         yield from _check_gpus(report, needs.chosen.get(host))
     yield from _check_limits(report, needs)

@@ -13,7 +13,7 @@ import secrets
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from zrun.hosts.probe import TOKEN_PREFIX, HostReport, job_code, software
@@ -70,6 +70,7 @@ def inspect_hosts(
             "ask": "facts",
             "job_dir": str(needs.job_dir) if needs.job_dir is not None else None,
             "folders": {str(folder): token for folder, token in tokens.items()},
+            "swap": None if needs.swap is None else asdict(needs.swap),
         }
         deadline = time.monotonic() + hello_s
         answers = ask(dict.fromkeys(agents, question), hello_s, settle_s=_SETTLE_S)

@@ -8,6 +8,7 @@ from typing import Literal, TextIO
 
 from zrun.hosts.backend import Backend, HostEntry
 from zrun.hosts.cluster import Cluster, several
+from zrun.hosts.offload_disk import in_words
 from zrun.job.load import JobValue, job_values
 from zrun.job.scalars import write
 from zrun.placement.plan import ResolvedJob
@@ -102,7 +103,13 @@ def hosts_preface(backend: Backend) -> str:
 
 def _head(resolved: ResolvedJob, cluster: Cluster) -> list[str]:
     ranks = several(resolved.plan.world_size, "rank")
-    return [f"{resolved.job.name}: {ranks} on {cluster}", f"batch: {resolved.batch}"]
+    head = [f"{resolved.job.name}: {ranks} on {cluster}", f"batch: {resolved.batch}"]
+    disks = {host.hostname: host.disk for host in cluster.hosts if host.disk is not None}
+    if disks:
+        name, disk = min(disks.items(), key=lambda each: each[1].free_bytes)
+        whose = "" if len(disks) == 1 else f" ({name}, which has least of {len(disks)} hosts)"
+        head.append(f"disk: {in_words(disk)}{whose}")
+    return head
 
 
 def _remarks(resolved: ResolvedJob) -> list[str]:

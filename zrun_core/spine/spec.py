@@ -158,6 +158,11 @@ class RunSpec(Section):
             return Path(self.checkpoints)
         return checkpoint_folder(self.job, Path(self.run_dir))
 
+    @property
+    def offload_folder(self) -> Path:
+        """Return the folder of this host in which states on disk lie."""
+        return offload_folder(self.job, Path(self.job_dir), Path(self.run_dir))
+
     def to_json(self) -> dict[str, Any]:
         """Return the spec as JSON, without defaults: so a worker knows which keys were given."""
         return self.model_dump(mode="json", by_alias=True, exclude_unset=True)
@@ -172,6 +177,18 @@ def checkpoint_folder(job: JobConfig, run_dir: Path) -> Path:
     """Return the folder in which a run of `job` saves."""
     chosen = job.checkpoint.dir if job.checkpoint is not None else None
     return resolve_checkpoint_folder(chosen, run_dir)
+
+
+def offload_folder(job: JobConfig, job_dir: Path, run_dir: Path) -> Path:
+    """Return the folder of this host in which states of `job` lie that are on disk.
+
+    Args:
+        job: the job.
+        job_dir: of its file, from which the folder is looked for.
+        run_dir: of the run.
+    """
+    chosen = job.offload.dir
+    return run_dir if chosen is None else job_dir / Path(chosen).expanduser()
 
 
 def resolve_checkpoint_folder(chosen: str | None, run_dir: Path) -> Path:

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import plan_models
 import pytest
@@ -255,6 +256,48 @@ def test_nothing_is_promised_on_a_guess(
     assert (status, err) == (0, "wrote fits.yaml\n")
     status, out, _ = zrun("fits.yaml", "--gpu", "A100-40G")
     assert (status, "activations: traced" in out) == (0, True)
+
+
+def test_a_job_that_is_too_big_for_a_cpu_moves_to_its_disk(
+    zrun: Zrun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subprocess, "Popen", WarmPopen)
+    code = Path(plan_models.__file__)
+    (tmp_path / "job.yaml").write_text(
+        f"name: deep\nmodel: {{call: '{code}:Deep', args: {{dim: 512}}}}\n"
+        f"data: {{call: '{code}:Vectors', args: {{dim: 512}}}}\n"
+        "steps: 1\nbatch: {micro: 4}\ndevice: cpu\ninit: meta\nprecision: bf16\n"
+    )
+
+    def estimate(*arguments: str) -> tuple[int, dict[str, Any]]:
+        status, out, _ = zrun(*arguments, "--json")
+        return status, json.loads(out)["estimate"]
+
+    _, here = estimate("job.yaml")
+    used = max(rank["device_used"] for rank in here["ranks"])
+    limit = f"limits.memory={used - (100 << 20)}"
+    status, out, _ = zrun("job.yaml", limit, "--emit", "patch")
+    assert status == 3
+    assert re.search(r"^offload:( disk|\n  optimizer: disk)  # was device$", out, re.MULTILINE)
+    assert zrun("job.yaml", limit, "--fit", "--write", "fits.yaml")[0] == 0
+    status, found = estimate("fits.yaml")
+    assert status == 0
+    _, searched = estimate_of_fix(zrun, limit)
+    assert found == searched
+    assert "optim" in found["moved"]["disk"]["read"]
+    # The least share: with one unit less it does not fit.
+    whole = [*("job.yaml", limit), "offload=disk"]
+    status, least = estimate(*whole, "offload.fraction=auto")
+    assert status == 0
+    share = least["candidate"]["placement"]["fraction"]
+    assert 0 < share <= found["candidate"]["placement"]["fraction"]
+    assert estimate(*whole, f"offload.fraction={share}")[1] == least
+
+
+def estimate_of_fix(zrun: Zrun, limit: str) -> tuple[int, dict[str, Any]]:
+    """Return the estimate to which the cheapest change of a job leads."""
+    status, out, _ = zrun("job.yaml", limit, "--json")
+    return status, json.loads(out)["fix"]
 
 
 def _no_planner() -> Planner:

@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
+from pydantic import ValidationError
 
-from zrun.estimate.patch import as_overrides, as_yaml, patched, write_job
+from zrun.estimate.patch import as_overrides, as_yaml, job_changes, patched, write_job
+from zrun.job.document import Document
 from zrun.job.load import load_job
+from zrun.job.validate import validate
 from zrun_core.errors import JobError
+from zrun_core.hardware.simulated import parse_simulate
+from zrun_core.memory.buffers import ON_DEVICE, placement_of
+from zrun_core.plan.answer.planner import Planner
+from zrun_core.plan.answer.search_space import SearchSpace, offload_chains
+from zrun_core.plan.question.candidate import Candidate
+from zrun_core.plan.question.transformer import TransformerShape
+from zrun_core.spine.config import JobConfig, OffloadConfig
+from zrun_core.spine.parallel_dims import ParallelDims
+from zrun_core.spine.spec import BatchPlan
 
 ROOT = Path(__file__).resolve().parents[2]
 JOB = """\
@@ -134,3 +152,52 @@ def test_the_patch_alone(job: Path) -> None:
     ]
     assert as_yaml({"zero.stage": 0}, config) == "zero: 0  # was 2"
     assert as_overrides(changes)[:2] == ["zero.stage=3", "activations.checkpoint=full"]
+
+
+# States elsewhere
+
+
+TIERS = [None, "device", "host", "disk"]
+
+
+def offload_sections() -> Iterator[dict[str, Any]]:
+    """Yield sections of jobs at stage 3: all that are valid, with their inputs at home and away."""
+    for optimizer, grad, param in itertools.product(TIERS[1:], TIERS, TIERS[1:]):
+        with contextlib.suppress(ValidationError):
+            OffloadConfig.model_validate({"optimizer": optimizer, "grad": grad, "param": param})
+            yield {"optimizer": optimizer, "grad": grad, "param": param, "fraction": 0.5}
+    yield {"optimizer": "host", "schedule": "delayed"}
+    yield {"optimizer": "host", "fraction": "auto"}
+    yield {}
+
+
+@pytest.mark.parametrize("hardware", ["1xCPU", "1xA100-80G"])
+def test_a_patch_leads_to_the_homes_that_were_planned(hardware: str) -> None:
+    machine = parse_simulate(hardware)
+    kind = machine.device.kind
+    document = {"name": "t", "model": "m:f", "data": "m:f", "steps": 1, "batch": {"micro": 1}}
+    document |= {"zero": 3, "activations": {"checkpoint": "full", "offload": "host"}}
+    planner = Planner(TransformerShape.gpt(2, 64, 2, seq=32), machine)
+    ways = [ON_DEVICE, *(chain[0] for chain in offload_chains(planner, SearchSpace(1)))]
+    assert len(ways) > 3
+    batch = BatchPlan(global_size=1, micro=1, accumulation=1, ranks=1)
+    for section in offload_sections():
+        config = JobConfig.model_validate(document | {"offload": section})
+        for way in ways:
+            wanted = Candidate(3, ParallelDims(1), 1, 1, "full", "fp32", placement=way)
+            keys = job_changes(config, batch, wanted, machine)
+            text = yaml.safe_dump(document | {"offload": section}, sort_keys=False)
+            job = validate(Document.parse(patched(text, keys), "job", {}))
+            found = placement_of(job.offload, job.activations, kind)
+            if way.is_on_device:
+                found = replace(found, fraction=1.0)
+            assert found == way, (section, keys)
+            assert not job_changes(job, batch, wanted, machine)
+
+
+def test_what_moves_to_a_disk_is_one_word() -> None:
+    assert patched(JOB, {"offload.optimizer": "disk"}).endswith("# often\noffload: disk\n")
+    config = JobConfig.model_validate(
+        {"name": "t", "model": "m:f", "data": "m:f", "steps": 1, "batch": {"micro": 1}}
+    )
+    assert as_yaml({"offload.optimizer": "disk"}, config) == "offload: disk  # was device"

@@ -13,17 +13,22 @@ from zrun.estimate.why import sentence
 from zrun_core.errors import JobError
 from zrun_core.hardware.hardware import Hardware
 from zrun_core.hardware.simulated import parse_simulate
+from zrun_core.memory.buffers import Placement, Tier
+from zrun_core.memory.placement import place, share_of
 from zrun_core.plan.answer.bounds import Bounds
+from zrun_core.plan.answer.least_share import with_least_share
 from zrun_core.plan.answer.outcome import Estimate
-from zrun_core.plan.answer.planner import Planner
+from zrun_core.plan.answer.planner import Planner, job_of_size
 from zrun_core.plan.answer.search import SearchResult, SearchSpace, _Search, changes, search
 from zrun_core.plan.answer.search_space import candidates, offload_chains
 from zrun_core.plan.question.candidate import Candidate
 from zrun_core.plan.question.transformer import TransformerShape
-from zrun_core.spine.config import JobConfig
+from zrun_core.spine.config import JobConfig, OptimConfig
 from zrun_core.spine.parallel_dims import ParallelDims
 from zrun_core.spine.spec import BatchPlan
 
+HOST, DISK = Tier.HOST, Tier.DISK
+ONE = ParallelDims(1)
 SMALL = TransformerShape.gpt(8, 1024, 16, seq=1024, vocab=50304)
 MIDDLE = TransformerShape.gpt(8, 4096, 32, seq=2048)
 BIG = TransformerShape.gpt(
@@ -122,12 +127,14 @@ def test_states_elsewhere_are_bounded_without_another_look(monkeypatch: pytest.M
     all_of_them = list(candidates(planner, limits))
     assert looks == len(all_of_them)
     assert found.tried + found.pruned > looks, "states elsewhere were considered"
-    bounds = Bounds(planner, list(itertools.chain(*offload_chains(planner, limits))))
+    bounds = Bounds(planner, [chain[0] for chain in offload_chains(planner, limits)])
     for number, candidate in enumerate(all_of_them):
         bounds.bound(number, candidate)
-        for place in bounds.placements:
-            other = bounds.at(number, candidate, place)
-            assert other.candidate == replace(candidate, placement=place)
+        for way in bounds.placements:
+            if planner.why_not_placed(replace(candidate, placement=way)):
+                continue
+            other = bounds.at(number, candidate, way)
+            assert other.candidate == replace(candidate, placement=way)
             used = planner.estimate(other.candidate)
             assert other.num_bytes <= used.device_used
             assert other.seconds <= used.time.seconds * (1 + 1e-9)
@@ -158,12 +165,12 @@ def test_the_cheapest_change_is_one_key_that_zrun_can_train_with() -> None:
     assert not any(each.fits for each in found.rejected)
 
 
-def test_what_zrun_cannot_train_with_comes_only_where_nothing_else_fits() -> None:
+def test_states_leave_the_device_where_nothing_else_fits() -> None:
     base = Candidate(0, ParallelDims(1), 1, 4, "none", "bf16")
-    found = fit(parse_simulate("1xA100-80G"), base, 4)
-    assert found.best[0].candidate.lacking() == ("offload",)
-    assert "does not train with it yet" in " ".join(found.best[0].notes)
-    only = fit(parse_simulate("1xA100-80G"), base, 4, trainable=True)
+    found = fit(parse_simulate("1xA100-80G"), base, 4, trainable=True)
+    assert found.best[0].candidate.offloads
+    assert changes(base, found.best[0].candidate) == 1
+    only = fit(parse_simulate("1xA100-80G"), base, 4, trainable=True, offloads=False)
     assert not only.best
     missing = [-each.headroom for each in only.rejected]
     assert missing == sorted(missing)
@@ -232,8 +239,6 @@ def test_earlier_stages_hold_more_micro_batches() -> None:
 
 
 def test_states_elsewhere_are_counted_where_they_are() -> None:
-    from zrun_core.memory.buffers import Placement, Tier
-
     planner = Planner(BIG, parse_simulate("2xA100-80G"))
     here, there, disk = (
         planner.estimate(Candidate(2, ParallelDims(2), 1, 1, "full", placement=placement))
@@ -250,6 +255,85 @@ def test_states_elsewhere_are_counted_where_they_are() -> None:
     assert rank.pinned >= 4 * BIG.num_params / 2
     assert there.host_bytes == sum(there.host_parts.values()) >= 2 * (rank.pinned + optimizer)
     assert disk.ranks[0].disk >= 12 * BIG.num_params / 2
+
+
+@pytest.mark.parametrize(
+    ("candidate", "said"),
+    [
+        (Candidate(2, ONE, 1, 1, placement=Placement(param=HOST)), "need zero.stage: 3"),
+        (Candidate(2, ONE, 1, 1, placement=Placement(grad=HOST)), "need an optimizer there"),
+        (Candidate(2, ONE, 1, 1, placement=Placement(activation=HOST)), "recomputed blocks"),
+        (Candidate(2, ONE, 1, 1, placement=Placement(optimizer=DISK)), "lamb on a disk would"),
+    ],
+)
+def test_states_do_not_live_where_a_run_refuses_them(candidate: Candidate, said: str) -> None:
+    job = job_of_size().model_copy(update={"optim": OptimConfig(name="lamb")})
+    planner = Planner(SMALL, parse_simulate("1xA100-80G"), job)
+    with pytest.raises(JobError, match=said):
+        planner.estimate(candidate)
+    space = SearchSpace(1, micro=(1,), virtual=1)
+    for way in itertools.chain(*offload_chains(planner, space)):
+        other = replace(candidate, placement=way)
+        if not planner.why_not_placed(other):
+            planner.estimate(other)
+
+
+def test_on_a_cpu_only_disks_are_elsewhere() -> None:
+    planner = Planner(SMALL, parse_simulate("2xCPU"))
+    ways = [chain[-1] for chain in offload_chains(planner, SearchSpace(2))]
+    assert {Placement(optimizer=DISK), Placement(DISK, DISK, DISK)} <= set(ways)
+    assert not any(way.uses(HOST) for way in ways)
+    without = replace(planner.hardware, disk_write=0.0)
+    assert not offload_chains(Planner(SMALL, without), SearchSpace(2))
+    found = planner.estimate(Candidate(0, ONE, 1, 1, placement=Placement(optimizer=DISK)))
+    here = planner.estimate(Candidate(0, ONE, 1, 1))
+    rank = found.ranks[0]
+    assert rank.disk >= 12 * SMALL.num_params > rank.device_used - here.ranks[0].device_used
+    assert not any(buffer.tier is HOST for buffer in rank.buffers), "the host is the device"
+    assert found.moved.keys() == {"disk"}
+    small = Planner(SMALL, replace(planner.hardware, disk_bytes=rank.disk - 1))
+    assert not small.estimate(found.candidate).fits
+
+
+def test_what_a_step_moves_is_in_the_estimate() -> None:
+    planner = Planner(SMALL, parse_simulate("1xA100-80G"))
+    away = Placement(grad=HOST, optimizer=DISK)
+    found = planner.estimate(Candidate(2, ONE, 1, 3, placement=away))
+    params = SMALL.num_params
+    assert found.moved == {
+        "host": {
+            "written": {"grads": pytest.approx(3 * 4 * params, rel=1e-3)},
+            "read": {"params": pytest.approx(2 * params, rel=1e-3)},
+        },
+        "disk": {
+            "written": {"optim": pytest.approx(12 * params, rel=1e-3)},
+            "read": {"optim": pytest.approx(12 * params, rel=1e-3)},
+        },
+    }
+
+
+@pytest.mark.parametrize("hardware", ["1xA100-40G", "1xCPU"])
+def test_no_unit_leaves_that_need_not(hardware: str) -> None:
+    fast = parse_simulate(hardware)
+    way = Placement(DISK, DISK, DISK)
+    asked = Candidate(3, ONE, 1, 1, "full", placement=way)
+    planner = Planner(MIDDLE, fast)
+    room = planner.estimate(replace(asked, placement=Placement())).device_used
+    least = planner.estimate(asked).device_used
+    for part in (0.2, 0.5, 0.9):
+        memory = round(least + part * (room - least))
+        device = replace(fast.device, memory_bytes=memory)
+        planner = Planner(MIDDLE, replace(fast, device=device))
+        found = with_least_share(planner, asked)
+        assert planner.estimate(found).fits
+        layouts = planner.layouts(found)
+        count = len(place(layouts, found.placement))
+        assert 0 < count < len(layouts)
+        fewer = share_of(layouts, count - 1)
+        less = replace(found, placement=replace(way, fraction=fewer))
+        assert not planner.estimate(less).fits
+    enough = replace(fast, device=replace(fast.device, memory_bytes=room))
+    assert with_least_share(Planner(MIDDLE, enough), asked).placement.fraction == 0
 
 
 def test_a_model_that_no_host_has_room_to_build_is_made_on_meta() -> None:
@@ -273,7 +357,7 @@ def test_a_model_that_no_host_has_room_to_build_is_made_on_meta() -> None:
     )
     assert fits == replace(base, init="meta")
     batch = BatchPlan(global_size=2, micro=1, accumulation=1, ranks=2)
-    assert job_changes(planner.job, batch, fits, 2)["init"] == "meta"
+    assert job_changes(planner.job, batch, fits, hardware)["init"] == "meta"
 
 
 def test_a_jobs_own_keys_count() -> None:

@@ -198,10 +198,6 @@ def test_an_update_on_the_host_hides_under_forward_or_shows() -> None:
     )
     assert short.parts["exposed transfers"] > 0
     assert long.seconds == pytest.approx(there.seconds, rel=0.05), "one update for 64 micro-batches"
-    params = GPT.num_params
-    assert short.link_bytes["host"] == pytest.approx(4 * params, rel=1e-6), (
-        "2 bytes down, 2 bytes up"
-    )
     some = timed("1xA100-80G", 0, ParallelDims(1), 1, placement=replace(away, fraction=0.25))
     assert there.seconds / 64 < some.seconds < short.seconds
     disk = timed(
@@ -212,13 +208,11 @@ def test_an_update_on_the_host_hides_under_forward_or_shows() -> None:
         placement=Placement(grad=Tier.HOST, optimizer=Tier.DISK),
     )
     assert disk.seconds > short.seconds
-    assert disk.link_bytes["disk"] == pytest.approx(24 * params, rel=1e-6)
 
 
-def test_checkpoints_on_the_host_cross_the_bus_twice() -> None:
+def test_checkpoints_on_the_host_take_their_time_on_the_bus() -> None:
     away = Placement(activation=Tier.HOST)
     found = timed("1xA100-80G", 0, ParallelDims(1), 4, checkpoint="full", placement=away)
-    assert found.link_bytes["host"] == 2 * 4 * 24 * 2 * 1024 * 2048 * 2
     assert found.seconds >= timed("1xA100-80G", 0, ParallelDims(1), 4, checkpoint="full").seconds
 
 

@@ -115,9 +115,7 @@ class Answer:
         target = self.target
         if question.config is None or target is None:
             return {}
-        return job_changes(
-            question.config, question.batch, target.candidate, question.hardware.devices_per_node
-        )
+        return job_changes(question.config, question.batch, target.candidate, question.hardware)
 
 
 def answer(question: Question, goal: SearchGoal | None = None) -> Answer:
@@ -200,10 +198,8 @@ def describe_change(question: Question, before: Estimate, fix: Estimate) -> str:
         fix: that of the change.
     """
     if question.config is not None and not fix.candidate.lacking():
-        per_node = question.hardware.devices_per_node
-        text = " ".join(
-            as_overrides(job_changes(question.config, question.batch, fix.candidate, per_node))
-        )
+        changes = job_changes(question.config, question.batch, fix.candidate, question.hardware)
+        text = " ".join(as_overrides(changes))
     else:
         text = _difference(before.candidate, fix.candidate)
     free = fix.capacity - fullest(fix).device_used
@@ -257,7 +253,14 @@ def as_data(value: Any) -> Any:
 
 
 def _at_stage(base: Candidate, stage: int) -> Candidate:
-    return replace(base, stage=stage, dims=base.dims if stage else replace(base.dims, shard=None))
+    """Return the candidate at another stage; below 3 with its parameters on the device."""
+    from zrun_core.memory.buffers import Tier
+
+    placement = base.placement
+    if stage < 3:
+        placement = replace(placement, param=Tier.DEVICE)
+    dims = base.dims if stage else replace(base.dims, shard=None)
+    return replace(base, stage=stage, dims=dims, placement=placement)
 
 
 def _search(question: Question, goal: SearchGoal, trainable: bool = False) -> SearchResult:

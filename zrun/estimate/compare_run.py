@@ -234,7 +234,10 @@ def _hardware(spec: RunSpec, start: Event) -> tuple[Hardware, list[str]]:
             f"{len(hosts)}x{per_host}x{like(str(start.get('device'))).name}"
         ), notes
     cluster = Cluster(tuple(replace(here, hostname=host) for host in hosts))
-    return hardware_of(cluster, device, per_host, memory=spec.job.limits.memory), notes
+    job = spec.job
+    folder = job.offload.dir
+    found = hardware_of(cluster, device, per_host, memory=job.limits.memory, folder=folder)
+    return found, notes
 
 
 def _spec(run: Path) -> RunSpec:

@@ -6,8 +6,10 @@ Needs no torch.
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from socket import gethostname
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
 _CORE_FLOPS = {"fp32": 75e9, "bf16": 150e9}
 _CORE_COPY = 4e9
 _MOST_COPY = 40e9
+_DISK_RATE = 1e9  # bytes per second that a disk reads, or writes, where nobody has measured
+_IN_MEMORY = ("tmpfs", "ramfs")  # file systems
 
 
 def hardware_of(
@@ -32,6 +36,7 @@ def hardware_of(
     per_host: int,
     environ: Mapping[str, str] = os.environ,
     memory: int | None = None,
+    folder: str | None = None,
 ) -> Hardware:
     """Return hosts as the hardware of a plan; the weakest of them counts.
 
@@ -44,6 +49,7 @@ def hardware_of(
         per_host: ranks on each host.
         environ: names the file of rates.
         memory: `limits.memory` of the job.
+        folder: `offload.dir` of the job, on the disk for states; None: run directories are.
 
     Raises:
         JobError: the file of rates is damaged.
@@ -54,8 +60,47 @@ def hardware_of(
     rates = _rates(cluster, environ)
     name = str(cluster) if nodes == 1 else f"{nodes} hosts"
     if device == "cpu":
-        return _of_cpus(rates, least.cores, host_bytes, per_host, nodes, name)
-    return _of_gpus(rates, least, host_bytes, per_host, nodes, name)
+        found = _of_cpus(rates, least.cores, host_bytes, per_host, nodes, name)
+    else:
+        found = _of_gpus(rates, least, host_bytes, per_host, nodes, name)
+    return _with_disks(found, Path(folder or "runs"), is_measured=rates is not None)
+
+
+def _with_disks(hardware: Hardware, folder: Path, *, is_measured: bool) -> Hardware:
+    """Return hardware with the disk of a folder of this host: others are taken to be like it.
+
+    Args:
+        hardware: the hosts.
+        folder: need not exist yet.
+        is_measured: the rates in `hardware` are those of its disks.
+    """
+    free = _free_disk(folder.absolute())
+    if not free:
+        return replace(hardware, disk_read=0.0, disk_write=0.0, disk_bytes=0)
+    if is_measured and hardware.disk_read and hardware.disk_write:
+        return replace(hardware, disk_bytes=free)
+    return replace(
+        hardware,
+        disk_read=_DISK_RATE,
+        disk_write=_DISK_RATE,
+        disk_bytes=free,
+        usual_disk=True,
+    )
+
+
+def _free_disk(folder: Path) -> int:
+    """Return the bytes that are free on the disk of a folder; 0 if its files lie in memory.
+
+    They are counted in hundredths of the disk: the same question has the same answer a moment
+    later.
+    """
+    while not folder.is_dir():
+        folder = folder.parent
+    if _is_memory(folder):
+        return 0
+    usage = shutil.disk_usage(folder)
+    part = max(1, usage.total // 100)
+    return usage.free // part * part or usage.free
 
 
 def capacity_of(cluster: Cluster, device: str, per_host: int, memory: int | None) -> int | None:
@@ -189,3 +234,13 @@ def _flops(rates: Sequence[MatmulRates]) -> dict[str, float]:
         if all(value is not None for value in values):
             found[name] = min(values)
     return found
+
+
+def _is_memory(folder: Path) -> bool:
+    """Return whether files of a folder are kept in memory."""
+    import psutil
+
+    mounts = psutil.disk_partitions(all=True)
+    around = [each for each in mounts if folder.is_relative_to(each.mountpoint)]
+    nearest = max(around, key=lambda each: len(each.mountpoint), default=None)
+    return nearest is not None and nearest.fstype in _IN_MEMORY

@@ -25,21 +25,23 @@ from zrun_core.spine.section import Ref, Section
 from zrun_core.spine.spec import BatchPlan, resolve_batch
 
 if TYPE_CHECKING:
+    from zrun_core.hardware.hardware import Hardware
+    from zrun_core.memory.buffers import Placement
     from zrun_core.plan.question.candidate import Candidate
 
 Changes = dict[str, Any]  # dotted key -> value
 
 
 def job_changes(
-    config: JobConfig, batch: BatchPlan, candidate: Candidate, per_host: int
+    config: JobConfig, batch: BatchPlan, candidate: Candidate, hardware: Hardware
 ) -> Changes:
     """Return the keys of a job that must differ for it to be a candidate. The global batch stays.
 
-    What no key of a job says, such as where states lie, is not among them: see `Candidate.lacking`.
-
     Args:
+        config: the job as it is written.
         batch: what `config` comes to where it is planned.
-        per_host: ranks of a host there.
+        candidate: to be reached.
+        hardware: for which it is planned.
     """
     dims = candidate.dims
     wanted: Changes = {
@@ -54,7 +56,7 @@ def job_changes(
     has = {key: _value(config, key) for key in wanted} | {"batch.micro": batch.micro}
     changed = {key: value for key, value in wanted.items() if value != has[key]}
     group = config.zero.shard_group
-    in_words = {"all": dims.dp, "node": dims.dp_per_host(per_host)}
+    in_words = {"all": dims.dp, "node": dims.dp_per_host(hardware.devices_per_node)}
     if candidate.stage and dims.shard_size != in_words.get(str(group), group):
         changed["zero.shard_group"] = "all" if dims.shard_size == dims.dp else dims.shard_size
     after = config.model_copy(
@@ -63,6 +65,43 @@ def job_changes(
     whole = candidate.micro * candidate.accumulation * dims.dp
     if "batch.micro" in changed and _global(after, dims.dp) != whole:
         changed["batch.global"] = whole
+    return changed | _offload_changes(config, candidate.placement, hardware.device.kind)
+
+
+def _offload_changes(config: JobConfig, wanted: Placement, device: str) -> Changes:
+    """Return the keys that must differ for states and inputs to live where they are wanted.
+
+    Args:
+        config: the job as it is written.
+        wanted: the homes.
+        device: type of what trains, "cpu" or "cuda".
+    """
+    from zrun_core.memory.buffers import placement_of
+
+    offload = config.offload
+    has = placement_of(offload, config.activations, device)
+    changed: Changes = {}
+    for name in ("optimizer", "param"):
+        if getattr(wanted, name) is not getattr(has, name):
+            changed[f"offload.{name}"] = getattr(wanted, name).value
+    # Gradients are where the optimizer is, unless the job says otherwise.
+    optimizer = changed.get("offload.optimizer", offload.optimizer)
+    gradients = offload.grad or optimizer
+    would_be = placement_of(
+        offload.model_copy(update={"optimizer": optimizer, "grad": gradients}),
+        config.activations,
+        device,
+    )
+    is_stranded = optimizer == "device" and gradients != "device"
+    if would_be.grad is not wanted.grad or is_stranded:
+        changed["offload.grad"] = wanted.grad.value
+    if not wanted.is_on_device and wanted.fraction != offload.fraction:
+        changed["offload.fraction"] = wanted.fraction
+    if wanted.activation is not has.activation:
+        changed["activations.offload"] = wanted.activation.value
+    can_be_delayed = (optimizer, changed.get("offload.param", offload.param)) == ("host", "device")
+    if offload.schedule == "delayed" and not can_be_delayed:
+        changed["offload.schedule"] = "overlap"
     return changed
 
 

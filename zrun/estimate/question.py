@@ -40,7 +40,15 @@ if TYPE_CHECKING:
     from zrun_core.plan.trace.profile import Profile
 
 POLICIES = ("none", "selective", "every_n", "full")
-_ALONE = ("zero.", "activations.checkpoint", "parallel.", "batch.")  # keys that change no trace
+# Keys that change no trace.
+_ALONE = (
+    "zero.",
+    "activations.checkpoint",
+    "activations.offload",
+    "offload",
+    "parallel.",
+    "batch.",
+)
 
 
 @dataclass(frozen=True)
@@ -56,6 +64,8 @@ class Question:
         plan: makes `planner`.
         config: as it is written; None where there is no job.
         names_stage: whether a ZeRO stage was asked for; else it is the lowest that fits.
+        names_share: whether the share of the states that leave the device was; else it is the least
+            that fits.
         key: of its answers; None: they cannot be kept.
         patience_s: seconds that the model and its data may take.
     """
@@ -68,6 +78,7 @@ class Question:
     plan: Callable[[], Planner]
     config: JobConfig | None = None
     names_stage: bool = True
+    names_share: bool = True
     key: str | None = None
     patience_s: float = PATIENCE_S
 
@@ -84,7 +95,13 @@ class Question:
     @cached_property
     def base(self) -> Candidate:
         """The candidate to be estimated."""
-        return self.asked if self.names_stage else _least_stage(self.planner, self.asked)
+        if not self.names_stage:
+            return _least_stage(self.planner, self.asked)
+        if not self.names_share:
+            from zrun_core.plan.answer.least_share import with_least_share
+
+            return with_least_share(self.planner, self.asked)
+        return self.asked
 
 
 def of_job(
@@ -108,7 +125,9 @@ def of_job(
     resolved = make_plan(loaded.config, cluster)
     device = "cpu" if resolved.job.device == "cpu" else "cuda"
     per_host = max(len(resolved.plan.ranks_on(host)) for host in resolved.plan.hosts)
-    hardware = hardware_of(cluster, device, per_host, environ, resolved.job.limits.memory)
+    limit = resolved.job.limits.memory
+    folder = resolved.job.offload.dir
+    hardware = hardware_of(cluster, device, per_host, environ, limit, folder)
     return _question(loaded, resolved.job, resolved.batch, hardware, patience_s)
 
 
@@ -171,7 +190,13 @@ def with_other_keys(question: Question, loaded: LoadedJob, key: str) -> Question
     job, batch = _resolved_on(loaded.config, question.hardware)
     asked = _candidate(job, batch, question.hardware)
     return replace(
-        question, job=job, batch=batch, asked=asked, plan=lambda: question.planner, key=None
+        question,
+        job=job,
+        batch=batch,
+        asked=asked,
+        names_share=job.offload.fraction != "auto",
+        plan=lambda: question.planner,
+        key=None,
     )
 
 
@@ -185,6 +210,7 @@ def _question(
     from zrun_core.plan.trace.trace_process import key_of_trace
 
     job_dir = loaded.path.absolute().parent
+    hardware = _with_limits(hardware, job)
     asked = _candidate(job, batch, hardware)
 
     def plan() -> Planner:
@@ -219,9 +245,18 @@ def _question(
         asked,
         plan,
         loaded.config,
+        names_share=job.offload.fraction != "auto",
         key=key,
         patience_s=patience_s,
     )
+
+
+def _with_limits(hardware: Hardware, job: JobConfig) -> Hardware:
+    """Return hardware of which a job takes no more for states than it says."""
+    disk_bytes = hardware.disk_bytes
+    if job.offload.disk_space is not None:
+        disk_bytes = min(disk_bytes, job.offload.disk_space)
+    return replace(hardware, disk_bytes=disk_bytes, offload_bytes=job.offload.host_memory)
 
 
 def _facts(job: JobConfig, batch: BatchPlan, hardware: Hardware) -> dict[str, Any]:
@@ -304,6 +339,7 @@ def _resolved_on(config: JobConfig, hardware: Hardware) -> tuple[JobConfig, Batc
 
 
 def _candidate(job: JobConfig, batch: BatchPlan, hardware: Hardware) -> Candidate:
+    from zrun_core.memory.buffers import placement_of
     from zrun_core.plan.question.candidate import Candidate
 
     parallel = job.parallel
@@ -318,6 +354,7 @@ def _candidate(job: JobConfig, batch: BatchPlan, hardware: Hardware) -> Candidat
         batch.accumulation,
         job.activations.checkpoint,
         job.precision.compute,
+        placement=placement_of(job.offload, job.activations, hardware.device.kind),
         sequence_parallel=dims.tp > 1,
         init=job.init,
     )

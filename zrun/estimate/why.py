@@ -68,6 +68,17 @@ def overshoot(estimate: Estimate, hardware: Hardware) -> Overshoot | None:
                 _of_tier(estimate.ranks, hardware.devices_per_node, ("host",)),
             )
         )
+    moved = parts["pinned"] + parts["pageable"]
+    if hardware.offload_bytes is not None and moved > hardware.offload_bytes:
+        found.append(
+            Overshoot(
+                "offload.host_memory of each host",
+                moved,
+                hardware.offload_bytes,
+                "",
+                _of_tier(estimate.ranks, hardware.devices_per_node, ("host",)),
+            )
+        )
     built = parts["build"] + parts["processes"]
     if built > hardware.host_bytes:
         values = ("the whole model as its factory makes it", parts["build"])

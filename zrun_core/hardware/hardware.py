@@ -108,7 +108,10 @@ class Hardware:
         intra, inter: between devices of a node, and of two nodes, each as one device's part.
         host: between a device and the memory of its host, as one device's part.
         host_bytes, host_bandwidth, cores: of a node.
+        offload_bytes: of a node's memory that states may take; None: what is free.
         disk_read, disk_write: bytes per second of a node's disks together; 0: there are none.
+        disk_bytes: of a node's disks that states may take.
+        usual_disk: nobody has measured the disks: their rates are usual ones.
         measured: the rates come from this machine and not from data sheets.
         spread: how far the time of a step may be from what is said, as a share of it.
         price: of one device for an hour, in any currency; None: not given.
@@ -125,9 +128,11 @@ class Hardware:
     host_bytes: int
     host_bandwidth: float
     cores: int
+    offload_bytes: int | None = None
     disk_read: float = 0.0
     disk_write: float = 0.0
     disk_bytes: int = 0
+    usual_disk: bool = False
     measured: bool = False
     spread: float = PRESET_SPREAD
     price: float | None = None

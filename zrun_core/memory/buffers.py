@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import Enum, StrEnum
 
+from zrun_core.spine.config import ActivationsConfig, OffloadConfig
+
 
 class Kind(Enum):
     """The contents of a buffer."""
@@ -75,6 +77,10 @@ class Placement:
         """True if no state of a unit leaves the device."""
         return {self.param, self.grad, self.optimizer} == {Tier.DEVICE}
 
+    def uses(self, tier: Tier) -> bool:
+        """Return whether a state or a checkpointed input lives on `tier`."""
+        return tier in (self.param, self.grad, self.optimizer, self.activation)
+
     def where_host_is_device(self) -> Placement:
         """Return the same on a machine that computes in the host's memory."""
 
@@ -95,3 +101,20 @@ class Placement:
 
 
 ON_DEVICE = Placement()
+
+
+def placement_of(offload: OffloadConfig, activations: ActivationsConfig, device: str) -> Placement:
+    """Return where states live. What computes in the host's memory has no other host.
+
+    Args:
+        offload, activations: sections of a job. A share that is `auto` counts as all.
+        device: type of what trains, "cpu" or "cuda".
+    """
+    asked = Placement(
+        param=Tier(offload.param),
+        grad=Tier(offload.grad_tier),
+        optimizer=Tier(offload.optimizer),
+        activation=Tier(activations.offload),
+        fraction=1.0 if offload.fraction == "auto" else offload.fraction,
+    )
+    return asked.where_host_is_device() if device == "cpu" else asked

@@ -30,3 +30,24 @@ def place(units: Sequence[UnitLayout], placement: Placement) -> Mapping[str, Pla
         away[unit.name] = of_unit
         wanted -= unit.numel
     return away
+
+
+def share_of(units: Sequence[UnitLayout], count: int) -> float:
+    """Return the fraction with which `place` moves the last `count` units, in as few digits as do.
+
+    Args:
+        units: of the model, in its order.
+        count: of them that leave; all of them at most.
+    """
+    total = sum(unit.numel for unit in units)
+    wanted = sum(unit.numel for unit in units[len(units) - count :])
+    for digits in range(1, 16):
+        scale: int = 10**digits
+        share = wanted * scale // total / scale
+        if _num_moved(units, share) == count:
+            return share
+    return wanted / total
+
+
+def _num_moved(units: Sequence[UnitLayout], fraction: float) -> int:
+    return len(place(units, Placement(optimizer=Tier.HOST, fraction=fraction)))

@@ -492,7 +492,7 @@ class OffloadConfig(Section):
         description="parameters between uses; elsewhere than on the device needs zero.stage: 3",
         examples=["device"],
     )
-    fraction: Annotated[float, Field(gt=0, le=1)] | Literal["auto"] = Field(
+    fraction: Annotated[float, Field(ge=0, le=1)] | Literal["auto"] = Field(
         default=1.0,
         description="share of the parameters whose states leave the device; auto: the least that "
         "fits",

@@ -13,18 +13,12 @@ from zrun_core.activations.kv_cache import omit_cache
 from zrun_core.distributed.comm import Comm
 from zrun_core.distributed.mesh import Mesh
 from zrun_core.errors import JobError
-from zrun_core.memory.buffers import Placement, Tier
+from zrun_core.memory.buffers import Placement, placement_of
 from zrun_core.memory.layout import UnitLayout
 from zrun_core.memory.placement import place
 from zrun_core.memory.state_policy import ZeroPolicy
 from zrun_core.optim.resolve import OptimizerSpec
-from zrun_core.spine.config import (
-    ActivationsConfig,
-    JobConfig,
-    OffloadConfig,
-    PrecisionConfig,
-    ZeroConfig,
-)
+from zrun_core.spine.config import ActivationsConfig, JobConfig, PrecisionConfig, ZeroConfig
 from zrun_core.spine.spec import resolve_bucket
 from zrun_core.user_code.build import Built
 from zrun_core.zero.auto_wrap import repeated_blocks
@@ -55,23 +49,6 @@ def make_settings(job: JobConfig, optimizer: OptimizerSpec, device: torch.device
         schedule=offload.schedule,
         delay_after=offload.delay_after,
     )
-
-
-def placement_of(offload: OffloadConfig, activations: ActivationsConfig, device: str) -> Placement:
-    """Return where states live. What computes in the host's memory has no other host.
-
-    Args:
-        offload, activations: sections of a job, of which `auto` is resolved.
-        device: type of what trains, "cpu" or "cuda".
-    """
-    asked = Placement(
-        param=Tier(offload.param),
-        grad=Tier(offload.grad_tier),
-        optimizer=Tier(offload.optimizer),
-        activation=Tier(activations.offload),
-        fraction=1.0 if offload.fraction == "auto" else offload.fraction,
-    )
-    return asked.where_host_is_device() if device == "cpu" else asked
 
 
 def shard_settings(

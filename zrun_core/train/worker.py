@@ -42,6 +42,7 @@ from zrun_core.errors import (
     StoppedError,
     ZrunError,
 )
+from zrun_core.memory.buffers import placement_of
 from zrun_core.optim.lr import make_schedule
 from zrun_core.optim.where import resolve_where_placed
 from zrun_core.spine import heap, memory_limits
@@ -272,7 +273,7 @@ class Worker:
             job.optim,
             lambda name: user.load(Ref(call=name), self.job_dir),
             device,
-            parallelize.placement_of(job.offload, job.activations, device.type),
+            placement_of(job.offload, job.activations, device.type),
         )
         settings = parallelize.make_settings(job, optimizer, device)
         return replace(settings, memory_bytes=self._memory_bytes(device))

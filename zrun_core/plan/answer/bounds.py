@@ -41,7 +41,7 @@ class _LowerBounds(NamedTuple):
     owned: float  # elements that a rank updates
     states: tuple[float, float, float]  # bytes of parameters, gradients, optimizer
     largest: float  # unit, as a share of the stage's parameters
-    dynamic: int  # bytes of activations
+    dynamic: tuple[int, int]  # bytes of activations; and where checkpointed inputs leave the device
 
 
 class _ModelSums(NamedTuple):
@@ -73,9 +73,11 @@ class Bounds:
         self._variants = {place: number for number, place in enumerate(self.placements)}
         self._sums: dict[object, _ModelSums] = {}  # by what a rank computes in a micro-batch
         self._known: dict[int, _LowerBounds] = {}  # by number of the candidate
+        self._moves_inputs = any(place.activation is not Tier.DEVICE for place in self.placements)
         self._host_seconds = {
-            tier: host_seconds_per_element(self._hardware, self._settings, tier)
-            for tier in (Tier.HOST, Tier.DISK)
+            place: host_seconds_per_element(self._hardware, self._settings, place)
+            for place in self.placements
+            if place.optimizer is not Tier.DEVICE
         }
 
     def bound(self, number: int, candidate: Candidate) -> BoundedCandidate:
@@ -116,15 +118,19 @@ class Bounds:
                 total += num_bytes
             else:
                 total += num_bytes * left
+        at_home, away = known.dynamic
+        dynamic = at_home if placement.activation is Tier.DEVICE else away
         workspace = self._hardware.device.workspace_bytes
-        return total + known.dynamic + workspace + self._planner.outside(candidate.dims)
+        return total + dynamic + workspace + self._planner.outside(candidate.dims)
 
     def _least_seconds(self, number: int, placement: Placement) -> float:
         known = self._known[number]
         if placement.optimizer is Tier.DEVICE:
             return known.seconds + known.update
-        on_host = known.owned * placement.fraction * self._host_seconds[placement.optimizer]
-        return known.seconds + max(0.0, on_host - known.forward)
+        on_host = known.owned * placement.fraction * self._host_seconds[placement]
+        behind = known.seconds + max(0.0, on_host - known.forward)
+        # Cores that train compute the update as well: only what it waits for lies behind.
+        return behind + known.update if self._hardware.shares_memory else behind
 
     def _lower_bounds(self, candidate: Candidate) -> _LowerBounds:
         dims = candidate.dims
@@ -219,8 +225,15 @@ class Bounds:
             optim_bytes * sums.trainable * share / (ranks if candidate.stage >= 1 else 1),
         )
 
-    def _dynamic_bytes(self, candidate: Candidate, first: PipelineStage) -> int:
-        """Return the bytes of activations on the first stage."""
+    def _dynamic_bytes(self, candidate: Candidate, first: PipelineStage) -> tuple[int, int]:
+        """Return the bytes of activations on the first stage, with its inputs there and away."""
+        at_home = self._activation_bytes(candidate, first)
+        if candidate.checkpoint == "none" or not self._moves_inputs:
+            return at_home, at_home
+        away = replace(candidate, placement=Placement(activation=Tier.HOST))
+        return at_home, self._activation_bytes(away, first)
+
+    def _activation_bytes(self, candidate: Candidate, first: PipelineStage) -> int:
         num_bytes = self._planner.peak(candidate, first, _NO_STATES).num_bytes
         uses_formula = self._planner.cost_model.uses_formula(candidate.key)
         if self._hardware.device.kind == "cuda" and uses_formula:

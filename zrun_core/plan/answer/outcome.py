@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from zrun_core.memory.buffers import Buffer
@@ -51,6 +52,8 @@ class Estimate:
         notes: what a reader should know.
         traffic: bytes that a rank of the first stage sends to data-parallel peers per step,
             exactly, by collective.
+        moved: bytes that it moves between tiers per step, exactly: by tier ("host" or "disk"), by
+            direction ("read" from it or "written" to it), and by kind of state.
     """
 
     candidate: Candidate
@@ -65,6 +68,7 @@ class Estimate:
     host_parts: dict[str, int] = field(default_factory=dict)
     traffic: dict[str, int] = field(default_factory=dict)
     is_bound: bool = False
+    moved: dict[str, dict[str, dict[str, int]]] = field(default_factory=dict)
 
     @property
     def is_guess(self) -> bool:
@@ -80,6 +84,15 @@ class Estimate:
     def headroom(self) -> int:
         """Bytes that the fullest device has left; negative where it lacks some."""
         return self.capacity - self.device_used
+
+
+def offloaded_bytes(host_parts: Mapping[str, int]) -> int:
+    """Return the bytes of a node's memory in which states of devices lie.
+
+    Args:
+        host_parts: as of an `Estimate`.
+    """
+    return host_parts["pinned"] + host_parts["pageable"]
 
 
 @dataclass(frozen=True)

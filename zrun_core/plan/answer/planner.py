@@ -18,7 +18,8 @@ from typing import Any
 from zrun_core.errors import JobError
 from zrun_core.hardware.hardware import MIB, Hardware
 from zrun_core.memory.buffers import Buffer, Kind
-from zrun_core.plan.answer.outcome import FROM_DATA_SHEETS, Estimate, RankMemory
+from zrun_core.memory.layout import UnitLayout
+from zrun_core.plan.answer.outcome import FROM_DATA_SHEETS, Estimate, RankMemory, offloaded_bytes
 from zrun_core.plan.answer.state_model import StageStates, StateModel
 from zrun_core.plan.memory import rank_memory
 from zrun_core.plan.memory.rank_memory import PipelineStage
@@ -118,6 +119,7 @@ class Planner:
             self.num_params = subject.num_params
             self.tokens_per_sample = subject.tokens_per_sample
             self.num_samples = subject.num_samples
+        self._settings = settings
         self._states = StateModel(subject, shape, self.job, settings, self.device_type)
         self._peaks: dict[tuple[object, ...], Peak] = {}
         self._beyond: dict[tuple[object, ...], int] = {}
@@ -225,7 +227,8 @@ class Planner:
             return rank_memory.formula_slack(peak.dynamic)
         assert isinstance(self.subject, Profile)
         late = () if self.device_type == "cuda" else states.moments
-        key = (candidate.checkpoint, candidate.micro, min(2, candidate.accumulation), late)
+        passes = min(2, candidate.accumulation)
+        key = (candidate.checkpoint, candidate.micro, passes, late, candidate.init)
         if key not in self._beyond:
             if self.device_type == "cuda":
                 self._beyond[key] = rank_memory.reserved_beyond(self.subject, candidate)
@@ -279,12 +282,31 @@ class Planner:
                 break
         return used - capacity
 
+    def layouts(self, candidate: Candidate) -> tuple[UnitLayout, ...]:
+        """Return the units of the first rank."""
+        return self._states.of_stage(candidate, 0).layouts
+
+    def device_suffices(self, candidate: Candidate) -> bool:
+        """Return whether what a candidate keeps on its devices fits there.
+
+        Where these are cores of a host, that is also what else the host holds meanwhile.
+
+        Raises:
+            JobError: it is impossible.
+        """
+        if self.overshoot(candidate) > 0:
+            return False
+        if not self.hardware.shares_memory:
+            return True
+        ranks = [self.rank(candidate, index) for index in _stages(candidate.dims)]
+        return _most_at_once(self._host(candidate, ranks)) <= self.hardware.host_bytes
+
     def estimate(self, candidate: Candidate, *, traffic: bool = True) -> Estimate:
         """Return the memory and the time of a candidate.
 
         Args:
             candidate: the configuration.
-            traffic: fill `Estimate.traffic` in.
+            traffic: fill `Estimate.traffic` and `Estimate.moved` in.
 
         Raises:
             JobError: it is impossible.
@@ -314,6 +336,7 @@ class Planner:
             notes=tuple(self._notes(candidate, source)),
             host_parts=host,
             traffic=self.traffic(candidate) if traffic else {},
+            moved=self.moved(candidate) if traffic else {},
             is_bound=is_ragged,
         )
 
@@ -328,9 +351,11 @@ class Planner:
             return False
         if _most_at_once(host) > hardware.host_bytes:
             return False
+        most = hardware.offload_bytes
+        if most is not None and offloaded_bytes(host) > most:
+            return False
         disk = self._local_ranks(candidate.dims) * max(rank.disk for rank in ranks)
-        is_unknown = not hardware.disk_bytes and hardware.measured
-        return not disk or disk <= hardware.disk_bytes or is_unknown
+        return disk <= hardware.disk_bytes
 
     def time(self, candidate: Candidate) -> StepTime:
         """Return the time of a step.
@@ -346,6 +371,16 @@ class Planner:
     def traffic(self, candidate: Candidate) -> dict[str, int]:
         """Return the bytes that a rank sends to data-parallel peers in a step, by collective."""
         return self._states.traffic(candidate)
+
+    def moved(self, candidate: Candidate) -> dict[str, dict[str, dict[str, int]]]:
+        """Return the bytes that a step of a rank moves between tiers, as `Estimate.moved`."""
+        if not candidate.offloads:
+            return {}
+        found: dict[str, dict[str, dict[str, int]]] = {}
+        for move, num_bytes in self._states.moved(candidate).items():
+            kinds = found.setdefault(move.tier.value, {}).setdefault(move.direction.value, {})
+            kinds[move.kind.value] = num_bytes
+        return found
 
     def paper_bytes(self, candidate: Candidate) -> dict[str, float]:
         """Return the states of a rank as papers count them, by kind.
@@ -386,6 +421,15 @@ class Planner:
                 f"virtual {dims.virtual}: interleaved stages take micro-batches in groups of "
                 f"{dims.pp}, and a step has {candidate.accumulation}"
             )
+        why_not = self.why_not_placed(candidate)
+        if why_not:
+            raise JobError(f"offload: {why_not}")
+
+    def why_not_placed(self, candidate: Candidate) -> str:
+        """Return why the states of a candidate cannot live where it has them; "" if they can."""
+        optimizer = self._settings.optimizer
+        assert optimizer is not None
+        return candidate.why_not_placed(optimizer.name, layer_wise=optimizer.layer_wise)
 
     def _untraced(self, candidate: Candidate) -> JobError:
         policy = candidate.checkpoint

@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 from zrun_core.errors import JobError
 from zrun_core.hardware.hardware import Hardware
 from zrun_core.plan.answer.bounds import BoundedCandidate, Bounds
-from zrun_core.plan.answer.outcome import Estimate, SearchResult
+from zrun_core.plan.answer.outcome import Estimate, SearchResult, offloaded_bytes
 from zrun_core.plan.answer.planner import Planner
 from zrun_core.plan.answer.search_space import SearchSpace, candidates, offload_chains
 from zrun_core.plan.question.candidate import Candidate
@@ -158,6 +158,8 @@ class _Search:
             for more in chain:
                 if candidate.offloads and more.fraction <= placement.fraction:
                     continue
+                if self.planner.why_not_placed(replace(candidate, placement=more)):
+                    break
                 self._considered += 1
                 if self._bounds.least_bytes(bound.number, candidate, more) <= self.capacity:
                     heapq.heappush(heap, self._bounds.at(bound.number, candidate, more))
@@ -218,7 +220,9 @@ class _Search:
         groups: dict[tuple[int, int], list[BoundedCandidate]] = {}
         for first in self.bounded():
             others = [
-                self._bounds.at(first.number, first.candidate, placement) for placement in elsewhere
+                self._bounds.at(first.number, first.candidate, placement)
+                for placement in elsewhere
+                if not self.planner.why_not_placed(replace(first.candidate, placement=placement))
             ]
             for bound in (first, *others):
                 self._considered += 1
@@ -284,7 +288,11 @@ class _Search:
 
         def complete(found: Iterable[Estimate]) -> tuple[Estimate, ...]:
             traffic = self.planner.traffic
-            return tuple(replace(each, traffic=traffic(each.candidate)) for each in found)
+            moved = self.planner.moved
+            return tuple(
+                replace(each, traffic=traffic(each.candidate), moved=moved(each.candidate))
+                for each in found
+            )
 
         tried = sum(found is not None for found in self._done.values())
         return SearchResult(
@@ -361,6 +369,8 @@ def _overshoot(found: Estimate, hardware: Hardware) -> int:
     host = 0
     if not hardware.shares_memory:
         host = found.host_bytes - hardware.host_bytes
+    if hardware.offload_bytes is not None:
+        host = max(host, offloaded_bytes(found.host_parts) - hardware.offload_bytes)
     ranks = min(hardware.devices_per_node, found.candidate.dims.world_size)
     disk = max(rank.disk for rank in found.ranks) * ranks
     if disk:

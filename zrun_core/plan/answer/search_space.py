@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from zrun_core.errors import JobError
-from zrun_core.memory.buffers import Placement, Tier
+from zrun_core.memory.buffers import ON_DEVICE, Placement, Tier
 from zrun_core.plan.answer.planner import Planner
 from zrun_core.plan.question.candidate import Candidate
 from zrun_core.plan.trace.profile import Profile
@@ -18,10 +18,14 @@ from zrun_core.spine.parallel_dims import ParallelDims
 _MOST_VIRTUAL = 8
 # States that leave the device: those that a step needs least go first, and to the nearest tier.
 _OFFLOADS = (
+    Placement(activation=Tier.HOST),
     Placement(optimizer=Tier.HOST),
     Placement(grad=Tier.HOST, optimizer=Tier.HOST),
+    Placement(grad=Tier.HOST, optimizer=Tier.HOST, activation=Tier.HOST),
     Placement(param=Tier.HOST, grad=Tier.HOST, optimizer=Tier.HOST),
+    Placement(Tier.HOST, Tier.HOST, Tier.HOST, Tier.HOST),
     Placement(grad=Tier.HOST, optimizer=Tier.DISK),
+    Placement(grad=Tier.DISK, optimizer=Tier.DISK),
     Placement(param=Tier.DISK, grad=Tier.DISK, optimizer=Tier.DISK),
 )
 _FRACTIONS = (0.25, 0.5, 0.75, 1.0)  # of the states
@@ -88,17 +92,29 @@ def candidates(planner: Planner, space: SearchSpace) -> Iterator[Candidate]:
 
 
 def offload_chains(planner: Planner, space: SearchSpace) -> list[list[Placement]]:
-    """Return placements beside the device: for each way, more and more of the states there."""
-    hardware = planner.hardware
-    if not space.offloads or space.trainable or hardware.shares_memory:
+    """Return placements beside the device: for each way, more and more of the states there.
+
+    The way of the base is among them, with its own share.
+    """
+    if not space.offloads or planner.job.sync == "server":
         return []
-    chains = []
-    for way in _OFFLOADS:
-        needs_disk = Tier.DISK in (way.param, way.grad, way.optimizer)
-        if needs_disk and not hardware.disk_write:
+    hardware = planner.hardware
+    base = ON_DEVICE if space.base is None else space.base.placement
+    shares: dict[Placement, set[float]] = {}  # by way, whose fraction is 1
+    for way in (*_OFFLOADS, base):
+        here = way.where_host_is_device() if hardware.shares_memory else way
+        if here.uses(Tier.DISK) and not hardware.disk_write:
             continue
-        chains.append([replace(way, fraction=fraction) for fraction in _FRACTIONS])
-    return chains
+        if here.is_on_device:
+            shares.setdefault(replace(here, fraction=1.0), set()).add(1.0)
+        else:
+            shares.setdefault(replace(here, fraction=1.0), set()).update(_FRACTIONS)
+    shares.pop(ON_DEVICE, None)
+    if not base.is_on_device:
+        shares.setdefault(replace(base, fraction=1.0), set()).add(base.fraction)
+    return [
+        [replace(way, fraction=share) for share in sorted(found)] for way, found in shares.items()
+    ]
 
 
 class _Enumeration:

@@ -9,7 +9,9 @@ from typing import NamedTuple
 from zrun_core.errors import JobError
 from zrun_core.memory.buffers import Buffer, Tier
 from zrun_core.memory.layout import UnitLayout
+from zrun_core.memory.placement import place
 from zrun_core.memory.state_policy import ZeroPolicy
+from zrun_core.memory.tier_traffic import Move, step_traffic
 from zrun_core.plan.memory.allocator import pinned_bytes
 from zrun_core.plan.memory.states import (
     FIRST,
@@ -122,7 +124,11 @@ class StateModel:
             buffers=tuple(buffers),
             layouts=layouts_of_rank(model, settings, dims, rank, mesh_info),
             steady=_bytes_by_phase(buffers),
-            moments=tuple(buffer.num_bytes for buffer in buffers if buffer.is_moment),
+            moments=tuple(
+                buffer.num_bytes
+                for buffer in buffers
+                if buffer.is_moment and buffer.tier is Tier.DEVICE
+            ),
             pinned=sum(pinned_bytes(each.num_bytes) for each in on_host if each.pinned),
             pageable=sum(each.num_bytes for each in on_host if not each.pinned),
             disk=sum(each.num_bytes for each in on_disk),
@@ -139,10 +145,25 @@ class StateModel:
         layouts = self.of_stage(candidate, 0).layouts
         return expected_traffic(layouts, settings.states, settings.exchange, counts, mesh_info)
 
+    def moved(self, candidate: Candidate) -> dict[Move, int]:
+        """Return the bytes of states that a step moves between tiers, as `traffic` does."""
+        settings = self._settings_of(candidate)
+        mesh_info = mesh_info_of_rank(settings, candidate.dims, FIRST, self._device_type)
+        layouts = self.of_stage(candidate, 0).layouts
+        return step_traffic(
+            layouts,
+            place(layouts, candidate.placement),
+            settings.states,
+            mesh_info,
+            micro_batches=candidate.accumulation,
+            gathers={unit.name: 2 * candidate.accumulation for unit in layouts},
+            host_is_device=self._device_type == "cpu",
+        )
+
     def _settings_of(self, candidate: Candidate) -> ShardingConfig:
         """Return how a job with this candidate's keys would be sharded."""
         recomputes = candidate.checkpoint != "none"
-        key = (candidate.stage, candidate.precision, recomputes)
+        key = (candidate.stage, candidate.precision, recomputes, candidate.placement)
         found = self._settings.get(key)
         if found is None:
             precision = PrecisionConfig(
@@ -154,6 +175,7 @@ class StateModel:
                 zero=ZeroPolicy(candidate.stage),
                 precision=Precision.of(precision),
                 recomputes_blocks=recomputes,
+                placement=candidate.placement,
             )
         return found
 

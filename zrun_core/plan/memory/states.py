@@ -5,8 +5,8 @@
     buffers = rank_buffers(model, settings, ParallelDims(dp=8))
 
 The list is made by `StatePolicy.rank_buffers`, as the list that the runtime allocates is: what is
-planned is what is allocated. Pipelines, and other tiers than the device, have no runtime yet; their
-buffers are the contract that it will allocate from.
+planned is what is allocated. Pipelines have no runtime yet; their buffers are the contract that it
+will allocate from.
 """
 
 from __future__ import annotations
@@ -397,7 +397,17 @@ def rank_buffers(
         placements=away,
     )
     scratch = _update_scratch(settings, layouts, away, device)
-    return [*found, *model.module_buffers(dims, rank.pp), *scratch]
+    everything = [*found, *model.module_buffers(dims, rank.pp), *scratch]
+    if device == "cpu":
+        return [_where_host_is_device(buffer) for buffer in everything]
+    return everything
+
+
+def _where_host_is_device(buffer: Buffer) -> Buffer:
+    """Return `buffer` as it is on a machine that computes in the host's memory."""
+    if buffer.tier is not Tier.HOST:
+        return buffer
+    return replace(buffer, tier=Tier.DEVICE, pinned=False)
 
 
 def _update_scratch(

@@ -55,11 +55,29 @@ class Candidate:
     @property
     def offloads(self) -> bool:
         """True if a state or activation lives elsewhere than on the device."""
+        return self.placement.uses(Tier.HOST) or self.placement.uses(Tier.DISK)
+
+    def why_not_placed(self, optimizer: str, *, layer_wise: bool) -> str:
+        """Return why its states cannot live where they are placed; "" if they can.
+
+        Args:
+            optimizer: its name.
+            layer_wise: all units propose an update before the first is applied.
+        """
         here = self.placement
-        return any(
-            tier is not Tier.DEVICE
-            for tier in (here.param, here.grad, here.optimizer, here.activation)
-        )
+        if here.param is not Tier.DEVICE and self.stage < 3:
+            return f"parameters on {here.param} need zero.stage: 3, where they come for their use"
+        if here.grad is not Tier.DEVICE and here.optimizer is Tier.DEVICE:
+            return f"gradients on {here.grad} need an optimizer there or on another tier"
+        if here.optimizer is Tier.DISK and layer_wise:
+            return (
+                f"{optimizer} on a disk would read and write 40 bytes per parameter and step, "
+                "because all updates are proposed before the first is applied: write "
+                "offload.optimizer: host, or an elementwise optimizer such as adamw"
+            )
+        if here.activation is not Tier.DEVICE and self.checkpoint == "none":
+            return f"activations on {here.activation} are inputs of recomputed blocks: none is"
+        return ""
 
     def lacking(self) -> tuple[str, ...]:
         """Return the features that it needs, that zrun plans and does not train with yet."""
@@ -68,8 +86,6 @@ class Candidate:
             found.append("tensor parallelism")
         if self.dims.pp > 1:
             found.append("pipelines")
-        if self.offloads:
-            found.append("offload")
         return tuple(found)
 
     def __str__(self) -> str:

@@ -26,7 +26,6 @@ from zrun_core.plan.timing.stream_replay import PassTime, Stream, replay, run_pa
 from zrun_core.plan.timing.update_time import (
     device_update_seconds,
     host_seconds_per_element,
-    state_bytes,
 )
 
 _COPY_CONTENTION = 0.03  # of a copy engine, which takes nothing from computation but its bandwidth
@@ -43,7 +42,7 @@ class StepTime:
         parts: seconds of it by name, of the rank that has most to do; their sum is `seconds`.
         model_flops, hardware_flops: of all ranks; the second with recomputation.
         mfu, hfu: their shares of the peak; None where there is no data sheet.
-        link_bytes: sent by the rank that sends most, by class of link: node, network, host, disk.
+        link_bytes: sent by the rank that sends most to others, by class of link: node, network.
     """
 
     seconds: float
@@ -175,7 +174,7 @@ class _StepModel:
             Stream(before=self._fetches(segments), contention=_COPY_CONTENTION),
         ]
         if self.candidate.placement.activation is not Tier.DEVICE:
-            leaving = self._activation_transfers(segments)
+            leaving = self._activation_transfers(segments, self.hardware.disk_write)
             streams.append(Stream(after=leaving, contention=_COPY_CONTENTION))
         return run_pass(
             [segment.forward + segment.tp_forward.seconds for segment in segments],
@@ -198,7 +197,7 @@ class _StepModel:
         reductions = [self.reduce(segment, boundary=boundary).seconds for segment in segments]
         fetches = self._fetches(segments) or [0.0] * len(segments)
         if self.candidate.placement.activation is not Tier.DEVICE:
-            returning = self._activation_transfers(segments)
+            returning = self._activation_transfers(segments, self.hardware.disk_read)
             fetches = [fetch + up for fetch, up in zip(fetches, returning, strict=True)]
         leaving = self._gradient_transfers(segments, boundary=boundary)
         streams = [
@@ -219,11 +218,18 @@ class _StepModel:
     def _is_block(self, segment: SegmentCost) -> bool:
         return segment is not self.micro_batch.before and segment is not self.micro_batch.after
 
-    def _activation_transfers(self, segments: Sequence[SegmentCost]) -> list[float]:
-        """Return the seconds in which the input of each block leaves the device, or returns."""
+    def _activation_transfers(
+        self, segments: Sequence[SegmentCost], disk_rate: float
+    ) -> list[float]:
+        """Return the seconds in which the input of each block leaves the device, or returns.
+
+        Args:
+            segments: parts of the model.
+            disk_rate: of a node's disks, in that direction.
+        """
         rate = self.hardware.host.bandwidth
         if self.candidate.placement.activation is Tier.DISK:
-            rate = min(rate, self._disk_share(self.hardware.disk_write))
+            rate = min(rate, self._disk_share(disk_rate))
         seconds = self.micro_batch.boundary_bytes / rate
         return [seconds if self._is_block(segment) else 0.0 for segment in segments]
 
@@ -232,13 +238,17 @@ class _StepModel:
     ) -> Sequence[float]:
         """Return the seconds in which the gradients of each segment leave for the host."""
         candidate = self.candidate
-        lives_on_host = candidate.placement.grad is not Tier.DEVICE
-        leaves_each_time = lives_on_host and candidate.stage >= 2
+        home = candidate.placement.grad
+        leaves_each_time = home is not Tier.DEVICE and candidate.stage >= 2
         if not self.host_share or not (boundary or leaves_each_time):
             return ()
-        size = BYTES[candidate.precision] if lives_on_host else self.settings.reduce_bytes
-        bandwidth = self.hardware.host.bandwidth
-        return [self.host_share * self.owned([each]) * size / bandwidth for each in segments]
+        if home is not Tier.DISK and self.hardware.shares_memory:
+            return ()
+        rate = self.hardware.host.bandwidth
+        if home is Tier.DISK:
+            rate = min(rate, self._disk_share(self.hardware.disk_write))
+        size = self.settings.reduce_bytes
+        return [self.host_share * self.owned([each]) * size / rate for each in segments]
 
     def _disk_share(self, rate: float) -> float:
         """Return one rank's part of the bandwidth of its node's disks."""
@@ -270,6 +280,8 @@ class _StepModel:
         agree = world.all_reduce(_NORM_BYTES).seconds
         norm = stream_seconds(self.device, owned * self.settings.reduce_bytes)
         here = owned * (1 - self.host_share)
+        if self.hardware.shares_memory:  # the cores of the host compute all of it
+            here = owned
         precision = self.candidate.precision
         return agree + norm + device_update_seconds(self.device, here, self.settings, precision)
 
@@ -280,11 +292,9 @@ class _StepModel:
         """
         if not self.host_share:
             return None
+        candidate = self.candidate
         per_element = host_seconds_per_element(
-            self.hardware,
-            self.settings,
-            self.candidate.placement.optimizer,
-            self.candidate.precision,
+            self.hardware, self.settings, candidate.placement, candidate.precision
         )
         now = 0.0
         moments = []
@@ -411,39 +421,5 @@ class _StepModel:
             cost = self._send_between_stages().times(sends)
             node += cost.node
             network += cost.network
-        found = {"node": node, "network": network, **self._tier_bytes(segments)}
+        found = {"node": node, "network": network}
         return {name: math.ceil(value) for name, value in found.items() if value}
-
-    def _tier_bytes(self, segments: Sequence[SegmentCost]) -> dict[str, float]:
-        """Return the bytes between the device and its host, and between the host and its disks.
-
-        Both directions count together.
-        """
-        candidate = self.candidate
-        placement = candidate.placement
-        count = candidate.accumulation
-        size = BYTES[candidate.precision]
-        owned = self.host_share * self.owned(segments)
-        down = self.settings.reduce_bytes
-        times = 1
-        if placement.grad is not Tier.DEVICE:
-            down = size
-            times = count if candidate.stage >= 2 else 1
-        host = owned * (down * times + size)
-        disk = 0.0
-        if placement.optimizer is Tier.DISK:
-            disk += owned * 2 * state_bytes(self.settings)
-        if placement.param is not Tier.DEVICE:
-            divided = self.shard_group.ranks if candidate.stage == 3 else 1
-            params = sum(segment.params for segment in segments)
-            fetched = 2 * count * params * size * placement.fraction / divided
-            host += fetched
-            if placement.param is Tier.DISK:
-                disk += fetched
-        if placement.activation is not Tier.DEVICE:
-            blocks = sum(self._is_block(segment) for segment in segments)
-            moved = 2 * count * self.micro_batch.boundary_bytes * blocks
-            host += moved
-            if placement.activation is Tier.DISK:
-                disk += moved
-        return {"host": host, "disk": disk}

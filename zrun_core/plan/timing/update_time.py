@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from zrun_core.hardware.hardware import Device, Hardware
-from zrun_core.memory.buffers import Tier
+from zrun_core.memory.buffers import Placement, Tier
 from zrun_core.plan.timing.micro_batch_cost import BYTES, TimingSettings
 from zrun_core.plan.timing.roofline import stream_seconds
 
@@ -45,22 +45,45 @@ def device_update_seconds(
 
 
 def host_seconds_per_element(
-    hardware: Hardware, settings: TimingSettings, tier: Tier, precision: str = "bf16"
+    hardware: Hardware, settings: TimingSettings, placement: Placement, precision: str = "bf16"
 ) -> float:
     """Return the seconds per element of an update on the host.
 
     The bandwidths of the memory and of the disks are shared by all ranks of a node. The updated
-    parameters go back to the device meanwhile.
+    parameters go back to the device meanwhile. Where the cores of the host are what trains, only
+    the disk is beside them.
 
     Args:
         hardware: the hosts.
         settings: of the optimizer.
-        tier: where the states live: in the host's memory or on its disks.
+        placement: of the states; the optimizer's are in the host's memory or on its disks.
         precision: the compute format of the parameters.
     """
-    bandwidth = hardware.host_bandwidth * _HOST_UPDATE_SHARE / hardware.devices_per_node
-    seconds = update_bytes(settings, precision) / bandwidth
-    if tier is Tier.DISK:
-        slower = max(min(hardware.disk_read, hardware.disk_write), 1.0) / hardware.devices_per_node
-        seconds = max(seconds, state_bytes(settings) / slower)
-    return max(seconds, BYTES[precision] / hardware.host.bandwidth)
+    ranks = hardware.devices_per_node
+    seconds = 0.0
+    if not hardware.shares_memory:
+        bandwidth = hardware.host_bandwidth * _HOST_UPDATE_SHARE / ranks
+        seconds = max(
+            update_bytes(settings, precision) / bandwidth,
+            BYTES[precision] / hardware.host.bandwidth,
+        )
+    read, written = disk_bytes(settings, placement, precision)
+    read_s = read * ranks / max(hardware.disk_read, 1.0)
+    written_s = written * ranks / max(hardware.disk_write, 1.0)
+    return max(seconds, read_s, written_s)
+
+
+def disk_bytes(
+    settings: TimingSettings, placement: Placement, precision: str
+) -> tuple[float, float]:
+    """Return the bytes per element that an update reads from disks, and writes to them."""
+    size = BYTES[precision]
+    read = written = 0.0
+    is_master = size == 4 and placement.param is placement.optimizer
+    if placement.optimizer is Tier.DISK:
+        read = written = float(state_bytes(settings))
+    if placement.grad is Tier.DISK:
+        read += settings.reduce_bytes
+    if placement.param is Tier.DISK and not is_master:
+        written += size
+    return read, written

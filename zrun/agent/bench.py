@@ -8,22 +8,19 @@ can only make them slower.
 
 from __future__ import annotations
 
-import errno
 import json
-import mmap
 import os
-import secrets
 import signal
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from zrun.system import processes
 from zrun.transport.frames import Frame
+from zrun_core.tiers.probe import probe_disk
 
 _TRY_S = 0.4  # for the tries of one measurement
 # Sides of square matrices, large enough to be bound by arithmetic.
@@ -31,7 +28,6 @@ _CPU_SIDE = 1536
 _GPU_SIDE = 8192
 _COPY_BYTES = 256 << 20
 _DISK_BYTES = 256 << 20
-_BLOCK_BYTES = 8 << 20  # of disk requests
 _STREAM_ELEMENTS = 1 << 22  # of tensors that no cache holds
 _CHAIN = 64  # operators on next to nothing, one after the other
 _PATIENCE_S = 240.0
@@ -170,61 +166,11 @@ def disk_rates(folder: str, num_bytes: int = _DISK_BYTES) -> dict[str, Any]:
 
     The transfers pass the page cache where the file system can do so.
     """
-    try:
-        with (
-            _unnamed_file(folder) as (descriptor, is_direct),
-            mmap.mmap(-1, _BLOCK_BYTES) as block,  # page-aligned, as O_DIRECT needs it
-        ):
-            block.write(os.urandom(_BLOCK_BYTES))
-            write_s = _timed(lambda: _write_all(descriptor, block, num_bytes))
-            if not is_direct:
-                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            read_s = _timed(lambda: _read_all(descriptor, block, num_bytes))
-    except OSError as error:
-        return {"folder": folder, "error": error.strerror}
-    rates = {"write_bytes_per_s": num_bytes / write_s, "read_bytes_per_s": num_bytes / read_s}
-    return {"folder": folder, "direct": is_direct, **rates}
-
-
-@contextmanager
-def _unnamed_file(folder: str) -> Iterator[tuple[int, bool]]:
-    """Open a file without a name, which is gone however this ends.
-
-    Yields:
-        Its descriptor, and whether its transfers pass the page cache.
-    """
-    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    path = os.path.join(folder, f".zrun-bench-{secrets.token_hex(8)}")
-    is_direct = True
-    try:
-        descriptor = os.open(path, flags | os.O_DIRECT, 0o600)
-    except OSError:
-        is_direct = False
-        descriptor = os.open(path, flags, 0o600)
-    try:
-        os.unlink(path)
-        yield descriptor, is_direct
-    finally:
-        os.close(descriptor)
-
-
-def _write_all(descriptor: int, block: mmap.mmap, num_bytes: int) -> None:
-    for offset in range(0, num_bytes, _BLOCK_BYTES):
-        if os.pwritev(descriptor, [block], offset) != _BLOCK_BYTES:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    os.fsync(descriptor)
-
-
-def _read_all(descriptor: int, block: mmap.mmap, num_bytes: int) -> None:
-    for offset in range(0, num_bytes, _BLOCK_BYTES):
-        if os.preadv(descriptor, [block], offset) != _BLOCK_BYTES:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-
-def _timed(action: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    action()
-    return time.perf_counter() - start
+    facts = probe_disk(folder, num_bytes)
+    if facts.error is not None:
+        return {"folder": folder, "error": facts.error}
+    rates = {"write_bytes_per_s": facts.write_rate, "read_bytes_per_s": facts.read_rate}
+    return {"folder": folder, "direct": facts.direct, **rates}
 
 
 if __name__ == "__main__":

@@ -8,6 +8,8 @@ import fcntl
 import gc
 import os
 import random
+import subprocess
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -324,6 +326,37 @@ def test_a_file_that_nobody_closes_ends_too(tmp_path: Path) -> None:
         assert not thread.is_alive()
     gc.collect()
     assert gone() is None
+
+
+LEAVES = """
+import atexit, os, sys, threading, time
+
+def threads():
+    return [each.name for each in threading.enumerate() if each.name.startswith("zrun-disk")]
+
+atexit.register(lambda: print(threads()))  # the first one is called last
+from pathlib import Path
+from zrun_core.memory.arena import Region
+from zrun_core.tiers.swap_file import SwapFile
+
+write = os.pwritev
+swap = SwapFile(Path(sys.argv[1]), 8 << 20, block_bytes=4096)
+extent = swap.reserve(8 << 20, name="state")
+print(len(threads()))
+os.pwritev = lambda *arguments: time.sleep(0.2) or write(*arguments)
+swap.write(extent, Region(8 << 20).tensor())
+"""
+
+
+def test_a_process_ends_without_closing(tmp_path: Path) -> None:
+    """No thread outlives the interpreter, which may abort then; what is in line is left."""
+    done = subprocess.run(
+        [sys.executable, "-c", LEAVES, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=60,  # to write all takes 100 s
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "4\n[]\n", "")
 
 
 def test_threads_are_traced_on_request(swap: SwapFile) -> None:

@@ -33,8 +33,9 @@ import threading
 import time
 import weakref
 from collections import deque
+from contextlib import suppress
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
 import numpy as np
@@ -202,10 +203,6 @@ class SwapFile:
         self._idle = threading.Condition()
         self._ready: SimpleQueue[_Task | None] = SimpleQueue()
         self._file, self.direct = _create(folder, self.num_bytes)
-        # Also when nobody has closed it, such as a model that was dropped. At the exit of the
-        # process there is nothing to do, and threads may still use the descriptor.
-        self._end = weakref.finalize(self, _end, self._file, self._ready, num_threads)
-        self._end.atexit = False
         self.note = _note(folder, self.direct)
         self._threads = [
             threading.Thread(
@@ -215,6 +212,9 @@ class SwapFile:
         ]
         for thread in self._threads:
             thread.start()
+        # Also of a model that was dropped, and at the exit of the process, when nobody has closed
+        # it: Python may abort at its end where threads are left.
+        self._end = weakref.finalize(self, _end, self._file, self._ready, self._threads)
 
     def reserve(self, num_bytes: int, *, name: str) -> Extent:
         """Return the next pages of the file; it grows where the plan was short.
@@ -267,8 +267,6 @@ class SwapFile:
         with self._idle:
             self._idle.wait_for(lambda: not self._num_open)
         self._end()
-        for thread in self._threads:
-            thread.join()
 
     def _check_open(self) -> None:
         if not self._end.alive:
@@ -386,10 +384,16 @@ def _serve(ready: SimpleQueue[_Task | None]) -> None:
         del task  # it keeps the file alive
 
 
-def _end(file: int, ready: SimpleQueue[_Task | None], num_threads: int) -> None:
-    """End the threads of a file with nothing under way, and close it."""
-    for _ in range(num_threads):
+def _end(file: int, ready: SimpleQueue[_Task | None], threads: list[threading.Thread]) -> None:
+    """End the threads of a file, after what they are at, and close it."""
+    with suppress(Empty):  # what is still in line at the exit of the process
+        while True:
+            ready.get_nowait()
+    for _ in threads:
         ready.put(None)
+    for thread in threads:
+        if thread is not threading.current_thread():  # it may have dropped the file itself
+            thread.join()
     os.close(file)
 
 

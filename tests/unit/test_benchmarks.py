@@ -18,6 +18,8 @@ import gpu  # noqa: E402
 import gpu_planner  # noqa: E402
 import hybrid  # noqa: E402
 import launch  # noqa: E402
+import offload  # noqa: E402
+import offload_disk  # noqa: E402
 import planner_time  # noqa: E402
 import render  # noqa: E402
 import step  # noqa: E402
@@ -112,6 +114,29 @@ def test_each_of_our_systems_runs_in_both_checkouts() -> None:
 def test_a_missing_checkout_is_refused(arguments: list[str]) -> None:
     with pytest.raises(SystemExit):
         step.parse(arguments)
+
+
+def test_parts_of_offload_are_chosen_by_name() -> None:
+    assert offload.parse([]).parts == ",".join(offload.PARTS)
+    with pytest.raises(SystemExit):
+        offload.parse(["--parts", "disk,disc"])
+
+
+def test_a_disk_is_compared_inside_each_round() -> None:
+    rates = {"disk": [1e9, 2e9, 4e9], "SwapFile": [0.9e9, 1.6e9, 3.6e9]}
+    row = {"operation": "read", "bytes": 8 << 20, "rates": rates, "cpu_s": rates}
+    *_, line = offload_disk.table([row]).splitlines()
+    assert line.split()[:8] == [
+        "read",
+        "8.0",
+        "MiB",
+        "2.00",
+        "1.60",
+        "1.00-4.00",
+        "0.90-3.60",
+        "0.900",
+    ]
+    assert line.endswith("met")
 
 
 def test_every_part_of_a_step_is_there_to_be_timed() -> None:

@@ -164,8 +164,9 @@ def offload_sections() -> Iterator[dict[str, Any]]:
     """Yield sections of jobs at stage 3: all that are valid, with their inputs at home and away."""
     for optimizer, grad, param in itertools.product(TIERS[1:], TIERS, TIERS[1:]):
         with contextlib.suppress(ValidationError):
-            OffloadConfig.model_validate({"optimizer": optimizer, "grad": grad, "param": param})
-            yield {"optimizer": optimizer, "grad": grad, "param": param, "fraction": 0.5}
+            section = {"optimizer": optimizer, "grad": grad, "param": param, "fraction": 0.5}
+            OffloadConfig.model_validate(section)
+            yield section
     yield {"optimizer": "host", "schedule": "delayed"}
     yield {"optimizer": "host", "fraction": "auto"}
     yield {}

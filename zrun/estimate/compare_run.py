@@ -235,8 +235,8 @@ def _hardware(spec: RunSpec, start: Event) -> tuple[Hardware, list[str]]:
         ), notes
     cluster = Cluster(tuple(replace(here, hostname=host) for host in hosts))
     job = spec.job
-    folder = job.offload.dir
-    found = hardware_of(cluster, device, per_host, memory=job.limits.memory, folder=folder)
+    limit = job.limits.memory
+    found = hardware_of(cluster, device, per_host, memory=limit, folder=spec.offload_folder)
     return found, notes
 
 

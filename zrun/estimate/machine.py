@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from zrun.preflight.calibration import Calibration, HostRates, MatmulRates
 from zrun_core.spine import memory_limits
+from zrun_core.spine.direct_io import file_system
+from zrun_core.tiers.probe import IN_MEMORY
 
 if TYPE_CHECKING:
     from zrun.hosts.cluster import Cluster, HostFacts
@@ -27,7 +29,6 @@ _CORE_FLOPS = {"fp32": 75e9, "bf16": 150e9}
 _CORE_COPY = 4e9
 _MOST_COPY = 40e9
 _DISK_RATE = 1e9  # bytes per second that a disk reads, or writes, where nobody has measured
-_IN_MEMORY = ("tmpfs", "ramfs")  # file systems
 
 
 def hardware_of(
@@ -36,7 +37,7 @@ def hardware_of(
     per_host: int,
     environ: Mapping[str, str] = os.environ,
     memory: int | None = None,
-    folder: str | None = None,
+    folder: Path | None = None,
 ) -> Hardware:
     """Return hosts as the hardware of a plan; the weakest of them counts.
 
@@ -49,7 +50,7 @@ def hardware_of(
         per_host: ranks on each host.
         environ: names the file of rates.
         memory: `limits.memory` of the job.
-        folder: `offload.dir` of the job, on the disk for states; None: run directories are.
+        folder: on the disk for states; None: of the run directories.
 
     Raises:
         JobError: the file of rates is damaged.
@@ -63,7 +64,7 @@ def hardware_of(
         found = _of_cpus(rates, least.cores, host_bytes, per_host, nodes, name)
     else:
         found = _of_gpus(rates, least, host_bytes, per_host, nodes, name)
-    return _with_disks(found, Path(folder or "runs"), is_measured=rates is not None)
+    return _with_disks(found, folder or Path("runs"), is_measured=rates is not None)
 
 
 def _with_disks(hardware: Hardware, folder: Path, *, is_measured: bool) -> Hardware:
@@ -96,7 +97,7 @@ def _free_disk(folder: Path) -> int:
     """
     while not folder.is_dir():
         folder = folder.parent
-    if _is_memory(folder):
+    if file_system(folder) in IN_MEMORY:
         return 0
     usage = shutil.disk_usage(folder)
     part = max(1, usage.total // 100)
@@ -234,13 +235,3 @@ def _flops(rates: Sequence[MatmulRates]) -> dict[str, float]:
         if all(value is not None for value in values):
             found[name] = min(values)
     return found
-
-
-def _is_memory(folder: Path) -> bool:
-    """Return whether files of a folder are kept in memory."""
-    import psutil
-
-    mounts = psutil.disk_partitions(all=True)
-    around = [each for each in mounts if folder.is_relative_to(each.mountpoint)]
-    nearest = max(around, key=lambda each: len(each.mountpoint), default=None)
-    return nearest is not None and nearest.fstype in _IN_MEMORY

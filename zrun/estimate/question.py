@@ -30,7 +30,7 @@ from zrun.placement.plan import make_plan
 from zrun_core.errors import JobError
 from zrun_core.spine.config import JobConfig
 from zrun_core.spine.parallel_dims import ParallelDims, resolve_shard_size
-from zrun_core.spine.spec import BatchPlan, resolve_batch, resolve_bucket
+from zrun_core.spine.spec import BatchPlan, offload_folder, resolve_batch, resolve_bucket
 
 if TYPE_CHECKING:
     from zrun_core.hardware.hardware import Hardware
@@ -126,7 +126,7 @@ def of_job(
     device = "cpu" if resolved.job.device == "cpu" else "cuda"
     per_host = max(len(resolved.plan.ranks_on(host)) for host in resolved.plan.hosts)
     limit = resolved.job.limits.memory
-    folder = resolved.job.offload.dir
+    folder = offload_folder(resolved.job, loaded.path.absolute().parent, Path("runs"))
     hardware = hardware_of(cluster, device, per_host, environ, limit, folder)
     return _question(loaded, resolved.job, resolved.batch, hardware, patience_s)
 

@@ -18,6 +18,7 @@ from typing import Any
 from zrun.system.processes import die_with_parent
 from zrun_core.errors import ExitCode
 from zrun_core.spine.events import Emitter
+from zrun_core.spine.flight_recorder import FlightRecorder
 from zrun_core.spine.spec import RunSpec
 
 RANK = -1  # until there is one: a process for all of them imports this module
@@ -139,6 +140,26 @@ def hang_with_helper(spec: RunSpec, emitter: Emitter) -> None:
     will_not_finish(spec, emitter)
 
 
+def wait_for_disk(spec: RunSpec, emitter: Emitter) -> None:
+    """Has asked its disk for a state, which never comes."""
+    with board(spec).wait_for_tier(f"its disk ({spec.offload_folder})"):
+        hang(spec, emitter)
+
+
+def wait_for_others(spec: RunSpec, emitter: Emitter) -> None:
+    board(spec).waiting(True)
+    hang(spec, emitter)
+
+
+def board(spec: RunSpec) -> FlightRecorder:
+    """Return the page of a rank that has begun its first step."""
+    ranks = range(spec.plan.world_size)
+    own = FlightRecorder(Path(spec.run_dir) / "board", RANK, ranks, len(ranks))
+    own.step(1)
+    own.phase("forward")
+    return own
+
+
 def leave_early(spec: RunSpec, emitter: Emitter) -> None:
     os._exit(0)
 
@@ -180,6 +201,8 @@ BEHAVIOURS = {
         will_not_finish,
         step_and_not_finish,
         hang_with_helper,
+        wait_for_disk,
+        wait_for_others,
         leave_early,
         show_environment,
     )

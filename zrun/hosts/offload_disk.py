@@ -58,6 +58,8 @@ def look_at(folder: SwapFolder) -> DiskFacts:
     path = Path(os.path.expanduser(folder.path))
     if folder.is_made:
         path = next(each for each in (path, *path.parents) if each.is_dir())
+    if not path.exists():
+        return DiskFacts(str(path), "there is no such folder; make it")
     return probe_disk(str(path))
 
 
@@ -65,7 +67,7 @@ def find_problem(disk: DiskFacts) -> str | None:
     """Return why no states can lie on a disk; None: they can."""
     elsewhere = "name a folder on a local disk in offload.dir"
     if disk.error is not None:
-        return f"states on disk: {disk.folder}: {disk.error}: {elsewhere}"
+        return f"states on disk: {disk.folder}: {disk.error}, or {elsewhere}"
     if disk.is_memory:
         return (
             f"states on disk: {disk.folder} is memory, not a disk ({disk.filesystem}), and they "

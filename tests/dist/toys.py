@@ -15,6 +15,7 @@ from zrun_core.distributed.named_vector import NamedVector
 from zrun_core.memory.state_policy import ZeroPolicy
 from zrun_core.optim.resolve import resolve_optimizer
 from zrun_core.spine.config import OptimConfig, PrecisionConfig
+from zrun_core.tiers.copies import Copier
 from zrun_core.zero.precision import Precision
 from zrun_core.zero.sharded_model import ShardedModel, ShardingConfig
 
@@ -67,6 +68,7 @@ def make_sharded(
     bucket: int = 1 << 14,
     read: Callable[[str, nn.Parameter], torch.Tensor] = lambda name, param: param.detach(),
     meet: tuple[Mesh, Comm] | None = None,
+    apart: Copier | None = None,
     **settings: Any,
 ) -> ShardedModel:
     """A model on the ranks of the pool; `meet` is given where they are not all data-parallel."""
@@ -86,7 +88,7 @@ def make_sharded(
     if meet is None:
         meet = Mesh.build(rank, ["host"] * world_size, shard_size), Comm(torch.device("cpu"))
         meet[1].use_cma(meet[0].host, 60.0)
-    return ShardedModel(model, read, full, *meet)
+    return ShardedModel(model, read, full, *meet, apart=apart)
 
 
 def optim_config(**keys: Any) -> OptimConfig:

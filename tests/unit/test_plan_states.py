@@ -123,11 +123,12 @@ def test_what_crosses_the_bus_has_pinned_slots():
         "reduce ring": 3
         * 2
         * largest,  # one unit is filled, one is on its way down, and the tied one fills slowly
+        "gradient staging": 2 * 2 * largest,  # micro-batches are added on the host
         "parameter staging": 2 * 2 * largest,
     }
     everything = scratch(Placement(HOST, HOST, HOST))
-    assert everything["gather ring"] == 2 * (largest + 2 * block), (
-        "the lasting unit, one in use, one ahead"
+    assert everything["gather ring"] == 2 * (largest + 3 * block), (
+        "the lasting unit, one in use, one ahead, one on its way"
     )
     assert "parameter staging" not in everything, "it is updated where it is"
     on_disk = scratch(Placement(optimizer=DISK), dp=2)

@@ -207,6 +207,11 @@ class Comm:
                 self._flight_recorder.waiting(False)
         self.waited_s += time.perf_counter() - start
 
+    @property
+    def flight_recorder(self) -> FlightRecorder | None:
+        """Shows what this rank waits for; None outside of a run."""
+        return self._flight_recorder
+
     def settle(self) -> None:
         """Wait until other ranks have read all that this one has sent: from now on it may change.
 

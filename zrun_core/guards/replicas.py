@@ -21,7 +21,8 @@ from __future__ import annotations
 
 import struct
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -30,7 +31,7 @@ import xxhash
 from zrun_core.distributed.transport import Group
 from zrun_core.errors import DivergedError
 from zrun_core.zero.sharded_model import ShardedModel
-from zrun_core.zero.unit import FlatUnit
+from zrun_core.zero.unit import FlatUnit, Values
 
 _CHUNK_WORDS = 1 << 24  # that a device digests at a time: 128 MiB of scratch
 _ODD = -7046029254386353131  # 0x9E3779B97F4A7C15, the golden ratio's bits, as a signed number
@@ -66,19 +67,31 @@ def device_digest(raw: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _Replica:
-    """One piece of memory that several ranks hold.
+    """A state of a unit that several ranks hold.
 
     Attributes:
         axes: of the mesh, along which all ranks hold it: `data`, or `replicate` where it is a shard
             that copies of the states have alike; and what its unit is alike over.
-        start: of its first element in the unit.
+        fetch: returns its memory, which may have to come from elsewhere.
     """
 
     unit: FlatUnit
     what: str
-    flat: torch.Tensor
     axes: tuple[str, ...]
-    start: int
+    fetch: Callable[[], Values]
+
+    @contextmanager
+    def values(self) -> Iterator[Values]:
+        """Have its memory inside, without padding at the unit's end."""
+        flat, start = self.fetch()
+        try:
+            yield Values(flat[: max(0, self.unit.layout.numel - start)], start)
+        finally:
+            self.unit.drop_values()
+
+    def digest(self) -> int:
+        with self.values() as (flat, _):
+            return digest(flat)
 
 
 class ReplicaGuard:
@@ -107,9 +120,10 @@ class ReplicaGuard:
         data = self._mesh.data
         if world.size == 1:
             return
+        self._sharded.settle_updates()
         replicas = self._replicas()
         packed = struct.pack(f"<{len(counters)}d", *counters.values())
-        digests = [digest(replica.flat) for replica in replicas]
+        digests = [replica.digest() for replica in replicas]
         own = [_signed(xxhash.xxh3_64_intdigest(packed))]
         for axis in self._axes:
             pairs = zip(digests, replicas, strict=True)
@@ -136,19 +150,20 @@ class ReplicaGuard:
         for unit in self._sharded.units:
             num_holders, _ = self._mesh.along(unit.exchange.updated_replicated_over(unit.layout))
             replicated_over = [axis for axis in self._axes if axis in unit.layout.replicated_over]
+            start, stop = unit.updated_range
+            is_whole = stop - start == unit.layout.padded_numel
+            is_kept = unit.is_kept_unsharded
             held = [
-                ("parameter", unit.resident_params(), unit.is_kept_unsharded or num_holders > 1)
+                ("parameter", unit.resident_params, is_kept or is_whole, is_kept or num_holders > 1)
             ]
-            if (masters := unit.masters()) is not None:
-                held.append(("fp32 master", masters, num_holders > 1))
-            for what, (flat, start), has_copies in held:
+            if unit.has_master:
+                held.append(("fp32 master", unit.values, is_whole, num_holders > 1))
+            for what, fetch, is_everywhere, has_copies in held:
                 axes = list(replicated_over)
                 if has_copies:
-                    everywhere = flat.numel() == unit.layout.padded_numel
-                    axes.append("data" if everywhere else "replicate")
+                    axes.append("data" if is_everywhere else "replicate")
                 if axes:
-                    unpadded = flat[: max(0, unit.layout.numel - start)]
-                    found.append(_Replica(unit, what, unpadded, tuple(axes), start))
+                    found.append(_Replica(unit, what, tuple(axes), fetch))
         return found
 
     def _exchange(self, own: Sequence[int], group: Group) -> dict[int, list[int]]:
@@ -192,7 +207,7 @@ class ReplicaGuard:
     def _name_replica(self, step: int, replicas: Sequence[_Replica], axis: str) -> str:
         """Say which unit differs along `axis`, on which ranks: then which tensor of it."""
         along = [replica for replica in replicas if axis in replica.axes]
-        table = self._exchange([digest(replica.flat) for replica in along], self._group(axis))
+        table = self._exchange([replica.digest() for replica in along], self._group(axis))
         for place, replica in enumerate(along):
             if odd := _odd_ones(table, place, self._holders(axis)):
                 return self._name_tensor(step, replica, odd, axis)
@@ -201,8 +216,9 @@ class ReplicaGuard:
     def _name_tensor(self, step: int, replica: _Replica, odd: list[int], axis: str) -> str:
         layout = replica.unit.layout
         own = [0] * len(layout.slots)
-        for piece in layout.pieces(replica.start, replica.start + replica.flat.numel()):
-            own[piece.index] = digest(replica.flat[piece.start : piece.stop])
+        with replica.values() as (flat, start):
+            for piece in layout.pieces(start, start + flat.numel()):
+                own[piece.index] = digest(flat[piece.start : piece.stop])
         table = self._exchange(own, self._group(axis))
         for place, slot in enumerate(layout.slots):
             if again := _odd_ones(table, place, self._holders(axis)):

@@ -264,7 +264,8 @@ class Window(ABC):
 
     Attributes:
         full: [padded_numel] in the unit's dtype.
-        shard: [shard_numel], the rank's own slice; always valid.
+        shard: [shard_numel], the rank's own slice; always valid. Empty where the home of the shard
+            is elsewhere: then the own slice of `full` comes and goes with the others.
     """
 
     full: torch.Tensor
@@ -304,7 +305,8 @@ class PageWindow(Window):
 
         Args:
             numel: padded_numel of the unit.
-            own: first and last + 1 element of this rank's shard, on borders of pages.
+            own: first and last + 1 element of this rank's shard, on borders of pages; (0, 0): it
+                has no memory here.
             dtype: of the unit.
             pool: where the other ranks' shards get their pages.
         """
@@ -372,7 +374,7 @@ class StorageWindow(Window):
 
         Args:
             numel: padded_numel of the unit.
-            own: first and last + 1 element of this rank's shard.
+            own: first and last + 1 element of this rank's shard; (0, 0): it has no memory here.
             dtype: of the unit.
             device: where it lies.
             meter: counts the bytes that have memory.
@@ -448,11 +450,17 @@ class Ring:
         |xxxx|xxx |xx|          |
     """
 
-    _ALIGN = 256
+    def __init__(self, num_bytes: int, device: torch.device, alignment: int = 256) -> None:
+        """Allocate it.
 
-    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        Args:
+            num_bytes: that are foreseen.
+            device: where it lies.
+            alignment: bytes; what is taken begins on multiples of it.
+        """
         self.device = device
         self.num_bytes = 0
+        self._alignment = alignment
         self._arenas: list[tuple[torch.Tensor, OrderedDict[int, int]]] = []
         if num_bytes:
             self._add(num_bytes)
@@ -476,7 +484,7 @@ class Ring:
         """
         if not numel:
             return torch.empty(0, dtype=dtype, device=self.device)
-        need = _round_up(numel * dtype.itemsize, self._ALIGN)
+        need = _round_up(numel * dtype.itemsize, self._alignment)
         for arena, used in self._arenas:
             cursor = 0
             for start in sorted(used):

@@ -17,12 +17,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from zrun_core.memory.buffers import ON_DEVICE, Buffer, Kind, Placement, Tier
-from zrun_core.memory.layout import UnitLayout, whole_pages
+from zrun_core.memory.layout import PAGE_BYTES, UnitLayout, whole_pages
 
 STAGING_SLOTS = 2  # one is filled while the other is on its way up to the device, or down from it
 DISK_SLOTS = 3  # of host memory: one is read into, one is updated, one is written from
@@ -140,6 +140,34 @@ class Ownership:
 
 
 @dataclass(frozen=True)
+class SlotSizes:
+    """Bytes of the pieces of host memory in which states elsewhere pass. 0: there are none.
+
+    Attributes:
+        down: of one for a gradient on its way from the device; there are `STAGING_SLOTS`.
+        up: of one for updated parameters on their way to it; as many.
+        disk: by kind, of one for a state on disk; there are `DISK_SLOTS`.
+    """
+
+    down: int = 0
+    up: int = 0
+    disk: Mapping[Kind, int] = field(default_factory=dict)
+
+    def buffers(self) -> list[Buffer]:
+        """Return all of them, those of one purpose as one buffer."""
+        sizes = {
+            "gradient staging": STAGING_SLOTS * self.down,
+            "parameter staging": STAGING_SLOTS * self.up,
+            **{f"disk slots of {k.value}": DISK_SLOTS * size for k, size in self.disk.items()},
+        }
+        return [
+            Buffer(name, Kind.RING, size, Tier.HOST, pinned=True)
+            for name, size in sizes.items()
+            if size
+        ]
+
+
+@dataclass(frozen=True)
 class StatePolicy:
     """Everything that decides how many bytes the states of a unit take on one rank.
 
@@ -180,6 +208,7 @@ class StatePolicy:
         prefetch: int,
         moves_pages: bool,
         placements: Mapping[str, Placement] = ALL_ON_DEVICE,
+        host_is_device: bool = False,
     ) -> list[Buffer]:
         """Return all that a rank allocates for `units` before the first step, and their moments.
 
@@ -191,6 +220,7 @@ class StatePolicy:
             prefetch: units gathered ahead of their use.
             moves_pages: a unit is unsharded by moving pages into it: see `arena.PageWindow`.
             placements: by unit name, of units whose states are not all on the device.
+            host_is_device: the device computes in the host's memory.
         """
         by_unit = [
             self.buffers(unit, mesh_info, placements.get(unit.name, ON_DEVICE)) for unit in units
@@ -203,8 +233,7 @@ class StatePolicy:
             *(buffer for buffers in by_unit for buffer in buffers),
             Buffer("gather ring", Kind.RING, gather_bytes),
             Buffer("reduce ring", Kind.RING, reduce_bytes),
-            *self._staging(units, mesh_info, placements),
-            *_disk_slots(by_unit),
+            *self.slot_sizes(units, mesh_info, placements, host_is_device=host_is_device).buffers(),
         ]
 
     def buffers(
@@ -262,7 +291,8 @@ class StatePolicy:
     ) -> int:
         """Return the room for units that are unsharded at a time.
 
-        These are the ones in use, `prefetch` more, and all that are kept until their pass ends.
+        These are the ones in use, `prefetch` more, one that comes from its home on another tier,
+        and all that are kept until their pass ends.
         Where pages are moved into a unit it takes those of the other ranks' shards only; elsewhere
         its own shard is a copy, and there must be room for all of it, as there must be where its
         home is on another tier.
@@ -284,7 +314,11 @@ class StatePolicy:
             else:
                 passing.append((unit, room))
         sizes = [size for _, size in passing]
-        prefetched_bytes = prefetch * max(sizes, default=0)
+        is_away = [placements.get(u.name, ON_DEVICE).param is not Tier.DEVICE for u, _ in passing]
+        ahead = prefetch
+        if any(is_away):  # what is gathered next is on its way from its home
+            ahead += 1
+        prefetched_bytes = ahead * max(sizes, default=0)
         passing_bytes = min(self._most_together(passing) + prefetched_bytes, sum(sizes))
         return passing_bytes + kept_bytes
 
@@ -334,6 +368,9 @@ class StatePolicy:
             leaves_from_ring = is_away or self.zero.reduce_now(boundary=False)
             leaving_numel = unit.padded_numel if leaves_from_ring else 0
             arriving_numel = self.ownership.recv_numel(unit, mesh_info)
+            if is_away:  # what leaves for a disk begins on a page, and so does what is beside it
+                per_page = PAGE_BYTES // self.reduce_dtype.itemsize
+                arriving_numel = math.ceil(arriving_numel / per_page) * per_page
             is_cast = self.updates_together and self.reduce_dtype != torch.float32
             if is_cast and placement.optimizer is Tier.DEVICE:
                 start, stop = self.ownership.updated_range(unit, mesh_info)
@@ -358,30 +395,45 @@ class StatePolicy:
             sums[unit.block if is_recomputed else unit.modules] += size
         return max(sums.values(), default=0)
 
-    def _staging(
-        self, units: Sequence[UnitLayout], mesh_info: MeshInfo, placements: Mapping[str, Placement]
-    ) -> list[Buffer]:
-        """Return the pinned slots around an update on the host.
+    def slot_sizes(
+        self,
+        units: Sequence[UnitLayout],
+        mesh_info: MeshInfo,
+        placements: Mapping[str, Placement],
+        *,
+        host_is_device: bool,
+    ) -> SlotSizes:
+        """Return the host memory that states elsewhere pass through.
 
-        Gradients come down to it through some, and parameters go up from it through others.
+        Gradients come down to an update on the host through some slots, and parameters go up from
+        it through others. A unit's states of one kind pass to and from a disk at a time.
+
+        Args:
+            units: of this rank.
+            mesh_info: its place.
+            placements: as of `rank_buffers`.
+            host_is_device: as of `rank_buffers`: nothing goes down or up.
         """
         down = 0
         up = 0
+        disk: dict[Kind, int] = {}
         for unit in units:
             placement = placements.get(unit.name, ON_DEVICE)
-            if not unit.trainable or placement.optimizer is Tier.DEVICE:
-                continue
-            start, stop = self.ownership.updated_range(unit, mesh_info)
-            if placement.grad is Tier.DEVICE:
-                down = max(down, (stop - start) * self.reduce_dtype.itemsize)
-            if placement.param is Tier.DEVICE:
-                up = max(up, (stop - start) * unit.dtype.itemsize)
-        sizes = {"gradient staging": down, "parameter staging": up}
-        return [
-            Buffer(name, Kind.RING, STAGING_SLOTS * size, Tier.HOST, pinned=True)
-            for name, size in sizes.items()
-            if size
-        ]
+            sizes = Counter[Kind]()
+            for buffer in self.buffers(unit, mesh_info, placement):
+                if buffer.tier is Tier.DISK:
+                    sizes[buffer.kind] += buffer.num_bytes
+                if buffer.kind is Kind.GRAD and placement.optimizer is not Tier.DEVICE:
+                    down = max(down, buffer.num_bytes)
+            for kind, size in sizes.items():
+                disk[kind] = max(disk.get(kind, 0), size)
+            goes_up = placement.optimizer is not Tier.DEVICE and placement.param is Tier.DEVICE
+            if goes_up and unit.trainable:
+                start, stop = self.ownership.updated_range(unit, mesh_info)
+                up = max(up, whole_pages((stop - start) * unit.dtype.itemsize))
+        if host_is_device:
+            return SlotSizes(disk=disk)
+        return SlotSizes(down, up, disk)
 
 
 def _on_tier(buffer: Buffer, tier: Tier) -> Buffer:
@@ -391,23 +443,6 @@ def _on_tier(buffer: Buffer, tier: Tier) -> Buffer:
     if tier is Tier.HOST:
         return replace(buffer, tier=tier, pinned=buffer.kind is not Kind.OPTIM)
     return replace(buffer, tier=tier, num_bytes=whole_pages(buffer.num_bytes))
-
-
-def _disk_slots(by_unit: Iterable[Sequence[Buffer]]) -> list[Buffer]:
-    """Return page-aligned host memory through which states on disk pass.
-
-    A unit's states of one kind pass at a time.
-    """
-    largest: dict[Kind, int] = {}
-    for buffers in by_unit:
-        for kind in (Kind.PARAM, Kind.GRAD, Kind.OPTIM):
-            size = sum(b.num_bytes for b in buffers if b.kind is kind and b.tier is Tier.DISK)
-            largest[kind] = max(largest.get(kind, 0), size)
-    return [
-        Buffer(f"disk slots of {kind.value}", Kind.RING, DISK_SLOTS * size, Tier.HOST, pinned=True)
-        for kind, size in largest.items()
-        if size
-    ]
 
 
 def module_buffers(module: torch.nn.Module) -> list[Buffer]:

@@ -161,6 +161,7 @@ class Hooks:
             _name=name,
             **known | facts,
         )
+        self.sharded.settle_updates()
         with user_code(f"hooks.{name} failed"):
             self._functions[name](context)
         recorder.hook_metrics(name, context.step, context._values)

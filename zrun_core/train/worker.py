@@ -276,7 +276,10 @@ class Worker:
             placement_of(job.offload, job.activations, device.type),
         )
         settings = parallelize.make_settings(job, optimizer, device)
-        return replace(settings, memory_bytes=self._memory_bytes(device))
+        folder = self.run_dir
+        if job.offload.dir is not None:
+            folder = self.job_dir / job.offload.dir
+        return replace(settings, memory_bytes=self._memory_bytes(device), disk_folder=str(folder))
 
     def _memory_bytes(self, device: torch.device) -> int | None:
         """Return how many bytes the model may take on its device; None: there is no limit."""

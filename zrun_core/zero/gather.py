@@ -26,7 +26,8 @@ whatever runs meanwhile.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from zrun_core.distributed.comm import Comm, CommPhase
@@ -42,6 +43,7 @@ class Gatherer:
         micro: the pass of which something runs, or ran last.
         active: something runs; only then may access to a parameter gather its unit.
         is_all_unsharded: inside of `all_unsharded`.
+        update_order: returns the trainable units in the order in which they are updated.
         num_refreshes: training forwards that found units stale, and gathered them.
         schedule_hash: digest of what was unsharded since the step began, to compare between ranks.
     """
@@ -64,8 +66,10 @@ class Gatherer:
         self._fixed_order = [unit for unit in units if not unit.reshard_after_use]
         self._orders: dict[PassKind, list[FlatUnit]] = {kind: [] for kind in PassKind}
         self._idle: list[FlatUnit] = []
+        self._updating: deque[FlatUnit] = deque()  # units that no forward has needed since
         self._needed: set[tuple[PassKind, int]] = set()  # kind of pass, index of a unit
         self._kind = PassKind.FORWARD
+        self.update_order: Callable[[], Sequence[FlatUnit]] = tuple
         self.micro = MicroPass()
         self.active = False
         self.is_all_unsharded = False
@@ -102,13 +106,19 @@ class Gatherer:
     def _refresh_stale(self) -> None:
         """Begin to gather the units that the last update left stale, and that are not resharded.
 
-        These are all units at stages 1 and 2. The order is the same on every rank.
+        These are all units at stages 1 and 2. The order is the same on every rank. Units whose
+        update is still running follow when they are needed, in the order of their updates.
         """
         stale = [unit for unit in self._fixed_order if unit.state is UnitState.SHARDED]
         if not stale:
             return
         if self._kind is PassKind.FORWARD:
             self.num_refreshes += 1
+        if self._sees_lookups and self._kind is PassKind.FORWARD:
+            self._updating = deque(unit for unit in self.update_order() if unit.is_updating)
+            self._updating = deque(u for u in self._updating if not u.reshard_after_use)
+            waits = set(self._updating)
+            stale = [unit for unit in stale if unit not in waits]
         for unit in stale:
             unit.unshard(self._comm)
         if self._sees_lookups:
@@ -117,8 +127,26 @@ class Gatherer:
         for unit in stale:
             unit.wait_for_unshard()
 
+    def _refresh_up_to(self, unit: FlatUnit | None) -> None:
+        """Gather the units that are being updated, up to `unit` and what comes after it.
+
+        All ranks do it in the one order of updates, whatever they need first.
+
+        Args:
+            unit: that is needed now; None: all of them.
+        """
+        ahead = self._prefetch
+        while self._updating:
+            if unit is not None and unit.state is not UnitState.SHARDED:
+                gathers_nothing = unit.shard.size == 1
+                if not ahead or gathers_nothing:
+                    return
+                ahead -= 1
+            self._updating.popleft().unshard(self._comm)
+
     def end_pass(self) -> None:
         """End what runs: record its order, and reshard what is not pinned."""
+        self._refresh_up_to(None)
         if self.micro.unshard_order:
             self._orders[self._kind] = self.micro.unshard_order
         self.micro.unshard_order = []
@@ -195,6 +223,8 @@ class Gatherer:
     def unshard(self, unit: FlatUnit) -> None:
         """Make the parameters of `unit` available now, and prefetch what is used after it."""
         if not unit.reshard_after_use:
+            if unit in self._updating:
+                self._refresh_up_to(unit)
             if unit.state is not UnitState.UNSHARDED:
                 unit.unshard(self._comm)
                 unit.wait_for_unshard()
@@ -224,8 +254,11 @@ class Gatherer:
             micro.cursor = order.index(unit, micro.cursor) + 1
         except ValueError:
             return  # this pass runs differently; its order replaces the recorded one
-        for following in order[micro.cursor : micro.cursor + self._prefetch]:
+        ahead = micro.cursor + self._prefetch
+        for following in order[micro.cursor : ahead]:
             following.unshard(self._comm)
+        for following in order[ahead : ahead + 1]:
+            following.begin_fetch()
 
     def reshard_idle(self) -> None:
         """Reshard the idle units. See [Note: idle units]."""

@@ -1,24 +1,43 @@
 """Homes: the place of a unit's state between uses, which may be another tier than the device.
 
-    fetch   before use: begin to bring the values to the device
-    at      the memory on the device in which they are used
+    fetch   before use: begin to bring the values to where they are used
+    at      the memory in which they are used
     put     after they were written: begin to store the new values
-    drop    release the memory on the device until the next fetch
+    drop    release that memory until the next fetch
 
 A unit has three: `param`, of what it keeps of its parameters between uses; `grad`; and `record`, of
 what an update reads and writes beside the gradient. It never asks which kind they are: it calls the
-verbs wherever values that live elsewhere would have to be moved. Today all states live in place;
-`tests/dist/test_homes.py` has all of them elsewhere.
+verbs wherever values that live elsewhere would have to be moved.
+
+A state that lives elsewhere is used in the host's memory, where its update runs, and so is whatever
+looks between two steps. What computes on the device gets parameters and gives gradients by two more
+verbs:
+
+              load  copy the values to memory of the device
+    device  <======  home  ======>  host     fetch, at, put, drop
+            ======>
+              store  copy, or add, values of the device to the home
+
+    InPlace   on the device: nothing moves
+    OnHost    in the rank's arena of host memory: fetch only waits for what `store` has begun
+    OnDisk    in an extent of the rank's file: fetch reads it into a slot of host memory
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple, Protocol
 
 import torch
 
-from zrun_core.distributed.handle import Handle
 from zrun_core.memory.arena import byte_buffer
+from zrun_core.memory.buffers import Kind, Tier
+from zrun_core.memory.layout import whole_pages
+from zrun_core.tiers.slots import Slots
+from zrun_core.tiers.swap_file import Extent
+from zrun_core.tiers.tiers import Tiers
+from zrun_core.tiers.transfer import DONE, Transfer
 
 
 class Home(Protocol):
@@ -28,23 +47,28 @@ class Home(Protocol):
     `put` returns before the next one.
     """
 
-    def fetch(self) -> Handle | None:
-        """Begin to bring the values here. Returns a handle to wait for; None: they are here."""
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that it takes on its tier."""
+        ...
+
+    def fetch(self) -> Transfer | None:
+        """Begin to bring the values. Returns what to wait for; None: they are here."""
         ...
 
     def at(self) -> torch.Tensor:
-        """Return the memory here: the values since `fetch`; without it, room for new ones.
+        """Return the memory in which they are used. Without `fetch`: room for new values.
 
         Views of it must be made anew when another tensor is returned.
         """
         ...
 
-    def put(self) -> Handle | None:
-        """Begin to store what was written here. Returns a handle to wait for, or None if done."""
+    def put(self) -> Transfer | None:
+        """Begin to store what was written there. Returns what to wait for; None: it is done."""
         ...
 
     def drop(self) -> None:
-        """Release the memory here, as far as it is not the home itself.
+        """Release the memory, as far as it is not the home itself.
 
         Other ranks may still read what they were sent from it: see `Comm.settle`.
         """
@@ -55,6 +79,32 @@ class Home(Protocol):
         ...
 
 
+class AwayHome(Home, Protocol):
+    """The home of a state that does not live on the device."""
+
+    def load(self, target: torch.Tensor, start: int = 0) -> Transfer:
+        """Begin to copy values to the device, in the home's format.
+
+        Args:
+            target: [n].
+            start: the first of them.
+        """
+        ...
+
+    def store(self, source: torch.Tensor, start: int = 0, *, accumulate: bool = False) -> Transfer:
+        """Begin to store values of the device, or to add them to those that are there.
+
+        Args:
+            source: [n].
+            start: where the first of them goes.
+            accumulate: add.
+
+        Returns:
+            What to wait for before `source` is written again.
+        """
+        ...
+
+
 class InPlace:
     """The home of a state that is used where it lives: nothing moves."""
 
@@ -62,6 +112,10 @@ class InPlace:
 
     def __init__(self, memory: torch.Tensor) -> None:
         self._memory = memory
+
+    @property
+    def num_bytes(self) -> int:
+        return self._memory.nbytes
 
     def fetch(self) -> None:
         return None
@@ -81,9 +135,325 @@ class InPlace:
         self._memory = larger
 
 
+class OnHost:
+    """A home in host memory that is not the device's."""
+
+    def __init__(self, tiers: Tiers, kind: Kind, capacity: int, dtype: torch.dtype) -> None:
+        """Take memory of the arena.
+
+        Args:
+            tiers: of the rank.
+            kind: what the bytes are counted as.
+            capacity: elements that it may have; it has all of them until `grow` says otherwise.
+            dtype: of them.
+        """
+        self._tiers = tiers
+        self._kind = kind
+        self._memory = tiers.host_memory(capacity, dtype)
+        self._used = self._memory
+        self._coming: Transfer = DONE
+
+    @property
+    def num_bytes(self) -> int:
+        return self._memory.nbytes
+
+    def fetch(self) -> Transfer | None:
+        return None if self._coming is DONE else self._coming
+
+    def at(self) -> torch.Tensor:
+        self._tiers.wait_on_host(self._coming, Tier.HOST)
+        self._coming = DONE
+        return self._used
+
+    def put(self) -> None:
+        return None
+
+    def drop(self) -> None:
+        return None
+
+    def grow(self, num_bytes: int) -> None:
+        if num_bytes > self._memory.numel():
+            larger = byte_buffer(num_bytes, self._memory.device)
+            larger[: self._used.numel()].copy_(self._used)
+            self._memory = larger
+        self._used = self._memory[:num_bytes]
+
+    def load(self, target: torch.Tensor, start: int = 0) -> Transfer:
+        part = self.at()[start : start + target.numel()]
+        return self._tiers.copy_up(part, target, self._kind)
+
+    def store(self, source: torch.Tensor, start: int = 0, *, accumulate: bool = False) -> Transfer:
+        part = self._used[start : start + source.numel()]
+        if not accumulate:
+            self._coming = self._tiers.copy_down(source, part, self._kind)
+            return self._coming
+        before = self._coming
+        slots = self._tiers.gradients_down
+        slot = slots.take(source.nbytes).view(source.dtype)
+        down = self._tiers.copy_down(source, slot, self._kind)
+
+        def add() -> None:
+            before.wait_on_host()
+            down.wait_on_host()
+            part.add_(slot)
+            slots.give(slot)
+
+        self._coming = self._tiers.worker.submit(add)
+        return down
+
+
+class _Part(NamedTuple):
+    """A piece of a state on disk.
+
+    Attributes:
+        start: its first byte in the state.
+    """
+
+    start: int
+    extent: Extent
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.extent.num_bytes
+
+    def of(self, memory: torch.Tensor, first: int = 0) -> torch.Tensor:
+        """Return its bytes in uint8 `memory`, which begins with byte `first` of the state."""
+        return memory[self.start - first : self.stop - first]
+
+
+class OnDisk:
+    """A home in the rank's file, with a slot of host memory while it is used.
+
+    A gradient of which the rank updates a part, and which holds sums of micro-batches before that,
+    is one extent for each rank's part: of the sum, only the own one is written and read.
+    """
+
+    def __init__(
+        self,
+        tiers: Tiers,
+        kind: Kind,
+        name: str,
+        capacity: int,
+        dtype: torch.dtype,
+        own: tuple[int, int] | None = None,
+    ) -> None:
+        """Reserve the extents.
+
+        Args:
+            tiers: of the rank.
+            kind: of the state, whose slots it passes through.
+            name: of the state, for messages.
+            capacity: elements that it may have; 0: `grow` says how many.
+            dtype: of them.
+            own: first and last + 1 of those that `fetch` brings; None: all.
+        """
+        self._tiers = tiers
+        self._kind = kind
+        self._name = name
+        self._dtype = dtype
+        self._parts: list[_Part] = []
+        self._num_bytes = 0
+        self._slot: torch.Tensor | None = None
+        self._view: torch.Tensor | None = None
+        self._coming: Transfer | None = None
+        self._leaving: Transfer = DONE
+        self._merging: Transfer = DONE  # what the worker adds, or writes
+        self._numel = capacity
+        self._own = (0, capacity) if own is None else own
+        if capacity:
+            each = self._own[1] - self._own[0]
+            for _ in range(capacity // each):
+                self.grow(self._num_bytes + whole_pages(each * dtype.itemsize))
+
+    @property
+    def num_bytes(self) -> int:
+        return self._num_bytes
+
+    @property
+    def _slots(self) -> Slots:
+        return self._tiers.slots[self._kind]
+
+    def _used_parts(self) -> list[_Part]:
+        """Return the parts that `fetch` brings and `put` stores."""
+        if not self._numel:
+            return self._parts
+        return self._parts_of(self._own[0], self._own[1])
+
+    def _parts_of(self, start: int, stop: int) -> list[_Part]:
+        """Return the parts of elements [start, stop)."""
+        low, high = start * self._dtype.itemsize, stop * self._dtype.itemsize
+        return [part for part in self._parts if part.start < high and part.stop > low]
+
+    def fetch(self) -> Transfer | None:
+        if self._slot is None:
+            self._merging.wait_on_host()
+            slot = self._take()
+            self._coming = _All(
+                [self._tiers.read(p.extent, p.of(slot), self._kind) for p in self._used_parts()]
+            )
+        return self._coming
+
+    def at(self) -> torch.Tensor:
+        if self._slot is None:
+            self._take()
+        if self._coming is not None:
+            self._tiers.wait_on_host(self._coming, Tier.DISK)
+            self._coming = None
+        assert self._view is not None
+        return self._view
+
+    def _take(self) -> torch.Tensor:
+        self._slot = torch.empty(0, dtype=torch.uint8)
+        if self._num_bytes:
+            self._slot = self._slots.take(self._num_bytes)
+        self._show()
+        return self._slot
+
+    def _give(self, slot: torch.Tensor, after: Transfer = DONE) -> None:
+        if slot.numel():
+            self._slots.give(slot, after)
+
+    def _show(self) -> None:
+        assert self._slot is not None
+        if self._numel:
+            self._view = self._slot[: self._numel * self._dtype.itemsize].view(self._dtype)
+        else:
+            self._view = self._slot[: self._num_bytes]
+
+    def put(self) -> Transfer | None:
+        if self._slot is None:
+            return None
+        slot = self._slot
+        self._leaving = _All(
+            [self._tiers.write(p.extent, p.of(slot), self._kind) for p in self._used_parts()]
+        )
+        return self._leaving
+
+    def drop(self) -> None:
+        if self._slot is None:
+            return
+        if self._coming is not None:  # fetched, and not used after all
+            self._coming.wait_on_host()
+            self._coming = None
+        self._give(self._slot, after=self._leaving)
+        self._slot = self._view = None
+        self._leaving = DONE
+
+    def grow(self, num_bytes: int) -> None:
+        more = num_bytes - self._num_bytes
+        if more <= 0:
+            return
+        self._parts.append(_Part(self._num_bytes, self._tiers.reserve(more, self._name)))
+        before = self._num_bytes
+        self._num_bytes = num_bytes
+        if self._slot is None:
+            return
+        if self._slot.numel() < num_bytes:
+            larger = self._slots.take(num_bytes)
+            larger[:before].copy_(self._slot[:before])
+            self._give(self._slot)
+            self._slot = larger
+        self._slot[before:].zero_()
+        self._show()
+
+    def load(self, target: torch.Tensor, start: int = 0) -> Transfer:
+        self._merging.wait_on_host()
+        if self._tiers.host_is_device:
+            return self._read_into(target, start)
+        slot = self._slots.take(target.nbytes).view(target.dtype)
+        read = self._read_into(slot, start)
+
+        def up() -> Transfer:
+            copied = self._tiers.copy_up(slot, target, self._kind)
+            self._slots.give(slot, after=copied)
+            return copied
+
+        return _Then(read, up)
+
+    def _read_into(self, target: torch.Tensor, start: int) -> Transfer:
+        first = start * target.itemsize
+        memory = target.view(torch.uint8)
+        parts = self._parts_of(start, start + target.numel())
+        return _All([self._tiers.read(p.extent, p.of(memory, first), self._kind) for p in parts])
+
+    def _write_from(self, source: torch.Tensor, start: int) -> Transfer:
+        first = start * source.itemsize
+        memory = source.view(torch.uint8)
+        parts = self._parts_of(start, start + source.numel())
+        return _All([self._tiers.write(p.extent, p.of(memory, first), self._kind) for p in parts])
+
+    def store(self, source: torch.Tensor, start: int = 0, *, accumulate: bool = False) -> Transfer:
+        if self._tiers.host_is_device:
+            if not accumulate:
+                self._merging.wait_on_host()
+                return self._write_from(source, start)
+            self._merging = self._tiers.worker.submit(partial(self._add, source, start))
+            return self._merging
+        values = self._tiers.gradients_down.take(source.nbytes).view(source.dtype)
+        down = self._tiers.copy_down(source, values, self._kind)
+
+        def arrive() -> None:
+            down.wait_on_host()
+            if accumulate:
+                self._add(values, start)
+                self._tiers.gradients_down.give(values)
+            else:
+                self._tiers.gradients_down.give(values, after=self._write_from(values, start))
+
+        self._merging = self._tiers.worker.submit(arrive)
+        return down
+
+    def _add(self, values: torch.Tensor, start: int) -> None:
+        """Add `values`, in the worker."""
+        total = self._slots.take(values.nbytes).view(values.dtype)
+        self._read_into(total, start).wait_on_host()
+        total.add_(values)
+        self._slots.give(total, after=self._write_from(total, start))
+
+
+class _All:
+    """Several transfers as one."""
+
+    def __init__(self, transfers: list[Transfer]) -> None:
+        self._transfers = transfers
+
+    def is_completed(self) -> bool:
+        return all(transfer.is_completed() for transfer in self._transfers)
+
+    def wait(self) -> None:
+        for transfer in self._transfers:
+            transfer.wait()
+
+    def wait_on_host(self) -> None:
+        for transfer in self._transfers:
+            transfer.wait_on_host()
+
+
+class _Then:
+    """A transfer that another one follows, begun by whoever waits first."""
+
+    def __init__(self, first: Transfer, start: Callable[[], Transfer]) -> None:
+        self._first = first
+        self._start = start
+        self._second: Transfer | None = None
+
+    def is_completed(self) -> bool:
+        return self._second is not None and self._second.is_completed()
+
+    def _begin(self) -> Transfer:
+        if self._second is None:
+            self._first.wait_on_host()
+            self._second = self._start()
+        return self._second
+
+    def wait(self) -> None:
+        self._begin().wait()
+
+    def wait_on_host(self) -> None:
+        self._begin().wait_on_host()
+
+
 def fetch_now(home: Home) -> torch.Tensor:
     """Fetch the values of `home`, wait for them, and return them."""
-    coming = home.fetch()
-    if coming is not None:
-        coming.wait()
+    home.fetch()
     return home.at()

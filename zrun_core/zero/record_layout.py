@@ -17,7 +17,7 @@ moment.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -41,16 +41,19 @@ class RecordLayout:
         master_numel: elements of the master, padding included; 0 where there is none.
         moment_numel: elements of each moment.
         moments: by name, in the order in which they lie.
+        alignment: bytes; master and moments begin on multiples of it: pages, on a disk.
     """
 
     master_numel: int
     moment_numel: int
     moments: Mapping[str, _Moment]
+    alignment: int = 1
 
     @property
     def num_bytes(self) -> int:
         master_bytes = self.master_numel * _MASTER.itemsize
-        return max((moment.stop for moment in self.moments.values()), default=master_bytes)
+        end = max((moment.stop for moment in self.moments.values()), default=master_bytes)
+        return _round_up(end, self.alignment)
 
     def extended(self, dtypes: Mapping[str, torch.dtype]) -> RecordLayout:
         """Return the layout with more moments behind those that there are.
@@ -63,10 +66,10 @@ class RecordLayout:
         moments = dict(self.moments)
         end = self.num_bytes
         for name, dtype in sorted(dtypes.items(), key=lambda item: -item[1].itemsize):
-            start = -(-end // dtype.itemsize) * dtype.itemsize  # the next multiple
+            start = _round_up(end, max(dtype.itemsize, self.alignment))
             end = start + self.moment_numel * dtype.itemsize
             moments[name] = _Moment(dtype, start, end)
-        return RecordLayout(self.master_numel, self.moment_numel, moments)
+        return replace(self, moments=moments)
 
     def master_of(self, record: torch.Tensor) -> torch.Tensor:
         """Return the master, [master_numel] fp32, as a view of `record`, [num_bytes] uint8."""
@@ -78,3 +81,7 @@ class RecordLayout:
             name: record[moment.start : moment.stop].view(moment.dtype)
             for name, moment in self.moments.items()
         }
+
+
+def _round_up(number: int, unit: int) -> int:
+    return -(-number // unit) * unit

@@ -48,11 +48,24 @@ from zrun_core.distributed.handle import Handle
 from zrun_core.distributed.mesh import Mesh
 from zrun_core.errors import CheckpointError
 from zrun_core.memory.arena import Ring
+from zrun_core.memory.layout import PAGE_BYTES
 from zrun_core.memory.state_policy import MeshInfo, StatePolicy
+from zrun_core.tiers.transfer import Transfer
 from zrun_core.zero.exchange import Exchange
 from zrun_core.zero.micro_pass import BackwardGrads, MicroPass
 from zrun_core.zero.nonfinite import Inspector
 from zrun_core.zero.unit import FlatUnit
+
+
+class _Sum(NamedTuple):
+    """A sum that is to leave for its home elsewhere.
+
+    Attributes:
+        accumulate: it is added there.
+    """
+
+    values: torch.Tensor
+    accumulate: bool
 
 
 class _InFlight(NamedTuple):
@@ -60,12 +73,25 @@ class _InFlight(NamedTuple):
 
     Attributes:
         late_sum: where the sum will be, if it is to be added to an earlier one; else None.
-        scratch: returned to the ring when the reduction is over.
+        leaves: the sum, if its home is elsewhere; else None.
+        scratch: returned to the ring when the reduction is over, or its sum has left.
     """
 
     unit: FlatUnit
     handle: Handle
     late_sum: torch.Tensor | None
+    leaves: _Sum | None
+    scratch: list[torch.Tensor]
+
+    def can_leave(self) -> bool:
+        """Return whether it leaves, and nobody has to wait for that any more."""
+        return self.leaves is not None and self.handle.poll()
+
+
+class _Leaving(NamedTuple):
+    """A gradient on its way to its home elsewhere, and the scratch that it lies in."""
+
+    sent: Transfer
     scratch: list[torch.Tensor]
 
 
@@ -115,9 +141,15 @@ class Reducer:
         self._is_order_recorded = False
         self._mesh_info = mesh_info_of(comm, mesh)
         layouts = [unit.layout for unit in self._order]
-        self.ring = Ring(policy.reduce_ring_bytes(layouts, self._mesh_info), comm.device)
+        placements = {unit.name: unit.placement for unit in self._order}
+        num_bytes = policy.reduce_ring_bytes(layouts, self._mesh_info, placements=placements)
+        alignment = 256
+        if any(unit.sends_grad_away for unit in self._order):
+            alignment = PAGE_BYTES
+        self.ring = Ring(num_bytes, comm.device, alignment)
         self.inspector: Inspector | None = None
         self._in_flight: deque[_InFlight] = deque()
+        self._leaving: deque[_Leaving] = deque()  # for homes elsewhere
         self._left_for_end: set[int] = set()  # indices of units that were late once
         self._is_summed = False  # over all ranks, this step's gradients so far
 
@@ -143,10 +175,17 @@ class Reducer:
         for unit in self._order:
             self._advance_in_flight()
             recv_buffer = self._recv_buffer(unit)
+            scratch = [recv_buffer]
+            total = None
+            if unit.sends_grad_away:
+                total = self._take_scratch(unit.layout.shard_numel)
+                unit.load_grad(total)
+                scratch.append(total)
             handle = self._exchange.all_reduce_replicas(
-                self._comm, unit, recv_buffer, unit.fetch_grad()
+                self._comm, unit, recv_buffer, unit.fetch_grad() if total is None else total
             )
-            self._in_flight.append(_InFlight(unit, handle, None, [recv_buffer]))
+            leaves = None if total is None else _Sum(total, accumulate=False)
+            self._in_flight.append(_InFlight(unit, handle, None, leaves, scratch))
         self._drain()
         self._is_summed = True
 
@@ -161,8 +200,12 @@ class Reducer:
                 summed over all ranks. If another one follows all the same, the sum is made anew.
         """
         if self._is_summed:
+            counts_here = self._mesh.replicate.index == 0
             for unit in self._order:
-                unit.reopen_grad(counts_here=self._mesh.replicate.index == 0)
+                if unit.keeps_partial_sums:
+                    self._reopen_partial(unit, counts_here=counts_here)
+                else:
+                    unit.reopen_grad(counts_here=counts_here)
             self._is_summed = False
         has_peers = self._mesh.shard.size > 1 or (boundary and self._mesh.replicate.size > 1)
         grads = BackwardGrads(
@@ -175,6 +218,16 @@ class Reducer:
                 grads.complete.add(unit.index)
         micro.grads = grads
         self._issue_in_order(grads)
+
+    def _reopen_partial(self, unit: FlatUnit, *, counts_here: bool) -> None:
+        """Make this rank's part of the sum, and nothing else, what its micro-batches add up to."""
+        whole = self._take_scratch(unit.layout.padded_numel).zero_()
+        if counts_here:
+            unit.load_grad(unit.local_part(whole))
+        sent = unit.store_grad(whole, accumulate=False)
+        unit.has_partial = True
+        unit.is_reduced = False
+        self._leaving.append(_Leaving(sent, [whole]))
 
     def accumulate_grad(self, micro: MicroPass, unit: FlatUnit, number: int) -> bool:
         """Move the gradient of a parameter into the flat one of its unit.
@@ -192,7 +245,8 @@ class Reducer:
         is_issued = unit.index in grads.issued
         is_first_after_issue = is_issued and unit.index not in grads.late
         if unit.unsharded_grad is None or is_first_after_issue:
-            unit.begin_grad(self._take_scratch(unit.layout.padded_numel))
+            scratch = self._take_scratch(unit.layout.padded_numel)
+            unit.begin_grad(scratch, goes_on=grads.reduces and unit.has_partial)
         if is_issued:
             grads.late.add(unit.index)
         unit.accumulate_grad(number)
@@ -232,6 +286,8 @@ class Reducer:
     def _finish_alone(self) -> None:
         """Complete the gradients of a rank that has no other to sum with."""
         for unit in self._order:
+            if unit.sends_grad_away:
+                continue  # they left one by one
             unsharded_grad = unit.complete_grad()
             if self.inspector is not None:
                 self.inspector.inspect(unit, unsharded_grad)
@@ -246,7 +302,7 @@ class Reducer:
             if unit.index not in grads.complete:
                 return
             grads.turn += 1
-            if grads.reduces:
+            if grads.reduces or unit.sends_grad_away:
                 self._issue(unit, grads)
                 grads.issued.add(unit.index)
 
@@ -257,27 +313,59 @@ class Reducer:
         if is_late:
             self._retire_sum_of(unit)  # the second sum has the same tag
         if unit.unsharded_grad is None:  # no parameter of it got a gradient
-            unit.begin_grad(self._take_scratch(unit.layout.padded_numel))
+            if not grads.reduces and (unit.has_partial or not grads.boundary):
+                return  # nothing to add
+            begun = self._take_scratch(unit.layout.padded_numel)
+            unit.begin_grad(begun, goes_on=grads.reduces and unit.has_partial)
         unsharded_grad = unit.complete_grad()
         if self.inspector is not None:
             self.inspector.inspect(unit, unsharded_grad)
+        if not grads.reduces:
+            self._send_partial(unit, unsharded_grad)
+            return
         recv_buffer = self._recv_buffer(unit)
-        late_sum = unit.local_part(unsharded_grad) if is_late else None
+        late_sum = None
+        leaves = None
+        into = unit.local_part(unsharded_grad)  # where the sum stays until it is added, or leaves
+        accumulate = unit.is_reduced
+        scratch = [recv_buffer]
+        if unit.sends_grad_away and is_late:
+            leaves = _Sum(into, accumulate=True)
+            accumulate = False
+        elif unit.sends_grad_away:
+            sums_replicas = grads.boundary and unit.replicate.size > 1
+            accumulate = unit.is_reduced and sums_replicas
+            if accumulate:  # replicas sum what the micro-batches have added up to
+                into = self._take_scratch(unit.layout.shard_numel)
+                unit.load_grad(into)
+                scratch.append(into)
+            leaves = _Sum(into, accumulate=unit.is_reduced and not accumulate)
+        elif is_late:
+            accumulate = False
+            late_sum = into
+        else:
+            into = unit.sum_buffer()
         handle = self._exchange.reduce_grad(
             self._comm,
             unit,
             unsharded_grad,
             recv_buffer,
-            unit.sum_buffer() if late_sum is None else late_sum,
-            accumulate=unit.is_reduced and not is_late,
+            into,
+            accumulate=accumulate,
             boundary=grads.boundary,
         )
-        scratch = [recv_buffer]
         if not unit.owns_buffer(unsharded_grad):
             scratch.append(unsharded_grad)
         unit.is_reduced = True
         unit.end_grad()
-        self._in_flight.append(_InFlight(unit, handle, late_sum, scratch))
+        self._in_flight.append(_InFlight(unit, handle, late_sum, leaves, scratch))
+
+    def _send_partial(self, unit: FlatUnit, unsharded_grad: torch.Tensor) -> None:
+        """Send this rank's own gradient to its home elsewhere, and add it there."""
+        sent = unit.store_grad(unsharded_grad, accumulate=unit.has_partial)
+        unit.has_partial = True
+        unit.end_grad()
+        self._leaving.append(_Leaving(sent, [unsharded_grad]))
 
     def _take_scratch(self, numel: int) -> torch.Tensor:
         """Return [numel] scratch in reduce dtype, when enough reductions are over to have it.
@@ -285,11 +373,19 @@ class Reducer:
         The ring grows only where nothing is in flight that would give memory back.
         """
         dtype = self._policy.reduce_dtype
-        scratch = self.ring.take(numel, dtype, grow=not self._in_flight)
+        scratch = self.ring.take(numel, dtype, grow=not self._is_busy)
         while scratch is None:
-            self._retire()
-            scratch = self.ring.take(numel, dtype, grow=not self._in_flight)
+            if self._in_flight:
+                self._retire()
+            else:
+                self._see_off()
+            scratch = self.ring.take(numel, dtype, grow=not self._is_busy)
         return scratch
+
+    @property
+    def _is_busy(self) -> bool:
+        """True if something is under way that will give scratch back."""
+        return bool(self._in_flight or self._leaving)
 
     def _recv_buffer(self, unit: FlatUnit) -> torch.Tensor:
         return self._take_scratch(self._exchange.recv_numel(unit.layout, self._mesh_info))
@@ -299,11 +395,18 @@ class Reducer:
         for reduction in self._in_flight:
             reduction.handle.advance()
             reduction.handle.poll()
+        while self._in_flight and self._in_flight[0].can_leave():
+            self._retire()
 
     def _retire(self) -> None:
         """Wait for the oldest reduction, and give its scratch back."""
         oldest = self._in_flight.popleft()
         oldest.handle.wait()
+        if oldest.leaves is not None:
+            values, accumulate = oldest.leaves
+            sent = oldest.unit.store_grad(values, accumulate=accumulate)
+            self._leaving.append(_Leaving(sent, oldest.scratch))
+            return
         if oldest.late_sum is not None:
             oldest.unit.fetch_grad().add_(oldest.late_sum)
         oldest.unit.put_grad()
@@ -317,8 +420,25 @@ class Reducer:
     def _drain(self) -> None:
         while self._in_flight:
             self._retire()
+        while self._leaving:
+            self._see_off()
+
+    def _see_off(self) -> None:
+        """Wait until the oldest gradient has left, and give its scratch back."""
+        oldest = self._leaving.popleft()
+        oldest.sent.wait()
+        for scratch in oldest.scratch:
+            self.ring.give(scratch)
 
     # What backward passes teach
+
+    @property
+    def forward_order(self) -> list[FlatUnit]:
+        """The trainable units in the order in which a forward should need them; alike on all ranks.
+
+        Their gradients come in the opposite one.
+        """
+        return self._order[::-1]
 
     @property
     def has_recorded_order(self) -> bool:

@@ -19,9 +19,11 @@ of each stage.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -32,12 +34,15 @@ from zrun_core.distributed.mesh import Mesh
 from zrun_core.distributed.named_vector import NamedVector
 from zrun_core.distributed.step_message import StepContribution, all_reduce_step
 from zrun_core.errors import PreflightError
-from zrun_core.memory.buffers import ON_DEVICE, Buffer, Kind, Placement
+from zrun_core.memory.buffers import ON_DEVICE, Buffer, Kind, Placement, Tier
 from zrun_core.memory.layout import NO_PARTS, ParamSlot, UnitLayout
+from zrun_core.memory.placement import place
 from zrun_core.memory.state_policy import MeshInfo, StatePolicy, ZeroPolicy, module_buffers
 from zrun_core.memory.tensors import TensorPart
 from zrun_core.optim.resolve import OptimizerSpec, Options
 from zrun_core.spine.sizes import format_size
+from zrun_core.tiers.copies import Copier
+from zrun_core.tiers.tiers import Tiers
 from zrun_core.zero.auto_wrap import WrapPlan, WrapUnit, auto_wrap, repeated_blocks
 from zrun_core.zero.autograd_driver import ImplicitPasses
 from zrun_core.zero.exchange import Exchange, StepCounts, expected_traffic
@@ -48,7 +53,7 @@ from zrun_core.zero.nonfinite import Culprit, Inspector
 from zrun_core.zero.precision import LossScaler, Precision
 from zrun_core.zero.reduce import Reducer, mesh_info_of
 from zrun_core.zero.running_buffers import RunningBuffers
-from zrun_core.zero.sharded_optimizer import ShardedOptimizer
+from zrun_core.zero.sharded_optimizer import Decision, ShardedOptimizer
 from zrun_core.zero.unit import FlatUnit, moves_pages, window_pool
 
 # Of what a rank keeps from step to step.
@@ -76,6 +81,7 @@ class ShardingConfig:
         exchange: the collectives of a unit.
         memory_bytes: that a rank may have on its device; None: it finds out.
         placement: where states live between uses.
+        disk_folder: where the file of states on disk is made.
         schedule: of updates that run beside training: "overlap", "serial" or "delayed".
         delay_after: steps of "delayed" before the first that is.
     """
@@ -95,6 +101,7 @@ class ShardingConfig:
     exchange: Exchange = field(default_factory=Exchange)
     memory_bytes: int | None = None
     placement: Placement = ON_DEVICE
+    disk_folder: str | None = None
     schedule: Literal["overlap", "serial", "delayed"] = "overlap"
     delay_after: int = 40
 
@@ -144,13 +151,22 @@ class StepResult:
 
 @dataclass
 class MemoryAccount:
-    """Bytes of one rank by kind."""
+    """Bytes of one rank.
+
+    Attributes:
+        by_kind: on its device.
+        elsewhere: by tier and kind.
+    """
 
     by_kind: dict[Kind, int] = field(default_factory=lambda: dict.fromkeys(_OWN_KINDS, 0))
+    elsewhere: Counter[tuple[Tier, Kind]] = field(default_factory=Counter)
 
     def add(self, buffers: Sequence[Buffer]) -> None:
         for buffer in buffers:
-            self.by_kind[buffer.kind] += buffer.num_bytes
+            if buffer.tier is Tier.DEVICE:
+                self.by_kind[buffer.kind] += buffer.num_bytes
+            else:
+                self.elsewhere[buffer.tier, buffer.kind] += buffer.num_bytes
 
 
 def wrap_plan(
@@ -213,19 +229,46 @@ def check_states_fit(
     Raises:
         PreflightError: the states alone take more than a rank has.
     """
-    states = settings.states
     has = settings.memory_bytes
     if has is None:
         return
-    mesh_info = mesh_info_of(comm, mesh)
-    moves = moves_pages(comm.device.type)
-    buffers = states.rank_buffers(layouts, mesh_info, prefetch=settings.prefetch, moves_pages=moves)
-    if (needed := sum(buffer.num_bytes for buffer in buffers)) > has:
+    buffers = _planned_buffers(layouts, settings, mesh_info_of(comm, mesh), comm.device)
+    here = [Tier.DEVICE]
+    if comm.device.type == "cpu":
+        here.append(Tier.HOST)
+    if (needed := sum(each.num_bytes for each in buffers if each.tier in here)) > has:
         room = format_size(has) if has > 0 else "nothing left beside Python and torch"
         raise PreflightError(
             f"the model's states take {format_size(needed)} on this rank, which has {room}: "
             "zrun estimate says what would fit"
         )
+
+
+def _planned_buffers(
+    layouts: Sequence[UnitLayout],
+    settings: ShardingConfig,
+    mesh_info: MeshInfo,
+    device: torch.device,
+    *,
+    is_apart: bool = False,
+) -> list[Buffer]:
+    """Return all that a rank allocates for its units, on every tier.
+
+    Args:
+        layouts: of the units.
+        settings: of sharding.
+        mesh_info: the rank's place.
+        device: that trains.
+        is_apart: the host tier is apart from a CPU: see `Tiers`.
+    """
+    return settings.states.rank_buffers(
+        layouts,
+        mesh_info,
+        prefetch=settings.prefetch,
+        moves_pages=moves_pages(device.type),
+        placements=place(layouts, settings.placement),
+        host_is_device=device.type == "cpu" and not is_apart,
+    )
 
 
 class ShardedModel:
@@ -250,6 +293,7 @@ class ShardedModel:
         *,
         first_unit: int = 0,
         table: Mapping[str, TensorPart] = NO_PARTS,
+        apart: Copier | None = None,
     ) -> None:
         """Move the parameters of `module` into units, unit by unit.
 
@@ -261,6 +305,7 @@ class ShardedModel:
             comm: its collectives.
             first_unit: number of units of models before this one: messages are told apart by it.
             table: by parameter name, its part in a tensor of the whole model; absent: all of one.
+            apart: copies to a host tier that is apart from a CPU: see `Tiers`.
 
         Raises:
             PreflightError: the states take more than a rank has.
@@ -275,7 +320,12 @@ class ShardedModel:
         self.layouts = [unit.layout for unit in planned.units]
         moves = moves_pages(comm.device.type)
         check_states_fit(self.layouts, settings, mesh, comm)
-        pool_bytes = states.gather_ring_bytes(self.layouts, settings.prefetch, moves_pages=moves)
+        self._is_apart = apart is not None
+        self._placements = place(self.layouts, settings.placement)
+        self.tiers = self._make_tiers(apart)
+        pool_bytes = states.gather_ring_bytes(
+            self.layouts, settings.prefetch, moves_pages=moves, placements=self._placements
+        )
         self._pool = window_pool(comm.device, pool_bytes)
         self.units = [
             self._make_unit(index, unit, states, read)
@@ -288,6 +338,8 @@ class ShardedModel:
         compiled = self._compiled_modules()
         self._gatherer = Gatherer(self.units, comm, settings.prefetch, sees_lookups=not compiled)
         self.reducer = Reducer(self.units, states, settings.exchange, mesh, comm)
+        self._gatherer.update_order = lambda: self.reducer.forward_order
+        self._num_updates = 0
         self._planned_rings = self.ring_bytes
         watched: list[nn.Module] = []
         if mesh.data.size > 1:  # a rank alone never lacks a parameter, nor waits for a gradient
@@ -303,6 +355,25 @@ class ShardedModel:
         self._inspector = Inspector(self.units, comm, mesh.world, mesh.pipe)
         self._running = RunningBuffers(module)
         self._never: set[str] | None = None  # parameters without a gradient in any step so far
+
+    def _make_tiers(self, apart: Copier | None) -> Tiers | None:
+        """Reserve what the rank has beside its device, if a state lives there."""
+        if not self._placements:
+            return None
+        settings = self.settings
+        mesh_info = mesh_info_of(self.comm, self.mesh)
+        device = self.comm.device
+        buffers = _planned_buffers(
+            self.layouts, settings, mesh_info, device, is_apart=self._is_apart
+        )
+        sizes = settings.states.slot_sizes(
+            self.layouts,
+            mesh_info,
+            self._placements,
+            host_is_device=device.type == "cpu" and not self._is_apart,
+        )
+        folder = None if settings.disk_folder is None else Path(settings.disk_folder)
+        return Tiers(device, buffers, sizes, folder, apart=apart, board=self.comm.flight_recorder)
 
     def _make_unit(
         self,
@@ -324,6 +395,8 @@ class ShardedModel:
             mesh_info=mesh_info_of(self.comm, self.mesh),
             device=self.comm.device,
             pool=self._pool,
+            placement=self._placements.get(planned.layout.name, ON_DEVICE),
+            tiers=self.tiers,
         )
         named = zip(planned.layout.slots, planned.params, strict=True)
         unit.load([read(slot.name, param) for slot, param in named])
@@ -450,6 +523,7 @@ class ShardedModel:
         """
         scale = self.scaler if scaler is None else scaler
         self.comm.phase = CommPhase.STEP
+        self.settle_updates()  # those of the step before, where updates are delayed
         has_grad = b"".join(unit.has_grad for unit in self._trained)
         own = StepContribution(sums, self._square_norm(), self._gatherer.schedule_hash, has_grad)
         reduced = all_reduce_step(own, self.mesh.data, self.mesh.world, self.comm)
@@ -467,6 +541,14 @@ class ShardedModel:
         if scaler is None:
             self.scaler.update(overflow)
         return StepResult(reduced.sums, norm, skipped, overflow, reduced.agreed)
+
+    def settle_updates(self) -> None:
+        """Wait for the updates that run beside training, and raise their errors.
+
+        Whoever looks at parameters or at the optimizer's states between two steps calls it first.
+        """
+        for unit in self._trained:
+            unit.settle()
 
     def before_update(self, call: Callable[[], None]) -> None:
         """Call `call` once, before the next update, which alone changes the optimizer's state."""
@@ -498,8 +580,28 @@ class ShardedModel:
             elif not bool(skipped):
                 is_one = float(divisor) == 1.0
                 self.optimizer.step(lr, has_grad, None if is_one else divisor, None)
+        if self.optimizer.starts_updates:
+            self._start_updates(lr, divisor, skipped, has_grad)
         for unit in self._trained:
             unit.mark_stale()
+
+    def _start_updates(
+        self, lr: float | None, divisor: torch.Tensor, skipped: torch.Tensor, has_grad: list[bytes]
+    ) -> None:
+        """Begin the updates that run beside training."""
+        assert self.tiers is not None
+        self._num_updates += 1
+        delays = self.settings.schedule == "delayed"
+        self.optimizer.start(
+            lr,
+            has_grad,
+            _decision_of(divisor, skipped),
+            self.reducer.forward_order,
+            self.tiers,
+            delayed=delays and self._num_updates > self.settings.delay_after,
+        )
+        if self.settings.schedule == "serial":
+            self.settle_updates()
 
     def _square_norm(self) -> torch.Tensor:
         """Return this rank's part of the squared norm of the gradient, 0-d float64.
@@ -514,7 +616,7 @@ class ShardedModel:
             norms: list[torch.Tensor] = []
             of_units: list[FlatUnit] = []
             for unit in self._counted:
-                found = _norms(unit.norm_part(part))
+                found = [each.to(total.device) for each in _norms(unit.norm_part(part))]
                 unit.grad.drop()
                 norms += found
                 of_units += [unit] * len(found)
@@ -567,12 +669,14 @@ class ShardedModel:
             losses: of this rank's micro-batches.
             is_late: the next step's gradient is there already: only the unit is known.
         """
+        self.settle_updates()
         if is_late:
             return self._inspector.find_unit(losses)
         return self._inspector.find(losses)
 
     def find_nonfinite_parameter(self) -> tuple[str, str] | None:
         """Return name and kind (inf, nan) of the first parameter that is not finite. Collective."""
+        self.settle_updates()
         return self._inspector.find_parameter()
 
     @property
@@ -585,6 +689,7 @@ class ShardedModel:
     @contextmanager
     def evaluation(self) -> Iterator[None]:
         """Run forward passes without gradients inside."""
+        self.settle_updates()
         autocast = self.settings.precision.autocast(self.comm.device)
         with self._gatherer.evaluation(), torch.no_grad(), autocast:
             yield
@@ -600,6 +705,7 @@ class ShardedModel:
         Raises:
             UserCodeError: a pass runs.
         """
+        self.settle_updates()
         autocast = self.settings.precision.autocast(self.comm.device)
         with self._gatherer.all_unsharded(), torch.no_grad(), autocast:
             yield self.module
@@ -629,13 +735,16 @@ class ShardedModel:
     def planned_memory(self) -> MemoryAccount:
         """Return what this rank allocates according to the layouts."""
         account = MemoryAccount()
-        buffers = self.settings.states.rank_buffers(
-            self.layouts,
-            mesh_info_of(self.comm, self.mesh),
-            prefetch=self.settings.prefetch,
-            moves_pages=moves_pages(self.comm.device.type),
+        mesh_info = mesh_info_of(self.comm, self.mesh)
+        account.add(
+            _planned_buffers(
+                self.layouts,
+                self.settings,
+                mesh_info,
+                self.comm.device,
+                is_apart=self._is_apart,
+            )
         )
-        account.add(buffers)
         account.add(module_buffers(self.module))
         return account
 
@@ -646,6 +755,9 @@ class ShardedModel:
             account.add(unit.allocated())
         account.add(module_buffers(self.module))
         account.add([Buffer("rings", Kind.RING, sum(self.ring_bytes))])
+        if self.tiers is not None:
+            slots = self.tiers.slot_bytes
+            account.add([Buffer("slots", Kind.RING, slots, Tier.HOST)])
         return account
 
     def own_tensors(self) -> Iterator[torch.Tensor]:
@@ -665,6 +777,26 @@ class ShardedModel:
         """Return purpose, planned bytes and held bytes of rings that grew beyond the plan."""
         rings = zip(("gathering", "reducing"), self._planned_rings, self.ring_bytes, strict=True)
         return [(purpose, planned, held) for purpose, planned, held in rings if held > planned]
+
+
+def _decision_of(divisor: torch.Tensor, skipped: torch.Tensor) -> Callable[[], Decision]:
+    """Return what waits until the host knows whether a step is made, and its divisor."""
+    numbers = torch.stack([divisor, skipped.float()])
+    arrived = None
+    if numbers.is_cuda:
+        on_device = numbers
+        numbers = torch.empty_like(numbers, device="cpu", pin_memory=True)
+        numbers.copy_(on_device, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
+
+    def decide() -> Decision:
+        if arrived is not None:
+            arrived.synchronize()
+        is_one = float(numbers[0]) == 1.0
+        return Decision(None if is_one else numbers[0], bool(numbers[1]))
+
+    return decide
 
 
 def _norms(part: torch.Tensor) -> list[torch.Tensor]:

@@ -15,7 +15,10 @@ counts on the first.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -27,8 +30,21 @@ from zrun_core.optim.chunked import Scratch
 from zrun_core.optim.layerwise import RangeNorms, TrustRatios
 from zrun_core.optim.resolve import OptimizerSpec, Options
 from zrun_core.spine import heap
+from zrun_core.tiers.tiers import Tiers
 from zrun_core.zero.unit import FlatUnit
 from zrun_core.zero.unit_optimizer import UnitOptimizer
+
+
+class Decision(NamedTuple):
+    """What all ranks have decided about a step, where an update on the host can use it.
+
+    Attributes:
+        grad_scale: 0-d fp32 on the host; gradients are divided by it. None is 1, exactly.
+        skipped: the update is not made.
+    """
+
+    grad_scale: torch.Tensor | None
+    skipped: bool
 
 
 class ShardedOptimizer:
@@ -85,6 +101,7 @@ class ShardedOptimizer:
             groups: each has its `weight_decay`, if any has one.
         """
         for update in self._updates:
+            update.unit.wait_for_update()
             update.set_options(groups)
         if self._trust is not None:
             decays = [groups[number]["weight_decay"] for number in self._groups.values()]
@@ -115,25 +132,86 @@ class ShardedOptimizer:
             self._step_layer_wise(self._trust, updates, lr, grad_scale, found_inf)
         else:
             for update, of_unit in updates:
-                unit = update.unit
-                update.begin_update()
-                update.update(
-                    unit.fetch_grad(),
-                    of_unit,
-                    lr=lr,
-                    grad_scale=grad_scale,
-                    found_inf=found_inf,
-                    out=unit.cast_target,
-                )
-                unit.grad.drop()
-                unit.end_update()
+                if not update.unit.is_updated_elsewhere:
+                    _update(update, of_unit, lr, grad_scale, found_inf)
         if not self._has_updated and self._comm.device.type == "cpu":
             # States that moved into the records have left holes between small ones that stay.
             heap.give_back_freed_memory()
         self._has_updated = True
 
+    @property
+    def starts_updates(self) -> bool:
+        """True if `start` has something to do."""
+        return self._trust is None and any(u.unit.is_updated_elsewhere for u in self._updates)
+
+    def start(
+        self,
+        lr: float | None,
+        has_grad: Sequence[bytes | bytearray],
+        decide: Callable[[], Decision],
+        order: Sequence[FlatUnit],
+        tiers: Tiers,
+        *,
+        delayed: bool,
+    ) -> None:
+        """Have the units updated, whose records are elsewhere, beside training.
+
+            disk, or the device's gradient     read 1 | read 2   | read 3   |
+            worker                                    | update 1 | update 2 | update 3 |
+            disk, or the device's parameters                     | write 1  | write 2  | write 3
+
+        Args:
+            lr, has_grad: as of `step`.
+            decide: returns what all ranks have decided about the step; it may wait.
+            order: of the units that forward will need first.
+            tiers: whose worker updates.
+            delayed: the next forward does not wait, and uses the parameters of now.
+        """
+        by_unit = {
+            update.unit: (update, of_unit)
+            for update, of_unit in zip(self._updates, has_grad, strict=True)
+            if update.pieces and update.unit.is_updated_elsewhere
+        }
+        units = [unit for unit in order if unit in by_unit]
+        for unit, following in zip(units, [*units[1:], None], strict=True):
+            update, of_unit = by_unit[unit]
+            task = partial(
+                self._update_beside, update, of_unit, lr, decide, following, tiers, delayed
+            )
+            unit.begin_updating(tiers.worker.submit(task), delayed=delayed)
+
+    def _update_beside(
+        self,
+        update: UnitOptimizer,
+        has_grad: bytes | bytearray,
+        lr: float | None,
+        decide: Callable[[], Decision],
+        following: FlatUnit | None,
+        tiers: Tiers,
+        delayed: bool,
+    ) -> None:
+        """Update one unit, in the worker, while what the `following` one needs is fetched."""
+        decision = decide()
+        if decision.skipped:
+            return
+        start = time.perf_counter()
+        update.unit.prefetch_update()
+        with torch.no_grad():
+            _update(
+                update,
+                has_grad,
+                lr,
+                decision.grad_scale,
+                None,
+                keeps_params=delayed,
+                meanwhile=None if following is None else following.prefetch_update,
+            )
+        tiers.counts.updating_s += time.perf_counter() - start
+
     def _fp32_grad(self, unit: FlatUnit) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the unit's gradient [updated range] in fp32, and the scratch to give back."""
+        if unit.is_updated_elsewhere:
+            return unit.update_grad().float().clone(), None  # its slot is needed by others
         grad = unit.fetch_grad()
         if grad.dtype == torch.float32:
             return grad, None
@@ -169,9 +247,9 @@ class ShardedOptimizer:
         squares = self._comm.all_reduce_small(squares, self._tensor, name="trust ratios")
         ratios = trust.ratios(squares)
         for update, _ in updates:
-            update.apply(ratios, out=update.unit.cast_target)
-            update.unit.grad.drop()
+            update.apply(ratios, out=update.unit.update_target())
             update.unit.end_update()
+            update.unit.settle()
         for scratch in borrowed:
             self._scratch.give(scratch)
 
@@ -186,3 +264,38 @@ class ShardedOptimizer:
             update.begin_update()
             for piece in update.pieces:
                 yield update.unit, piece, update
+            update.unit.drop_values()
+
+
+def _update(
+    update: UnitOptimizer,
+    has_grad: bytes | bytearray,
+    lr: float | None,
+    grad_scale: torch.Tensor | None,
+    found_inf: torch.Tensor | None,
+    *,
+    keeps_params: bool = False,
+    meanwhile: Callable[[], None] | None = None,
+) -> None:
+    """Update one unit.
+
+    Args:
+        has_grad: by parameter of the unit.
+        lr, grad_scale, found_inf: as of `ShardedOptimizer.step`.
+        keeps_params: update the masters only.
+        meanwhile: called when all that the update needs is there.
+    """
+    unit = update.unit
+    update.begin_update()
+    grad = unit.update_grad()
+    if meanwhile is not None:
+        meanwhile()
+    update.update(
+        grad,
+        has_grad,
+        lr=lr,
+        grad_scale=grad_scale,
+        found_inf=found_inf,
+        out=None if keeps_params else unit.update_target(),
+    )
+    unit.end_update()

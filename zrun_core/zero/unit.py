@@ -16,6 +16,10 @@ At stage 0 the shard group is one rank, and its shard is everything.
 
 Three states live in a `Home` each: what is kept of the parameters between uses, the gradient, and
 the record (master and moments, see `record_layout.py`).
+
+A home may be on another tier than the device. Parameters that live elsewhere come in two steps: the
+own shard from its home, then the others' by a gather. The update runs where the record is, beside
+training: a unit that is being updated is stale, and `unshard` waits for it.
 """
 
 from __future__ import annotations
@@ -41,11 +45,13 @@ from zrun_core.memory.arena import (
     can_move_pages,
     flat_buffer,
 )
-from zrun_core.memory.buffers import Buffer, Kind
-from zrun_core.memory.layout import ParamSlot, UnitLayout
+from zrun_core.memory.buffers import ON_DEVICE, Buffer, Kind, Placement, Tier
+from zrun_core.memory.layout import PAGE_BYTES, ParamSlot, UnitLayout, whole_pages
 from zrun_core.memory.state_policy import MeshInfo, StatePolicy
+from zrun_core.tiers.tiers import Tiers
+from zrun_core.tiers.transfer import DONE, Transfer
 from zrun_core.zero.exchange import Exchange
-from zrun_core.zero.home import Home, InPlace, fetch_now
+from zrun_core.zero.home import AwayHome, Home, InPlace, OnDisk, OnHost, fetch_now
 from zrun_core.zero.record_layout import RecordLayout
 
 
@@ -54,11 +60,13 @@ class UnitState(Enum):
 
     SHARDED: the own shard is valid. A unit that is resharded after use has memory for this shard
         only; another one has memory for all of it, with the foreign shards of the last step.
+    FETCHING: memory of the whole unit; the own shard is coming from its home on another tier.
     UNSHARDING: memory of the whole unit; the own shard is valid, the foreign ones are arriving.
     UNSHARDED: memory of the whole unit, all of it valid.
     """
 
     SHARDED = "sharded"
+    FETCHING = "fetching"
     UNSHARDING = "unsharding"
     UNSHARDED = "unsharded"
 
@@ -101,6 +109,9 @@ class FlatUnit:
         num_active: calls of its modules under way.
         pins: holders that keep it unsharded until they release it.
         is_reduced: `grad` holds this step's sum over ranks so far.
+        keeps_partial_sums: the gradient lives elsewhere, and its home has room for all elements of
+            what this rank's micro-batches add up to, before they are summed over ranks.
+        has_partial: it holds that.
     """
 
     def __init__(
@@ -117,6 +128,8 @@ class FlatUnit:
         mesh_info: MeshInfo,
         device: torch.device,
         pool: PagePool | StorageMeter,
+        placement: Placement = ON_DEVICE,
+        tiers: Tiers | None = None,
     ) -> None:
         """Allocate everything that the unit keeps, except the moments.
 
@@ -130,8 +143,10 @@ class FlatUnit:
             shard: the ranks that divide the unit.
             replicate: the ranks with equal shards.
             mesh_info: this rank's place in both groups.
-            device: where all of it lies.
+            device: where what is on the device lies.
             pool: memory for units while they are unsharded.
+            placement: of its states.
+            tiers: of this rank; needed where a state is elsewhere.
         """
         self.index = index
         self.layout = layout
@@ -142,13 +157,26 @@ class FlatUnit:
         self.shard = shard
         self.replicate = replicate
         self.mesh_info = mesh_info
-        is_divided = shard.size > 1 and layout.numel > 0
-        self.reshard_after_use = is_divided and policy.reshard_after_use(layout)
+        self.placement = placement
+        self._tiers = tiers
+        self._param_away: AwayHome | None = None
+        self._grad_away: AwayHome | None = None
+        self.keeps_partial_sums = False
+        leaves = shard.size > 1 or placement.param is not Tier.DEVICE
+        self.reshard_after_use = leaves and layout.numel > 0 and policy.reshard_after_use(layout)
         self.state = UnitState.SHARDED if self.reshard_after_use else UnitState.UNSHARDED
         self.num_active = 0
         self.pins = 0
         self.is_reduced = False
+        self.has_partial = False
         self._handle: Handle | None = None
+        self._comm: Comm | None = None  # that gathered it
+        self._fetching: Transfer = DONE
+        self._updating: Transfer | None = None
+        self._is_delayed = False
+        self._arriving: Transfer = DONE  # updated parameters, on the device
+        self._going_up: torch.Tensor | None = None  # staging of updated parameters
+        self._coming_down: torch.Tensor | None = None  # staging of a gradient
         self._allocate(device, pool)
 
     @property
@@ -170,6 +198,8 @@ class FlatUnit:
         self.window = self._make_window(own, device, pool)
         self.full = self.window.full
         self.param_shard = self.window.shard
+        if self.placement.param is not Tier.DEVICE and self.reshard_after_use:
+            self.param_shard = self.full[own[0] : own[1]]
         # Views of a storage that is resized can only be made while it has memory.
         self.views: list[torch.Tensor] = []
         if not isinstance(self.window, StorageWindow):
@@ -179,16 +209,28 @@ class FlatUnit:
         self._placeholders = [nowhere.expand(slot.shape) for slot in layout.slots]
 
         self.updated_range = self.exchange.updated_range(layout, self.mesh_info)
+        self._device_param = self.local_part(self.full)
         if self.updated_range == own:
-            self.local_param = self.param_shard
+            self._device_param = self.param_shard
+        self.param: Home
+        if self.placement.param is Tier.DEVICE:
+            self.param = InPlace(self.param_shard if self.reshard_after_use else self.full)
         else:
-            self.local_param = self.local_part(self.full)
-        kept = self.param_shard if self.reshard_after_use else self.full
-        self.param: Home = InPlace(kept)
-        self.has_master = self.policy.has_master(layout)
+            self._param_away = self._make_away(Kind.PARAM, layout.shard_numel, layout.dtype)
+            self.param = self._param_away
+        self.has_master = self.policy.has_master(layout, self.placement)
         if self.trainable:
             self._allocate_record(device)
             self._allocate_grad(device)
+
+    def _make_away(
+        self, kind: Kind, numel: int, dtype: torch.dtype, own: tuple[int, int] | None = None
+    ) -> OnHost | OnDisk:
+        """Make a home elsewhere for `numel` elements of a state, of which `own` are updated."""
+        assert self._tiers is not None
+        if self.placement.tier_of(kind) is Tier.HOST:
+            return OnHost(self._tiers, kind, numel, dtype)
+        return OnDisk(self._tiers, kind, f"the {kind.value} of {self.name}", numel, dtype, own)
 
     def _make_window(
         self, own: tuple[int, int], device: torch.device, pool: PagePool | StorageMeter
@@ -196,6 +238,8 @@ class FlatUnit:
         layout = self.layout
         if not self.reshard_after_use:
             return ResidentWindow(flat_buffer(layout.padded_numel, layout.dtype, device), own)
+        if self.placement.param is not Tier.DEVICE:
+            own = (0, 0)
         if isinstance(pool, PagePool):
             return PageWindow(layout.padded_numel, own, layout.dtype, pool)
         return StorageWindow(layout.padded_numel, own, layout.dtype, device, pool)
@@ -207,9 +251,21 @@ class FlatUnit:
             master_numel = stop - start
         # The padding at the end has no moments.
         moment_numel = max((piece.stop for piece in self.layout.pieces(start, stop)), default=0)
-        self.record_layout = RecordLayout(master_numel, moment_numel, {})
-        self.record: Home = InPlace(byte_buffer(self.record_layout.num_bytes, device))
         self._seen_record: torch.Tensor | None = None
+        self.record: Home
+        if self.placement.optimizer is Tier.DEVICE:
+            self.record_layout = RecordLayout(master_numel, moment_numel, {})
+            self.record = InPlace(byte_buffer(self.record_layout.num_bytes, device))
+            return
+        alignment = 1
+        capacity = 0
+        if self.placement.optimizer is Tier.DISK:
+            alignment = PAGE_BYTES
+        else:
+            capacity = self._planned_bytes(Kind.OPTIM)
+        self.record_layout = RecordLayout(master_numel, moment_numel, {}, alignment)
+        self.record = self._make_away(Kind.OPTIM, capacity, torch.uint8)
+        self.record.grow(self.record_layout.num_bytes)
 
     def _allocate_grad(self, device: torch.device) -> None:
         layout = self.layout
@@ -219,11 +275,23 @@ class FlatUnit:
         reduces_each = self.policy.zero.reduce_now(boundary=False)
         self._keeps_unsharded_grad = not reduces_each or self.shard.size == 1
         numel = layout.padded_numel if self._keeps_unsharded_grad else layout.shard_numel
-        self.grad: Home = InPlace(flat_buffer(numel, dtype, device))
+        self.grad: Home
+        if self.placement.grad is Tier.DEVICE:
+            self.grad = InPlace(flat_buffer(numel, dtype, device))
+        else:
+            own = self.updated_range if self._keeps_unsharded_grad else None
+            self._keeps_unsharded_grad = False
+            self.keeps_partial_sums = own is not None
+            self._grad_away = self._make_away(Kind.GRAD, numel, dtype, own)
+            self.grad = self._grad_away
         self._seen_grad: torch.Tensor | None = None
         self.unsharded_grad: torch.Tensor | None = None
         self._grad_views: list[torch.Tensor] = []
         self.begin_step()
+
+    def _planned_bytes(self, kind: Kind) -> int:
+        planned = self.policy.buffers(self.layout, self.mesh_info, self.placement)
+        return sum(buffer.num_bytes for buffer in planned if buffer.kind is kind)
 
     def _views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return the parameters' views of `flat` [padded_numel], in the shapes of the slots."""
@@ -240,15 +308,20 @@ class FlatUnit:
         """
         own = self.layout.shard_range(self.shard.index)
         with torch.no_grad():
-            if self.reshard_after_use:
+            if self._param_away is not None:
+                self._fill(self.param.at().zero_(), own, sources)
+            elif self.reshard_after_use:
                 self._fill(self.param_shard, own, sources)
             else:
                 self._fill(self.full, (0, self.layout.padded_numel), sources)
             if self.has_master:
+                self.record.at().zero_()
                 self._fill(self.master, self.updated_range, sources)
         self.param.put()
+        self.param.drop()
         if self.has_master:
             self.record.put()
+            self.record.drop()
 
     def _fill(
         self, target: torch.Tensor, elements: tuple[int, int], sources: list[torch.Tensor]
@@ -276,18 +349,44 @@ class FlatUnit:
         for param, view in zip(self.params, views, strict=True):
             param.data = view
 
+    def begin_fetch(self) -> None:
+        """Begin to bring the own shard from its home, if that is elsewhere and it is not here."""
+        if self._param_away is None or self.state is not UnitState.SHARDED:
+            return
+        self._wait_to_unshard()
+        self.window.acquire()
+        self.state = UnitState.FETCHING
+        self._fetching = self._param_away.load(self._own_slice())
+
+    def _own_slice(self) -> torch.Tensor:
+        start, stop = self.layout.shard_range(self.shard.index)
+        return self.full[start:stop]
+
+    def _end_fetch(self) -> None:
+        """Wait for the own shard."""
+        if self._fetching is not DONE:
+            assert self._tiers is not None
+            self._tiers.wait(self._fetching, self.placement.param)
+            self._fetching = DONE
+
     def unshard(self, comm: Comm) -> None:
         """Begin to gather the parameters, unless they are here or on their way.
 
         The module sees them after `wait_for_unshard`.
         """
-        if self.state is not UnitState.SHARDED:
+        if self.state not in (UnitState.SHARDED, UnitState.FETCHING):
             return
-        fetch_now(self.param)
-        self.window.acquire()
+        self._wait_to_unshard()
+        if self._param_away is None:
+            self.window.acquire()
+        else:
+            self.begin_fetch()
+            if self.shard.size > 1:  # the others are sent what has come
+                self._end_fetch()
         if not self.views:
             self.views = self._views_of(self.full)
         self.state = UnitState.UNSHARDING
+        self._comm = comm
         self._handle = self.exchange.all_gather(comm, self)
 
     def wait_for_unshard(self) -> None:
@@ -295,6 +394,7 @@ class FlatUnit:
         if self.state is UnitState.UNSHARDED:
             return
         assert self._handle is not None, "unshard comes first"
+        self._end_fetch()
         self._handle.wait()
         self._handle = None
         self.state = UnitState.UNSHARDED
@@ -306,17 +406,20 @@ class FlatUnit:
             return
         if self.state is UnitState.SHARDED:
             return
+        self._end_fetch()
         if self._handle is not None:  # prefetched, and not used after all
             self._handle.wait()
             self._handle = None
         self.state = UnitState.SHARDED
         self.set_param_data()
+        if self._param_away is not None and self.shard.size > 1:
+            assert self._comm is not None
+            self._comm.settle()  # other ranks may still read the own shard, which goes
         self.window.release()
-        self.param.drop()
 
     def mark_stale(self) -> None:
         """After an update of the local elements: those that other ranks update must be gathered."""
-        if not self.exchange.goes_stale(self.mesh_info):
+        if not self.exchange.goes_stale(self.mesh_info) and self._updating is None:
             return
         assert self._handle is None
         if self.reshard_after_use:
@@ -330,19 +433,30 @@ class FlatUnit:
         A master changes only where its parameter did: elsewhere it keeps the digits that the
         compute dtype does not have.
         """
-        if isinstance(self.window, StorageWindow):  # elsewhere the shard is a slice of `full`
-            start, stop = self.layout.shard_range(self.shard.index)
-            self.param_shard.copy_(self.full[start:stop])
+        if self._param_away is not None:
+            self._param_away.store(self._own_slice(), accumulate=False).wait_on_host()
+        elif isinstance(self.window, StorageWindow):  # elsewhere the shard is a slice of `full`
+            self.param_shard.copy_(self._own_slice())
         self.param.put()
         if not self.has_master:
             return
         fetch_now(self.record)
-        changed = self.local_param != self.master.to(self.layout.dtype)
-        self.master[changed] = self.local_param[changed].float()
+        master = self.master
+        written = self.local_part(self.full).to(master.device)
+        changed = written != master.to(self.layout.dtype)
+        master[changed] = written[changed].float()
         self.record.put()
         self.record.drop()
 
     # Update
+
+    @property
+    def local_param(self) -> torch.Tensor:
+        """[updated range] in compute dtype: the parameters that this rank updates.
+
+        Of parameters that live elsewhere it is the memory of their home, once they were fetched.
+        """
+        return self._device_param if self._param_away is None else self.param.at()
 
     @property
     def master(self) -> torch.Tensor:
@@ -379,8 +493,9 @@ class FlatUnit:
             The record, [num_bytes] uint8.
         """
         if not self.has_master:
-            fetch_now(self.param)
-        return fetch_now(self.record)
+            self.param.fetch()
+        self.record.fetch()
+        return self.record.at()
 
     def fetch_local_param(self) -> torch.Tensor:
         """Fetch the parameters, and return the elements that this rank updates."""
@@ -388,16 +503,118 @@ class FlatUnit:
         return self.local_param
 
     @property
-    def cast_target(self) -> torch.Tensor | None:
-        """[updated range] parameters that an update casts its masters to; None: they are these."""
-        return self.local_param if self.has_master else None
+    def is_updated_elsewhere(self) -> bool:
+        """True if the update runs beside training, where the record is."""
+        return self.placement.optimizer is not Tier.DEVICE
+
+    @property
+    def _is_updated_apart(self) -> bool:
+        """True if the update runs in other memory than the device's."""
+        if self._tiers is None or self._tiers.host_is_device:
+            return False
+        return self.is_updated_elsewhere
+
+    def prefetch_update(self) -> None:
+        """Begin to fetch what the next update needs."""
+        self.record.fetch()
+        if not self.has_master:
+            self.param.fetch()
+        if self._grad_away is not None:
+            self.grad.fetch()
+
+    def update_grad(self) -> torch.Tensor:
+        """Return the gradient [updated range] where the update runs."""
+        if self._grad_away is not None or not self._is_updated_apart:
+            return self.fetch_grad()
+        assert self._tiers is not None
+        grad = self.local_grad
+        self._coming_down = self._tiers.gradients_down.take(grad.nbytes).view(grad.dtype)
+        self._tiers.copy_down(grad, self._coming_down, Kind.GRAD).wait_on_host()
+        return self._coming_down
+
+    def update_target(self) -> torch.Tensor | None:
+        """Return where the update casts the masters to, [updated range] in compute dtype.
+
+        None: the parameters are their own masters.
+        """
+        if not self.has_master:
+            return None
+        if self._param_away is not None or not self._is_updated_apart:
+            return self.local_param
+        assert self._tiers is not None
+        size = self._device_param.nbytes
+        self._going_up = self._tiers.parameters_up.take(size).view(self.layout.dtype)
+        return self._going_up
 
     def end_update(self) -> None:
-        """Store the record and the parameters, which were updated, in their homes."""
+        """Store what an update has written in its homes, and let its memory go."""
+        self.grad.drop()
         self.record.put()
         self.record.drop()
         self.param.put()
         self.param.drop()
+        if self._tiers is None:
+            return
+        if self._coming_down is not None:
+            self._tiers.gradients_down.give(self._coming_down)
+            self._coming_down = None
+        if self._going_up is not None:
+            up = self._tiers.copy_up(self._going_up, self._device_param, Kind.PARAM)
+            self._tiers.parameters_up.give(self._going_up, after=up)
+            self._arriving = up
+            self._going_up = None
+
+    @property
+    def is_updating(self) -> bool:
+        """True while an update beside training is not known to be over."""
+        return self._updating is not None
+
+    def begin_updating(self, updating: Transfer, *, delayed: bool) -> None:
+        """Have `unshard` wait for an update that runs beside training.
+
+        Args:
+            updating: is over when the update is.
+            delayed: only `settle` waits, which casts the updated masters to the parameters.
+        """
+        self._updating = updating
+        self._is_delayed = delayed
+        if not delayed:
+            self.mark_stale()
+
+    def _wait_to_unshard(self) -> None:
+        if not self._is_delayed:
+            self.wait_for_update()
+
+    def wait_for_update(self) -> None:
+        """Wait for the update that runs beside training, if there is one. It raises its errors."""
+        if self._updating is None:
+            return
+        assert self._tiers is not None
+        updating = self._updating
+        self._tiers.wait_for_update(updating)
+        self._updating = None
+        self._wait_for_arrival()
+
+    def _wait_for_arrival(self) -> None:
+        """Wait for updated parameters on their way to the device."""
+        if self._arriving is not DONE:
+            assert self._tiers is not None
+            self._tiers.wait(self._arriving, Tier.HOST)
+            self._arriving = DONE
+
+    def settle(self) -> None:
+        """Wait for the update, so that whoever looks between two steps finds its result."""
+        self.wait_for_update()
+        self._wait_for_arrival()
+        if self._is_delayed:
+            self._is_delayed = False
+            self.fetch_record()
+            self.values_changed()
+            return
+        is_stale = self.reshard_after_use or self.exchange.goes_stale(self.mesh_info)
+        if self.state is UnitState.SHARDED and not is_stale:
+            self.state = UnitState.UNSHARDED
+            self.set_param_data()
 
     # Values between two steps: for checkpoints, guards and the user
 
@@ -413,18 +630,28 @@ class FlatUnit:
         if self.trainable:
             return Values(local, self.updated_range[0])
         if self.reshard_after_use:
-            return Values(self.param_shard, self.layout.shard_range(self.shard.index)[0])
+            shard = self.param_shard if self._param_away is None else local
+            return Values(shard, self.layout.shard_range(self.shard.index)[0])
         return Values(self.full, 0)
 
     def values_changed(self) -> None:
         """Update the parameters from what was written to `values`; foreign shards are stale."""
-        if self.trainable:
-            if self.has_master:
-                self.local_param.copy_(self.master)
-            self.end_update()
-            self.mark_stale()
-        else:
+        if not self.trainable:
             self.param.put()
+            self.param.drop()
+            return
+        if (target := self.update_target()) is not None:
+            target.copy_(self.master)
+        self.end_update()
+        self._wait_for_arrival()
+        self.mark_stale()
+
+    def drop_values(self) -> None:
+        """Release the memory of what was fetched to be looked at."""
+        self.param.drop()
+        if self.trainable:
+            self.record.drop()
+            self.grad.drop()
 
     def masters(self) -> Values | None:
         """Return the fp32 masters, padding included; None where there are none."""
@@ -442,10 +669,12 @@ class FlatUnit:
         for value in vars(self).values():
             if isinstance(value, torch.Tensor):
                 yield value
-        yield self.param.at()
+        homes = [self.param]
         if self.trainable:
-            yield self.grad.at()
-            yield self.record.at()
+            homes += [self.grad, self.record]
+        for home in homes:
+            if isinstance(home, InPlace):
+                yield home.at()
 
     # Gradients
     #
@@ -460,13 +689,45 @@ class FlatUnit:
         grad = self.grad.at()
         if grad is not self._seen_grad:
             self._seen_grad = grad
-            self._local_grad = self.local_part(grad) if self._keeps_unsharded_grad else grad
+            is_whole = self._keeps_unsharded_grad or self.keeps_partial_sums
+            self._local_grad = self.local_part(grad) if is_whole else grad
         return self._local_grad
 
     def fetch_grad(self) -> torch.Tensor:
         """Fetch the gradient, and return the elements that this rank updates."""
-        fetch_now(self.grad)
+        self.grad.fetch()
         return self.local_grad
+
+    @property
+    def sends_grad_away(self) -> bool:
+        """True if the home of the gradient is elsewhere: `store_grad` brings it there."""
+        return self._grad_away is not None
+
+    def store_grad(self, values: torch.Tensor, *, accumulate: bool) -> Transfer:
+        """Begin to store a sum, or this rank's gradient so far, in the home elsewhere.
+
+        Args:
+            values: [updated range] or [padded_numel], on the device.
+            accumulate: add it to what is there.
+
+        Returns:
+            What to wait for before `values` is written again.
+        """
+        assert self._grad_away is not None
+        self.wait_for_update()  # it reads the gradient of the step before
+        return self._grad_away.store(values, self._first_of(values), accumulate=accumulate)
+
+    def load_grad(self, target: torch.Tensor) -> None:
+        """Copy what `store_grad` has stored of as many elements to `target`, and wait for it."""
+        assert self._grad_away is not None
+        assert self._tiers is not None
+        coming = self._grad_away.load(target, self._first_of(target))
+        self._tiers.wait(coming, self.placement.grad)
+
+    def _first_of(self, values: torch.Tensor) -> int:
+        """Return where all of the gradient, or the updated range of it, begins in its home."""
+        is_whole = values.numel() == self.layout.padded_numel
+        return 0 if is_whole or not self.keeps_partial_sums else self.updated_range[0]
 
     def sum_buffer(self) -> torch.Tensor:
         """Return where the sum over ranks goes; it holds an earlier sum if there is one."""
@@ -481,12 +742,21 @@ class FlatUnit:
         """Forget the gradients of the last optimizer step."""
         self.has_grad = bytearray(len(self.params))
         self.is_reduced = False
+        self.has_partial = False
         self._written = bytearray(len(self.params))  # by parameter: its view of the flat gradient
         self._use_own_grad()
 
-    def begin_grad(self, scratch: torch.Tensor) -> None:
-        """Use `scratch` [padded_numel] as the flat gradient until `end_grad`."""
+    def begin_grad(self, scratch: torch.Tensor, *, goes_on: bool = False) -> None:
+        """Use `scratch` [padded_numel] as the flat gradient until `end_grad`.
+
+        Args:
+            goes_on: begin with what this rank's micro-batches have added up to.
+        """
         self._written = bytearray(len(self.params))
+        if goes_on:
+            self.load_grad(scratch)
+            self._written = bytearray(b"\1" * len(self.params))
+            self.has_partial = False
         self._use_grad(scratch)
 
     def end_grad(self) -> None:
@@ -585,12 +855,14 @@ class FlatUnit:
 
     def allocated(self) -> list[Buffer]:
         """Return the permanent buffers as allocated. Moments come with the first update."""
-        found = [Buffer(f"{self.name}/param", Kind.PARAM, self.param.at().nbytes)]
+        sizes = {Kind.PARAM: self.param.num_bytes}
         if self.trainable:
-            num_bytes = self.grad.at().untyped_storage().nbytes()
-            found.append(Buffer(f"{self.name}/grad", Kind.GRAD, num_bytes))
-            found.append(Buffer(f"{self.name}/record", Kind.OPTIM, self.record.at().nbytes))
-        return found
+            sizes[Kind.GRAD] = whole_pages(self.grad.num_bytes)
+            sizes[Kind.OPTIM] = self.record.num_bytes
+        return [
+            Buffer(f"{self.name}/{kind.value}", kind, size, self.placement.tier_of(kind))
+            for kind, size in sizes.items()
+        ]
 
 
 def moves_pages(device: str) -> bool:

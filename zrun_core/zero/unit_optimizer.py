@@ -67,7 +67,7 @@ class UnitOptimizer:
         self.pieces: list[Piece] = list(unit.layout.pieces(*unit.updated_range))
         self._scales_inside = spec.scales_inside
         self.scratch = scratch
-        self._seen_record = unit.record.at()
+        self._seen_record = unit.fetch_record()
         self._chunk_groups: list[ChunkGroup] = []
         self._chunks_of: dict[int, list[tuple[ChunkGroup, Chunk]]] = {}  # by parameter's number
         self._may_replace_states = False
@@ -83,6 +83,9 @@ class UnitOptimizer:
                 self._place_in_shards(group.optimizer, chunks, number_of)
             if group.optimizer.state:  # some make it at once
                 self._move_into_record(group)
+        if unit.moments:
+            unit.record.put()
+        unit.drop_values()
 
     def _cut(self, spec: OptimizerSpec) -> Iterator[list[Chunk]]:
         """Yield the chunks of each group. See `chunk_group.py`."""

@@ -1,0 +1,62 @@
+"""Pieces of host memory that transfers take turns in."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+
+from zrun_core.memory.arena import byte_buffer
+from zrun_core.tiers.transfer import DONE, Transfer
+
+
+class Slots:
+    """Pieces of one size. Several threads may take and give them.
+
+    Attributes:
+        num_bytes: of all pieces.
+    """
+
+    def __init__(self, pieces: Sequence[torch.Tensor]) -> None:
+        """Take the memory.
+
+        Args:
+            pieces: uint8 [size] each, on borders of pages.
+        """
+        self._free: deque[tuple[torch.Tensor, Transfer]] = deque((each, DONE) for each in pieces)
+        self._pieces = {each.data_ptr(): each for each in pieces}
+        self._changed = threading.Condition()
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(piece.numel() for piece in self._pieces.values())
+
+    def take(self, num_bytes: int) -> torch.Tensor:
+        """Return [num_bytes] uint8 of undefined values, as soon as a piece is free.
+
+        A piece that is too small is replaced: more was needed than planned.
+        """
+        with self._changed:
+            while not self._free:
+                self._changed.wait()
+            piece, leaving = self._free.popleft()
+        leaving.wait_on_host()
+        if piece.numel() < num_bytes:
+            del self._pieces[piece.data_ptr()]
+            piece = byte_buffer(num_bytes, torch.device("cpu"))
+            self._pieces[piece.data_ptr()] = piece
+        return piece[:num_bytes]
+
+    def give(self, part: torch.Tensor, after: Transfer = DONE) -> None:
+        """Take back a piece, or a view of its beginning.
+
+        Args:
+            part: as `take` returned it, of any format.
+            after: until this is over, it is not free.
+        """
+        piece = self._pieces[part.data_ptr()]
+        with self._changed:
+            self._free.append((piece, after))
+            self._changed.notify()

@@ -1,0 +1,252 @@
+"""What a rank has beside its device: host memory, a file on a disk, and who moves bytes between.
+
+    device  <-- copier -->  host memory (arena, slots)  <-- threads of the file -->  disk
+
+On a machine without accelerator the device is the host: nothing is copied between them, and states
+on disk come straight to where they are used. `apart` is for tests and benchmarks: host memory is
+other memory than the device's on a CPU too, and a thread copies in between, so that whatever has to
+wait for a copy on a GPU has to wait here.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from zrun_core.memory.buffers import Buffer, Kind, Tier
+from zrun_core.memory.layout import whole_pages
+from zrun_core.memory.state_policy import DISK_SLOTS, STAGING_SLOTS, SlotSizes
+from zrun_core.memory.tier_traffic import Direction, Move
+from zrun_core.spine.flight_recorder import FlightRecorder
+from zrun_core.tiers.copies import Copier, StreamCopier
+from zrun_core.tiers.host_arena import HostArena
+from zrun_core.tiers.slots import Slots
+from zrun_core.tiers.swap_file import Extent, SwapFile
+from zrun_core.tiers.transfer import Transfer
+
+
+class _Task:
+    """What the worker does, as a transfer."""
+
+    def __init__(self, future: Future[None]) -> None:
+        self._future = future
+
+    def is_completed(self) -> bool:
+        return self._future.done()
+
+    def wait(self) -> None:
+        self._future.result()
+
+    def wait_on_host(self) -> None:
+        self._future.result()
+
+
+class Worker:
+    """A thread that adds gradients and updates units on the host, in the order of the calls."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool: ThreadPoolExecutor | None = None
+
+    def submit(self, task: Callable[[], None]) -> Transfer:
+        """Have `task` run after those before it. Whoever waits for it gets its error."""
+        if self._pool is None:  # not before there is something to do: the rank may fork until then
+            threads = torch.get_num_threads()
+            self._pool = ThreadPoolExecutor(1, "zrun-update", self._begin, (threads,))
+        return _Task(self._pool.submit(task))
+
+    def _begin(self, num_threads: int) -> None:
+        # Each thread of Python has a number of its own. The same one: the parts that threads divide
+        # a chunk into then end where they end in the thread that trains, and have the same bits.
+        torch.set_num_threads(num_threads)
+        if self._device.type == "cuda":
+            # Copies to the device follow what this thread has given it, not all of training.
+            torch.cuda.set_stream(torch.cuda.Stream(self._device))
+
+
+@dataclass
+class TierCounts:
+    """What has moved between tiers, and what waited for it.
+
+    Attributes:
+        moved: bytes by kind of transfer.
+        waited_s: seconds that training has waited, by tier.
+        updating_s: seconds of updates beside training.
+        lag_s: of these, seconds that training has waited for.
+    """
+
+    moved: Counter[Move] = field(default_factory=Counter)
+    waited_s: dict[Tier, float] = field(default_factory=lambda: {Tier.HOST: 0.0, Tier.DISK: 0.0})
+    updating_s: float = 0.0
+    lag_s: float = 0.0
+
+
+class Tiers:
+    """The memory of one rank beside its device.
+
+    Attributes:
+        host_is_device: the device computes in the host's memory.
+        slots: host memory through which states on disk pass, by kind.
+        gradients_down: host memory for gradients on their way from the device.
+        parameters_up: host memory for updated parameters on their way to it.
+        worker: does what the host computes.
+        counts: since `take_counts`.
+        notes: for the user.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        buffers: Sequence[Buffer],
+        sizes: SlotSizes,
+        folder: Path | None,
+        *,
+        apart: Copier | None = None,
+        board: FlightRecorder | None = None,
+    ) -> None:
+        """Reserve all of it.
+
+        Args:
+            device: that trains.
+            buffers: of the rank, as `StatePolicy.rank_buffers` returns them.
+            sizes: of the slots among them.
+            folder: for the file, if there are buffers on disk.
+            apart: copies between a CPU and a host tier that is apart from it.
+            board: shows what this rank waits for.
+
+        Raises:
+            PreflightError: there is no room.
+        """
+        self.device = device
+        self.host_is_device = device.type == "cpu" and apart is None
+        self.worker = Worker(device)
+        self.counts = TierCounts()
+        self.notes: list[str] = []
+        self._lock = threading.Lock()  # of the counts
+        self._board = board
+        self._folder = folder
+        self._file: SwapFile | None = None
+        self._file = self._open_file(buffers)
+        on_host = [each.num_bytes for each in buffers if each.tier is Tier.HOST]
+        self._copier = apart
+        if device.type == "cuda" and on_host:
+            self._copier = StreamCopier(device)
+        self._arena = HostArena(sum(map(whole_pages, on_host)), device)
+        self.slots = {kind: self._slots(DISK_SLOTS, size) for kind, size in sizes.disk.items()}
+        self.gradients_down = self._slots(STAGING_SLOTS, sizes.down)
+        self.parameters_up = self._slots(STAGING_SLOTS, sizes.up)
+
+    def _open_file(self, buffers: Sequence[Buffer]) -> SwapFile | None:
+        num_bytes = sum(whole_pages(each.num_bytes) for each in buffers if each.tier is Tier.DISK)
+        if not num_bytes:
+            return None
+        assert self._folder is not None, "states on disk need a folder"
+        file = SwapFile(self._folder, num_bytes)
+        if file.note:
+            self.notes.append(file.note)
+        return file
+
+    def _slots(self, number: int, num_bytes: int) -> Slots:
+        if not num_bytes:
+            return Slots([])
+        return Slots([self._arena.take(num_bytes, torch.uint8) for _ in range(number)])
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of all slots."""
+        slots = [*self.slots.values(), self.gradients_down, self.parameters_up]
+        return sum(each.num_bytes for each in slots)
+
+    # Memory
+
+    def host_memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return [numel] of zeros in host memory, for life."""
+        return self._arena.take(numel, dtype)
+
+    def reserve(self, num_bytes: int, name: str) -> Extent:
+        """Return the next part of the file, of whole pages."""
+        assert self._file is not None, "no state was planned on disk"
+        return self._file.reserve(num_bytes, name=name)
+
+    # Transfers
+
+    def copy_up(self, source: torch.Tensor, target: torch.Tensor, kind: Kind) -> Transfer:
+        """Begin to copy host memory to the device."""
+        return self._copy(source, target, Move(Tier.HOST, Direction.READ, kind))
+
+    def copy_down(self, source: torch.Tensor, target: torch.Tensor, kind: Kind) -> Transfer:
+        """Begin to copy memory of the device to the host."""
+        return self._copy(source, target, Move(Tier.HOST, Direction.WRITTEN, kind))
+
+    def _copy(self, source: torch.Tensor, target: torch.Tensor, move: Move) -> Transfer:
+        assert self._copier is not None, "the device computes in the host's memory"
+        self._count(move, source.nbytes)
+        return self._copier.copy(source, target)
+
+    def read(self, extent: Extent, target: torch.Tensor, kind: Kind) -> Transfer:
+        """Begin to read the beginning of an extent into `target`, uint8 in whole pages."""
+        assert self._file is not None
+        self._count(Move(Tier.DISK, Direction.READ, kind), target.nbytes)
+        return self._file.read(extent, target)
+
+    def write(self, extent: Extent, source: torch.Tensor, kind: Kind) -> Transfer:
+        """Begin to write `source`, uint8 in whole pages, to the beginning of an extent."""
+        assert self._file is not None
+        self._count(Move(Tier.DISK, Direction.WRITTEN, kind), source.nbytes)
+        return self._file.write(extent, source)
+
+    def _count(self, move: Move, num_bytes: int) -> None:
+        with self._lock:
+            self.counts.moved[move] += num_bytes
+
+    # Waiting
+
+    def wait(self, transfer: Transfer, tier: Tier) -> None:
+        """Wait in the thread that trains until the device may use what has come."""
+        self._wait(transfer.wait, transfer, tier)
+
+    def wait_on_host(self, transfer: Transfer, tier: Tier) -> None:
+        """Wait until this thread may use what has come."""
+        self._wait(transfer.wait_on_host, transfer, tier)
+
+    def _wait(self, wait: Callable[[], None], transfer: Transfer, tier: Tier) -> None:
+        is_training = threading.current_thread() is threading.main_thread()
+        if not is_training or transfer.is_completed():
+            wait()
+            return
+        start = time.perf_counter()
+        with self._shown(tier):
+            wait()
+        self.counts.waited_s[tier] += time.perf_counter() - start
+
+    def wait_for_update(self, updated: Transfer) -> None:
+        """Wait in the thread that trains for an update that runs beside it."""
+        if updated.is_completed():
+            updated.wait()
+            return
+        start = time.perf_counter()
+        tier = Tier.HOST if self._file is None else Tier.DISK
+        with self._shown(tier):
+            updated.wait()
+        self.counts.lag_s += time.perf_counter() - start
+
+    def _shown(self, tier: Tier) -> AbstractContextManager[None]:
+        if self._board is None:
+            return nullcontext()
+        what = "its host memory" if tier is Tier.HOST else f"its disk ({self._folder})"
+        return self._board.wait_for_tier(what)
+
+    def take_counts(self) -> TierCounts:
+        """Return what was counted since the last call."""
+        with self._lock:
+            counts = self.counts
+            self.counts = TierCounts()
+        return counts

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from zrun.estimate import forecast_process, gate
+from zrun.estimate import auto_share, forecast_process, gate
 from zrun.estimate.compare_run import ComparedLine, check_run
 from zrun.estimate.forecast import (
     PATIENCE_S,
@@ -24,7 +24,8 @@ from zrun.estimate.gate import Gate, refusal
 from zrun.estimate.machine import hardware_of
 from zrun.hosts.cluster import Cluster, HostFacts
 from zrun.job.load import LoadedJob, load_job
-from zrun.placement.plan import make_plan
+from zrun.job.problems import AutoValue
+from zrun.placement.plan import ResolvedJob, make_plan
 from zrun.watch.plain import message_line
 from zrun.watch.report import report
 from zrun.watch.run_state import RunState, fold
@@ -74,6 +75,7 @@ class FakeProcess:
 def loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LoadedJob:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(gate, "ForecastProcess", FakeProcess)
+    monkeypatch.setattr(auto_share, "ForecastProcess", FakeProcess)
     FakeProcess.made, FakeProcess.waits, FakeProcess.ready = [], [], None
     (tmp_path / "job").mkdir()
     (tmp_path / "job" / "job.yaml").write_text(JOB)
@@ -237,6 +239,51 @@ def test_a_job_may_take_less_than_there_is(loaded: LoadedJob) -> None:
         assert opened.memory_bytes == (3 << 30) // 2
     hardware = hardware_of(CLUSTER, "cpu", 2, {}, 3 << 30)
     assert (hardware.host_bytes, hardware.device.memory_bytes) == (3 << 30, (3 << 30) // 2)
+
+
+# offload.fraction: auto
+
+SHARE = replace(WELL, capacity=4 << 30, device_bytes=3 << 30, fraction=0.4, units_away=5, units=12)
+
+
+def test_a_share_is_worked_out_before_the_start(loaded: LoadedJob) -> None:
+    job = load_job(loaded.path, ["offload=disk", "offload.fraction=auto"])
+    resolved = make_plan(job.config, CLUSTER)
+    assert auto_share.is_open(resolved)
+    assert not auto_share.is_open(make_plan(loaded.config, CLUSTER))
+
+    def share(*, force: bool = False) -> ResolvedJob:
+        return auto_share.with_least_share(job, resolved, CLUSTER, {}, force=force)
+
+    with pytest.raises(PreflightError, match="none could be made"):
+        share()
+    FakeProcess.ready = SHARE
+    found = share()
+    assert found.job.offload.fraction == 0.4
+    assert found.job.offload.optimizer == "disk"
+    assert found.reasons[-1] == AutoValue(
+        "offload.fraction",
+        "0.4",
+        "the least that fits: 5 of 12 units leave, 3.0 GiB of 4.0 GiB used",
+    )
+    FakeProcess.ready = replace(UNFIT, fraction=1.0)
+    with pytest.raises(PreflightError, match=r"(?s)does not fit.*zero: 3  # was 0"):
+        share()
+    assert share(force=True).job.offload.fraction == 1.0
+    assert auto_share.with_share(resolved, 0.7).job.offload.fraction == 0.7
+
+
+def test_a_share_is_worked_out_again_where_less_memory_is_free(loaded: LoadedJob) -> None:
+    job = load_job(loaded.path, ["offload=disk", "offload.fraction=auto"])
+    resolved = make_plan(job.config, CLUSTER)
+    store(key_of(job.config, job.path.parent, CLUSTER), SHARE)
+    found = auto_share.with_least_share(job, resolved, CLUSTER, {}, force=False)
+    assert found.job.offload.fraction == 0.4
+    assert not FakeProcess.made
+    FakeProcess.ready = replace(SHARE, fraction=0.6)
+    store(key_of(job.config, job.path.parent, CLUSTER), replace(SHARE, capacity=5 << 30))
+    found = auto_share.with_least_share(job, resolved, CLUSTER, {}, force=False)
+    assert found.job.offload.fraction == 0.6
 
 
 def test_a_comparison_is_judged_by_its_tolerance() -> None:

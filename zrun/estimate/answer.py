@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from zrun.estimate import kept
 from zrun.estimate.forecast import Forecast
 from zrun.estimate.patch import Changes, as_overrides, as_yaml, job_changes
-from zrun.estimate.plan_tables import fullest
+from zrun.estimate.plan_tables import fullest, units_of
 from zrun.estimate.question import Question
 from zrun.estimate.why import overshoot, sentence, time_of, uncertainty
 
@@ -218,6 +218,7 @@ def forecast_of(found: Answer) -> Forecast:
     rank = fullest(chosen)
     over = overshoot(chosen, question.hardware)
     changes = {} if chosen.fits else found.changes
+    units = units_of(rank)
     return Forecast(
         source=chosen.source,
         peak_bytes=rank.allocated,
@@ -232,6 +233,9 @@ def forecast_of(found: Answer) -> Forecast:
         sentence=found.sentence if over is not None and not chosen.fits else "",
         changes=tuple(as_overrides(changes)),
         patch=as_yaml(changes, question.config) if changes and question.config is not None else "",
+        fraction=chosen.candidate.placement.fraction,
+        units_away=sum(units.values()),
+        units=len(units),
     )
 
 

@@ -64,6 +64,9 @@ class Forecast:
         sentence: why it does not fit; "" if it does.
         changes: keys with which it would fit; empty if none are known.
         patch: the same as a part of a job file.
+        fraction: share of the states that leave the device, by `offload.fraction: auto` the least
+            that fits; None: of an earlier zrun.
+        units_away, units: of the model: those whose states leave, and all.
     """
 
     source: str
@@ -79,6 +82,9 @@ class Forecast:
     changes: tuple[str, ...] = ()
     patch: str = ""
     is_bound: bool = False
+    fraction: float | None = None
+    units_away: int = 0
+    units: int = 0
 
     @property
     def fits(self) -> bool:

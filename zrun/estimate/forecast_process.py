@@ -19,13 +19,16 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
-from zrun.estimate.forecast import PATIENCE_S, Forecast, store
+from zrun.estimate.forecast import PATIENCE_S, Forecast, key_of, store
 from zrun.system import processes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from zrun.hosts.cluster import Cluster
+    from zrun.job.load import LoadedJob
 
 _LONGEST_S = 300
 _PATIENCE_BESIDE_S = 200.0  # for model and data, on the cores that a run leaves
@@ -42,6 +45,19 @@ class ForecastRequest:
     overrides: tuple[str, ...]
     hosts: list[dict[str, Any]]  # `HostFacts`
     key: str
+
+    @classmethod
+    def of(cls, loaded: LoadedJob, cluster: Cluster) -> Self:
+        """Return the request for a job as it was read, on hosts as they were found."""
+        return cls(
+            job=loaded.config.model_dump(mode="json", by_alias=True, exclude_unset=True),
+            path=str(loaded.path.absolute()),
+            overrides=tuple(
+                origin.text for origin in loaded.origins.values() if origin.kind == "override"
+            ),
+            hosts=[host.to_json() for host in cluster.hosts],
+            key=key_of(loaded.config, loaded.path.absolute().parent, cluster),
+        )
 
 
 class Pace(StrEnum):

@@ -1,7 +1,8 @@
 """`zrun train` refuses a job that is known not to fit, and compares each run with its forecast.
 
 A forecast needs torch and a trace of the model, some seconds of work, and a launch has none to
-spare. So no launch waits for one, and memory is looked after in three places, each at its time:
+spare. So no launch waits for one (but for the number that `offload.fraction: auto` stands for, see
+`auto_share.py`), and memory is looked after in three places, each at its time:
 
 1. Here, before anything starts: the forecast that an earlier estimate of the same job on the same
    hosts has stored is read in milliseconds, and what does not fit is refused.
@@ -22,7 +23,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Self
 
-from zrun.estimate.forecast import Forecast, key_of, stored
+from zrun.estimate.forecast import Forecast, stored
 from zrun.estimate.forecast_process import ForecastProcess, ForecastRequest, Pace
 from zrun.estimate.machine import capacity_of
 from zrun_core.errors import PreflightError
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from zrun.placement.plan import ResolvedJob
 
 SWITCH = "ZRUN_ESTIMATE"  # environment variable: "off" makes no estimate beside a run
-_REFUSED_PATIENCE_S = 150.0  # for the reason of a refusal, which is wanted more than a start
+REFUSED_PATIENCE_S = 150.0  # for the reason of a refusal, which is wanted more than a start
 _FAILED_PATIENCE_S = 10.0  # after a run that ran out of memory, which has said why it ends
 _COMPARED_AT = 3  # step
 _WARM_STEPS = 2  # left out of times: the second one's memory is measured
@@ -89,15 +90,7 @@ class Gate:
             device = "cpu" if resolved.job.device == "cpu" else "cuda"
             self.memory_bytes = capacity_of(cluster, device, per_host, resolved.job.limits.memory)
         self._environment = environment
-        self._request = ForecastRequest(
-            job=loaded.config.model_dump(mode="json", by_alias=True, exclude_unset=True),
-            path=str(loaded.path.absolute()),
-            overrides=tuple(
-                origin.text for origin in loaded.origins.values() if origin.kind == "override"
-            ),
-            hosts=[host.to_json() for host in cluster.hosts],
-            key=key_of(loaded.config, loaded.path.absolute().parent, cluster),
-        )
+        self._request = ForecastRequest.of(loaded, cluster)
         self.forecast = stored(self._request.key)
         self._process: ForecastProcess | None = None  # makes a forecast beside the run
         self._measured = _Measured()
@@ -112,7 +105,7 @@ class Gate:
         known_not_to_fit = self.forecast is not None and not self.forecast.fits
         if known_not_to_fit and self.may_refuse:
             # What a host has free changes: the answer that counts is today's.
-            self.forecast = self._make_now(_REFUSED_PATIENCE_S) or self.forecast
+            self.forecast = self._make_now(REFUSED_PATIENCE_S) or self.forecast
             assert self.forecast is not None
             if not self.forecast.fits:
                 raise PreflightError(refusal(self.forecast))
@@ -152,7 +145,7 @@ class Gate:
         """
         if self.forecast is None or self.forecast.fits:
             self._close_process()
-            patience_s = _REFUSED_PATIENCE_S if is_refused else _FAILED_PATIENCE_S
+            patience_s = REFUSED_PATIENCE_S if is_refused else _FAILED_PATIENCE_S
             self.forecast = self._make_now(patience_s)
         if self.forecast is None or self.forecast.fits:
             return None

@@ -33,6 +33,16 @@ def fullest(estimate: Estimate) -> RankMemory:
     return max(estimate.ranks, key=lambda rank: rank.device_used)
 
 
+def units_of(rank: RankMemory) -> dict[str, bool]:
+    """Return the flat units of a rank by name, and whether a state of each leaves the device."""
+    found: dict[str, bool] = {}
+    for buffer in rank.buffers:
+        unit, slash, _ = buffer.name.rpartition("/")
+        if slash and buffer.kind.value in ("params", "grads", "optim"):
+            found[unit] = found.get(unit, False) or buffer.tier.value != "device"
+    return found
+
+
 def stage_table(estimates: Sequence[Estimate], chosen: Candidate, width: int) -> Table:
     """Return a row for each estimate; they differ in their ZeRO stage.
 

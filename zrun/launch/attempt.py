@@ -20,12 +20,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from zrun.estimate import auto_share
 from zrun.estimate.forecast import Forecast
 from zrun.estimate.gate import Gate, refusal
 from zrun.hosts.backend import with_backend
 from zrun.hosts.cluster import Cluster
 from zrun.job.environment import without_secrets
-from zrun.job.load import LoadedJob
+from zrun.job.load import LoadedJob, load_job
 from zrun.job.problems import ValueOrigin
 from zrun.job.render import with_origins
 from zrun.launch.bring_up import ClusterSession, bring_up
@@ -138,11 +139,27 @@ def _plan(request: LaunchRequest, members: list[AgentLink]) -> tuple[ClusterSess
     if session.dropped:
         say(session.dropped, sys.stderr)
     resolved = plan_on_backend(request.loaded.config, request.backend, session.cluster)
+    if auto_share.is_open(resolved):
+        resolved = _with_share(request, resolved, session.cluster)
     if _tells_user(request):
         _print_plan(request, resolved, session.cluster)
     if not request.dry_run:
         refuse_untrained(resolved.job.parallel.tp, resolved.job.parallel.pp)
     return session, resolved
+
+
+def _with_share(request: LaunchRequest, resolved: ResolvedJob, cluster: Cluster) -> ResolvedJob:
+    """Return the job with the share of its states that leaves the device: a run keeps its own."""
+    if request.is_restart:
+        assert request.run_dir is not None
+        fraction = load_job(request.run_dir / "job.yaml").config.offload.fraction
+        if fraction != "auto":
+            return auto_share.with_share(resolved, fraction)
+    if _tells_user(request):
+        say(f"{auto_share.KEY}: auto: estimating how much has to leave the device", sys.stderr)
+    return auto_share.with_least_share(
+        request.loaded, resolved, cluster, request.environment, force=request.force
+    )
 
 
 def _tells_user(request: LaunchRequest) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from zrun.hosts.cluster import Cluster, HostFacts
 from zrun.preflight.calibration import Calibration
 from zrun_core.hardware.hardware import GIB
 from zrun_core.hardware.measured import Rates, from_rates
+from zrun_core.tiers.probe import DiskFacts
 
 HERE = HostFacts(hostname="here", cores=4, memory_bytes=8 * GIB)
 MEASURED = {
@@ -80,3 +82,13 @@ def test_the_slowest_host_counts(tmp_path: Path) -> None:
     assert device.bandwidth * device.streaming == pytest.approx(12e9)
     assert device.narrow == pytest.approx(5 / 12)
     assert device.launch_s == 9e-6
+
+
+def test_of_the_disks_that_hosts_have_shown_the_fullest_counts(tmp_path: Path) -> None:
+    disk = DiskFacts("/scratch", None, "xfs", False, True, 1_234_567_890, 2.96e9, 1.51e9)
+    roomy = replace(HERE, disk=disk)
+    full = replace(HERE, hostname="there", disk=replace(disk, free_bytes=999_999))
+    assert hardware_of(Cluster((roomy,)), "cpu", 2, {}).disk_bytes == 1_230_000_000
+    assert hardware_of(Cluster((roomy, full)), "cpu", 2, {}).disk_bytes == 999_000
+    memory = replace(HERE, disk=replace(disk, filesystem="tmpfs", is_memory=True))
+    assert hardware_of(Cluster((memory,)), "cpu", 2, {}).disk_bytes == 0

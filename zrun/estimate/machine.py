@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from zrun.preflight.calibration import Calibration, HostRates, MatmulRates
 from zrun_core.spine import memory_limits
 from zrun_core.spine.direct_io import file_system
-from zrun_core.tiers.probe import IN_MEMORY
+from zrun_core.tiers.probe import IN_MEMORY, DiskFacts
 
 if TYPE_CHECKING:
     from zrun.hosts.cluster import Cluster, HostFacts
@@ -50,7 +50,8 @@ def hardware_of(
         per_host: ranks on each host.
         environ: names the file of rates.
         memory: `limits.memory` of the job.
-        folder: on the disk for states; None: of the run directories.
+        folder: on the disk for states of hosts that were not asked for theirs; None: of the run
+            directories.
 
     Raises:
         JobError: the file of rates is damaged.
@@ -64,18 +65,19 @@ def hardware_of(
         found = _of_cpus(rates, least.cores, host_bytes, per_host, nodes, name)
     else:
         found = _of_gpus(rates, least, host_bytes, per_host, nodes, name)
-    return _with_disks(found, folder or Path("runs"), is_measured=rates is not None)
+    seen = [host.disk for host in cluster.hosts if host.disk is not None]
+    free = min(map(_free_of, seen)) if seen else _free_disk((folder or Path("runs")).absolute())
+    return _with_disks(found, free, is_measured=rates is not None)
 
 
-def _with_disks(hardware: Hardware, folder: Path, *, is_measured: bool) -> Hardware:
-    """Return hardware with the disk of a folder of this host: others are taken to be like it.
+def _with_disks(hardware: Hardware, free: int, *, is_measured: bool) -> Hardware:
+    """Return hardware with the disks of its hosts.
 
     Args:
         hardware: the hosts.
-        folder: need not exist yet.
+        free: bytes of each disk that states may take.
         is_measured: the rates in `hardware` are those of its disks.
     """
-    free = _free_disk(folder.absolute())
     if not free:
         return replace(hardware, disk_read=0.0, disk_write=0.0, disk_bytes=0)
     if is_measured and hardware.disk_read and hardware.disk_write:
@@ -89,8 +91,18 @@ def _with_disks(hardware: Hardware, folder: Path, *, is_measured: bool) -> Hardw
     )
 
 
+def _free_of(disk: DiskFacts) -> int:
+    """Return the bytes that are free on a disk, cut to three digits."""
+    if disk.is_memory:
+        return 0
+    part: int = 10 ** max(0, len(str(disk.free_bytes)) - 3)
+    return disk.free_bytes // part * part
+
+
 def _free_disk(folder: Path) -> int:
-    """Return the bytes that are free on the disk of a folder; 0 if its files lie in memory.
+    """Return the bytes that are free on the disk of a folder of this host; 0 if it is memory.
+
+    The folder need not exist yet.
 
     They are counted in hundredths of the disk: the same question has the same answer a moment
     later.

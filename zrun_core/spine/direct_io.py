@@ -49,15 +49,17 @@ def reserve(file: int, num_bytes: int, start: int = 0) -> None:
         start: where the file ends so far.
 
     Raises:
-        OSError: there is not enough of it.
+        OSError: there is not enough of it. Then none is taken.
     """
     if num_bytes == 0:
         return
     try:
         os.posix_fallocate(file, start, num_bytes)
     except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):  # this file system cannot
-            raise
+        if error.errno in (errno.EOPNOTSUPP, errno.EINVAL):  # this file system cannot
+            return
+        os.ftruncate(file, start)
+        raise
 
 
 def past_the_cache(file: int, wanted: bool) -> None:

@@ -163,7 +163,7 @@ class Extent:
 class SwapFile:
     """The nameless file of a rank. See the module.
 
-    One thread reserves and issues; any may wait for transfers, which raise OffloadError if the
+    Any thread may reserve, begin transfers and wait for them. Waiting raises OffloadError if the
     disk failed, in this transfer or in an earlier one of the file.
 
     Attributes:
@@ -200,7 +200,7 @@ class SwapFile:
         self._used_bytes = 0
         self._failure = ""  # the first one: each transfer that follows raises it
         self._num_open = 0
-        self._idle = threading.Condition()
+        self._changed = threading.Condition()
         self._ready: SimpleQueue[_Task | None] = SimpleQueue()
         self._file, self.direct = _create(folder, self.num_bytes)
         self.note = _note(folder, self.direct)
@@ -227,18 +227,22 @@ class SwapFile:
             OffloadError: the disk is full.
         """
         self._check_open()
-        offset = self._used_bytes
-        end = offset + whole_pages(num_bytes)
-        missing = end - self.num_bytes
-        if missing > 0:
-            try:
-                reserve(self._file, missing, self.num_bytes)
-            except OSError as error:
-                what = f"cannot make room for {name}"
-                raise OffloadError(_in_words(what, self.folder, error, missing)) from error
-            self.num_bytes = end
-        self._used_bytes = end
+        with self._changed:
+            offset = self._used_bytes
+            end = offset + whole_pages(num_bytes)
+            if end > self.num_bytes:
+                self._grow(end, name)
+            self._used_bytes = end
         return Extent(name, offset, end - offset, self._block_bytes)
+
+    def _grow(self, num_bytes: int, name: str) -> None:
+        missing = num_bytes - self.num_bytes
+        try:
+            reserve(self._file, missing, self.num_bytes)
+        except OSError as error:
+            what = f"cannot make room for {name}"
+            raise OffloadError(_in_words(what, self.folder, error, missing)) from error
+        self.num_bytes = num_bytes
 
     def read(self, extent: Extent, target: torch.Tensor, *, start: int = 0) -> Transfer:
         """Begin to fill memory from a range of an extent.
@@ -264,8 +268,8 @@ class SwapFile:
 
     def close(self) -> None:
         """Wait until nothing is under way, end the threads, and give the space back."""
-        with self._idle:
-            self._idle.wait_for(lambda: not self._num_open)
+        with self._changed:
+            self._changed.wait_for(lambda: not self._num_open)
         self._end()
 
     def _check_open(self) -> None:
@@ -282,7 +286,7 @@ class SwapFile:
             return DONE
         transfer = _BlockTransfer(len(blocks))
         done = 0
-        with self._idle:
+        with self._changed:
             self._num_open += len(blocks)
             for block in blocks:
                 piece = memory[done : done + block.num_bytes]
@@ -296,7 +300,7 @@ class SwapFile:
         """Do a task, and let the next one of its block follow. Called by the threads."""
         error = self._failure or self._attempt(task)
         line = task.block.line
-        with self._idle:
+        with self._changed:
             self._failure = self._failure or error
             line.popleft()
             if line:
@@ -304,7 +308,7 @@ class SwapFile:
             task.transfer._end_task(error)
             self._num_open -= 1
             if not self._num_open:
-                self._idle.notify_all()
+                self._changed.notify_all()
 
     def _attempt(self, task: _Task) -> str:
         """Move a block. Returns the error, or nothing."""
@@ -332,7 +336,7 @@ class SwapFile:
         block.digest = xxhash.xxh3_64_intdigest(task.memory)
         write_pages(self._file, task.memory, block.offset)
         self._leave_cache(block)
-        with self._idle:
+        with self._changed:
             self.written_bytes += block.num_bytes
 
     def _read(self, task: _Task) -> None:
@@ -342,7 +346,7 @@ class SwapFile:
             return
         read_pages(self._file, task.memory, block.offset)
         self._leave_cache(block)
-        with self._idle:
+        with self._changed:
             self.read_bytes += block.num_bytes
         if xxhash.xxh3_64_intdigest(task.memory) != block.digest:
             raise OffloadError(

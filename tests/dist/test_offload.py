@@ -115,3 +115,21 @@ def test_where_states_live_changes_no_bit(
         assert own_losses == losses
         assert own_parts.keys() == parts.keys()
         assert [k for k in parts if not torch.equal(parts[k], own_parts[k])] == []
+
+
+def scratch_of_threads(placement: Placement) -> tuple[set[int], set[int]]:
+    """Return the scratch of updates that training makes, and of those that the worker makes."""
+    sharded = sharded_at(3, placement, "", {"precision": "bf16"})
+    here, beside = set(), set()
+    for unit, _, update in sharded.optimizer.updated_pieces():
+        if unit.is_updated_elsewhere:
+            beside.add(id(update.scratch))
+        else:
+            here.add(id(update.scratch))
+    return here, beside
+
+
+def test_two_threads_that_update_share_no_scratch(ranks: Ranks) -> None:
+    here, beside = ranks(1).run(scratch_of_threads, PLACEMENTS["apart, half"])[0]
+    assert len(here) == len(beside) == 1
+    assert not here & beside

@@ -20,6 +20,7 @@ import hybrid  # noqa: E402
 import launch  # noqa: E402
 import offload  # noqa: E402
 import offload_disk  # noqa: E402
+import offload_update  # noqa: E402
 import planner_time  # noqa: E402
 import render  # noqa: E402
 import step  # noqa: E402
@@ -120,6 +121,15 @@ def test_parts_of_offload_are_chosen_by_name() -> None:
     assert offload.parse([]).parts == ",".join(offload.PARTS)
     with pytest.raises(SystemExit):
         offload.parse(["--parts", "disk,disc"])
+
+
+def test_updates_are_compared_inside_each_round() -> None:
+    rates = {"zrun": [1e9, 2e9], "loop, fp32": [0.1e9, 0.5e9], "copy": [30e9, 30e9]}
+    rows = [{"way": name, "numel": 8, "rates": found} for name, found in rates.items()]
+    lines = offload_update.table(rows).splitlines()
+    assert lines[3].split() == ["loop,", "fp32", "0.30", "0.10-0.50", "7.00", "4.00-10.00"]
+    assert lines[4].split()[-4:] == ["1.00", "1.00-1.00", "1.50", "1.00-2.00"]
+    assert [line.rpartition(" ")[2] for line in lines[5:]] == ["met"] * 3
 
 
 def test_a_disk_is_compared_inside_each_round() -> None:

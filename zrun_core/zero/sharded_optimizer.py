@@ -56,7 +56,7 @@ class ShardedOptimizer:
         spec: OptimizerSpec,
         groups: Sequence[Options],
         group_of: Callable[[ParamSlot], int],
-        scratch: Ring,
+        ring: Ring,
         comm: Comm,
         tensor: Group,
     ) -> None:
@@ -66,12 +66,12 @@ class ShardedOptimizer:
             spec: class and arguments of the optimizer.
             groups: options of each parameter group.
             group_of: number of the group of a parameter.
-            scratch: memory that may be taken while units are updated together.
+            ring: memory that may be taken while units are updated together.
             comm: for the norms of layer-wise optimizers.
             tensor: the ranks that have other parts of the same tensors.
         """
         self._spec = spec
-        self._scratch = scratch
+        self._ring = ring
         self._comm = comm
         self._tensor = tensor
         trained = [unit for unit in units if unit.trainable]
@@ -79,9 +79,17 @@ class ShardedOptimizer:
         # By name of a tensor, the number of its group. Its position is the tensor's number.
         self._groups = {slot.part.tensor: group_of(slot) for slot in slots}
         numbers = {name: number for number, name in enumerate(self._groups)}
-        scratch_of_chunks = Scratch()
+        scratch = Scratch()
+        scratch_beside = Scratch()  # of the thread that updates beside training
         self._updates = [
-            UnitOptimizer(unit, spec, groups, group_of, numbers, scratch_of_chunks)
+            UnitOptimizer(
+                unit,
+                spec,
+                groups,
+                group_of,
+                numbers,
+                scratch_beside if unit.is_updated_elsewhere else scratch,
+            )
             for unit in trained
         ]
         self._trust: TrustRatios | None = None
@@ -215,7 +223,7 @@ class ShardedOptimizer:
         grad = unit.fetch_grad()
         if grad.dtype == torch.float32:
             return grad, None
-        wide = self._scratch.take(grad.numel(), torch.float32, grow=True)
+        wide = self._ring.take(grad.numel(), torch.float32, grow=True)
         assert wide is not None
         wide.copy_(grad)
         unit.grad.drop()
@@ -251,7 +259,7 @@ class ShardedOptimizer:
             update.unit.end_update()
             update.unit.settle()
         for scratch in borrowed:
-            self._scratch.give(scratch)
+            self._ring.give(scratch)
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Yield everything that the optimizers keep on this rank."""

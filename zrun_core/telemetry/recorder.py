@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from zrun_core.distributed.comm import TrafficKey
+from zrun_core.memory.buffers import Tier
 from zrun_core.spine.config import JobConfig
 from zrun_core.spine.events import Emitter
 from zrun_core.spine.sizes import format_size
@@ -208,7 +209,11 @@ class Recorder:
         peak_bytes = measured.num_bytes
         if peak_bytes is not None and self._device.type != "cuda":
             # On a CPU it is measured above what was allocated before the step.
-            peak_bytes += sum(self._sharded.allocated_memory().by_kind.values())
+            allocated = self._sharded.allocated_memory()
+            peak_bytes += sum(allocated.by_kind.values())
+            peak_bytes += sum(
+                size for (tier, _), size in allocated.elsewhere.items() if tier is Tier.HOST
+            )
         self._emitter.emit(
             "peak",
             step=self.progress.steps,

@@ -227,8 +227,7 @@ class Planner:
             return rank_memory.formula_slack(peak.dynamic)
         assert isinstance(self.subject, Profile)
         late = () if self.device_type == "cuda" else states.moments
-        passes = min(2, candidate.accumulation)
-        key = (candidate.checkpoint, candidate.micro, passes, late, candidate.init)
+        key = (candidate.checkpoint, candidate.micro, min(2, candidate.accumulation), late)
         if key not in self._beyond:
             if self.device_type == "cuda":
                 self._beyond[key] = rank_memory.reserved_beyond(self.subject, candidate)

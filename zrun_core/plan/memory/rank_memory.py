@@ -146,9 +146,7 @@ def heap_beyond(profile: Profile, candidate: Candidate, peak: Peak, late: Sequen
         peak: of its micro-batches.
         late: bytes of what the first update makes.
     """
-    built = []
-    if candidate.init == "factory":
-        built = [4 * param.numel for param in profile.params]
+    built = [4 * param.numel for param in profile.params]
     found = heap_bytes(
         profile.traces[candidate.checkpoint], candidate.micro, built, late, candidate.accumulation
     )

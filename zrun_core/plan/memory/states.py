@@ -395,6 +395,7 @@ def rank_buffers(
         prefetch=settings.prefetch,
         moves_pages=moves_pages(device),
         placements=away,
+        host_is_device=device == "cpu",
     )
     scratch = _update_scratch(settings, layouts, away, device)
     everything = [*found, *model.module_buffers(dims, rank.pp), *scratch]

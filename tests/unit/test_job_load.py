@@ -97,7 +97,7 @@ def test_origin_of_every_value(folder: Folder) -> None:
         (
             "zero: {q: 3}",
             "job.yaml:6:8: zero.q: unknown key; "
-            "zero has stage, bucket, units, leaf, shard_group, persist_below, prefetch",
+            "zero has stage, bucket, units, leaf, shard_group, persist_below, prefetch, tile",
         ),
         (
             "optim: {lr: fast}",
@@ -124,13 +124,13 @@ def test_origin_of_every_value(folder: Folder) -> None:
             "zero: 7",
             "job.yaml:6:7: zero: expected 0 | 1 | 2 | 3 | {stage, bucket, units, leaf, "
             "shard_group, persist_below, "
-            "prefetch}, found 7; write for example zero: 2",
+            "prefetch, tile}, found 7; write for example zero: 2",
         ),
         (
             "zero: [2]",
             "job.yaml:6:7: zero: expected 0 | 1 | 2 | 3 | {stage, bucket, units, leaf, "
             "shard_group, persist_below, "
-            "prefetch}, found [2]; write for example zero: 2",
+            "prefetch, tile}, found [2]; write for example zero: 2",
         ),
         (
             "zero: {bucket: 7X}",
@@ -464,7 +464,10 @@ def test_form_mentions_every_key_and_loads_when_all_of_it_is_set(folder: Folder)
         "init_from": None,
     }  # shown with an example of what they require
     assert all(getattr(config, key) is not None for key in absent)
-    assert config.model_copy(update=absent) == folder.load(EIGHT_LINES).config
+    assert config.zero.tile is not None
+    untiled = config.zero.model_copy(update={"tile": None})
+    config = config.model_copy(update={**absent, "zero": untiled})
+    assert config == folder.load(EIGHT_LINES).config
     for key in keys():
         if key.name not in (
             "call",

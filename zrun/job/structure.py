@@ -146,8 +146,10 @@ def _inspect(job: JobConfig, job_dir: Path) -> Structure:
         raise JobError("\n".join(mistakes))
     model = _build(job, job_dir)
     build.check(model)
-    notes = parallelize.transform(model, job.activations, compile=job.compile)
     parameters = list(model.parameters())
+    notes = parallelize.transform(
+        model, job.zero, job.precision, job.activations, compile=job.compile
+    )
     return Structure(
         class_name=type(model).__name__,
         num_parameters=sum(parameter.numel() for parameter in parameters),

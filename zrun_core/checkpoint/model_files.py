@@ -18,6 +18,7 @@ from torch import nn
 from zrun_core.checkpoint.manifest import ModelInfo
 from zrun_core.checkpoint.manifest_fields import is_name
 from zrun_core.user_code.pretrained import config_of, outermost
+from zrun_core.zero.tiling import TiledLinear
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
@@ -99,7 +100,8 @@ def _foreign(model: nn.Module) -> str | None:
     """
     known = _PACKAGES.union(kind.__module__.partition(".")[0] for kind in type(model).__mro__)
     for name, module in model.named_modules():
-        is_known = type(module).__module__.partition(".")[0] in known
+        package = type(module).__module__.partition(".")[0]
+        is_known = package in known or isinstance(module, TiledLinear)
         if not is_known and any(True for _ in module.parameters()):
             return f"into which {name} was put ({type(module).__name__})"
     return None

@@ -25,6 +25,7 @@ from zrun_core.user_code.meta_init import build_on_meta
 from zrun_core.user_code.user import user_code
 from zrun_core.zero.autograd_driver import ImplicitPasses
 from zrun_core.zero.sharded_model import ShardedModel
+from zrun_core.zero.tiling import read_tiles
 
 Model = TypeVar("Model", bound=nn.Module)
 _Section = TypeVar("_Section", bound=Section)
@@ -115,10 +116,12 @@ def shard(
     )
     with rng.fork_torch_rng(run.device):
         built = _build(model, init, run, mesh)
-        parallelize.transform(built.module, activations_config, compile=compile)
+        parallelize.transform(
+            built.module, zero_config, precision_config, activations_config, compile=compile
+        )
         sharded = ShardedModel(
             built.module,
-            built.read,
+            read_tiles(built.module, built.read),
             settings,
             mesh,
             run._comm,

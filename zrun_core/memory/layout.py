@@ -105,6 +105,8 @@ class UnitLayout:
             a container itself.
         modules: those that the unit was cut from; units cut from the same ones are in use together.
         block: the repeated block that these lie in, or are.
+        tile: of a tiled linear: never in use together with the other tiles, also in a block that is
+            recomputed.
         numel: of the parameters together.
         part_numel: of one part, padding included.
     """
@@ -119,6 +121,7 @@ class UnitLayout:
     keep_until_pass_ends: bool = False
     modules: str = ""
     block: str = ""
+    tile: bool = False
     numel: int = field(init=False)
     part_numel: int = field(init=False)
 
@@ -213,6 +216,7 @@ def lay_out(
     keep_until_pass_ends: bool = False,
     modules: str = "",
     block: str = "",
+    tile: bool = False,
     table: Mapping[str, TensorPart] = NO_PARTS,
 ) -> UnitLayout:
     """Place parameters in one unit. Each optimizer group becomes a contiguous range.
@@ -229,6 +233,7 @@ def lay_out(
         keep_until_pass_ends: tied to modules of other units.
         modules: that the unit was cut from; empty: `name`.
         block: the repeated block around them.
+        tile: they are of a tile, see `UnitLayout`.
         table: by parameter name, what it is of a tensor; those without an entry are all of one.
 
     Raises:
@@ -258,6 +263,7 @@ def lay_out(
         keep_until_pass_ends=keep_until_pass_ends,
         modules=modules or name,
         block=block,
+        tile=tile,
     )
 
 

@@ -319,7 +319,10 @@ class StatePolicy:
         if any(is_away):  # what is gathered next is on its way from its home
             ahead += 1
         prefetched_bytes = ahead * max(sizes, default=0)
-        passing_bytes = min(self._most_together(passing) + prefetched_bytes, sum(sizes))
+        # The backward of a tile may have begun when its block is recomputed, tile after tile.
+        num_tiles = 2 if self.recomputes_blocks else 1
+        together_bytes = self._most_together(passing, num_tiles)
+        passing_bytes = min(together_bytes + prefetched_bytes, sum(sizes))
         return passing_bytes + kept_bytes
 
     def _gather_numel(
@@ -383,17 +386,28 @@ class StatePolicy:
             if unit.keep_until_pass_ends or unit.keep_unsharded:
                 kept_numel += leaving_numel
         on_its_way = max((numel for _, numel in passing), default=0)
-        passing_numel = self._most_together(passing) + on_its_way + kept_numel
+        passing_numel = self._most_together(passing, num_tiles=1) + on_its_way + kept_numel
         reduce_bytes = max(passing_numel, alone_numel) * self.reduce_dtype.itemsize
         return whole_pages(max(reduce_bytes, cast_bytes))
 
-    def _most_together(self, sizes: Iterable[tuple[UnitLayout, int]]) -> int:
-        """Return the largest sum of sizes of units that are in use together."""
+    def _most_together(self, sizes: Iterable[tuple[UnitLayout, int]], num_tiles: int) -> int:
+        """Return the largest sum of sizes of units that are in use together.
+
+        Args:
+            sizes: of units.
+            num_tiles: of those of a block, or outside of blocks, that are in use together.
+        """
         sums: Counter[str] = Counter()
+        tiles: Counter[tuple[str, str]] = Counter()  # by block and tile
         for unit, size in sizes:
             is_recomputed = self.recomputes_blocks and unit.block
-            sums[unit.block if is_recomputed else unit.modules] += size
-        return max(sums.values(), default=0)
+            if unit.tile:
+                tiles[unit.block, unit.modules] += size
+            else:
+                sums[unit.block if is_recomputed else unit.modules] += size
+        # Beside its tiles a block has units in use if it is recomputed, or is one unit itself.
+        with_tiles = [sums[block] + num_tiles * size for (block, _), size in tiles.items()]
+        return max([*sums.values(), *with_tiles], default=0)
 
     def slot_sizes(
         self,

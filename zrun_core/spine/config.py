@@ -53,6 +53,7 @@ from zrun_core.spine.section import (
     Steps,
     check_pattern,
 )
+from zrun_core.spine.sizes import format_size
 
 # The data, the batch and the formats of numbers
 
@@ -150,6 +151,30 @@ class PrecisionConfig(Section):
 # Sharding and the update
 
 
+class TileConfig(Section):
+    """Linears that run in tiles, one after the other, each gathered by itself (Rajbhandari et al.
+    2021, "ZeRO-Infinity", section 5.1.3). The short form `tile: 64MiB` sets `bytes`.
+    """
+
+    short = ("bytes", str)
+
+    bytes: Annotated[Bytes, Field(gt=0)] = Field(
+        description="largest weight of a tile, in the format of computation; smaller linears stay "
+        "whole",
+        examples=["64MiB"],
+    )
+    modules: list[Pattern] = Field(
+        default_factory=list,
+        description="regexes of names of the linears that are tiled; empty: all that can be",
+        examples=[["lm_head"]],
+    )
+
+    @classmethod
+    def expand(cls, value: Any) -> Any:
+        """Return the long form of a size, which may be a plain number of bytes."""
+        return {"bytes": value} if type(value) is int else super().expand(value)
+
+
 class ZeroConfig(Section):
     """Which model states are sharded (Rajbhandari et al. 2020): 0 none, 1 optimizer, 2 + gradients,
     3 + parameters.
@@ -190,6 +215,21 @@ class ZeroConfig(Section):
     prefetch: int = Field(
         default=1, ge=0, le=16, description="stage 3: units gathered ahead of their use"
     )
+    tile: TileConfig | None = Field(
+        default=None,
+        description="linears with a larger weight run in tiles of at most these bytes, each a unit "
+        "of its own: bytes, or {bytes, modules}; null: none",
+        examples=["64MiB"],
+    )
+
+    @model_validator(mode="after")
+    def _refuse_tiles_that_stay_whole(self) -> Self:
+        if self.tile is not None and self.tile.bytes < self.persist_below:
+            raise ValueError(
+                f"zero.tile: tiles of {format_size(self.tile.bytes)} would stay whole on every "
+                f"rank by persist_below: {format_size(self.persist_below)}; write a smaller one"
+            )
+        return self
 
 
 class OptimConfig(Section):

@@ -1,4 +1,4 @@
-"""Order of the transformations of a user's model: checkpointing, compile, then sharding."""
+"""Order of the transformations of a user's model: tiles, checkpointing, compile, then sharding."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from zrun_core.zero.exchange import Exchange
 from zrun_core.zero.precision import Precision
 from zrun_core.zero.server import ParameterServer
 from zrun_core.zero.sharded_model import ShardedModel, ShardingConfig
+from zrun_core.zero.tiling import read_tiles, tile_linears, tiled_linears
 
 
 def make_settings(job: JobConfig, optimizer: OptimizerSpec, device: torch.device) -> ShardingConfig:
@@ -77,6 +78,7 @@ def shard_settings(
         prefetch=zero.prefetch,
         whole_blocks=compile,
         recomputes_blocks=activations.checkpoint != "none",
+        tile=zero.tile,
     )
 
 
@@ -98,8 +100,9 @@ def parallelize(
     Raises:
         JobError: the job asks for what this model cannot do.
     """
-    notes = transform(built.module, job.activations, compile=job.compile)
-    sharded = ShardedModel(built.module, built.read, settings, mesh, comm)
+    notes = transform(built.module, job.zero, job.precision, job.activations, compile=job.compile)
+    read = read_tiles(built.module, built.read)
+    sharded = ShardedModel(built.module, read, settings, mesh, comm)
     return sharded, notes + moved_share(sharded.layouts, settings.placement)
 
 
@@ -121,24 +124,33 @@ def moved_share(layouts: Sequence[UnitLayout], placement: Placement) -> list[str
     ]
 
 
-def transform(model: nn.Module, activations: ActivationsConfig, *, compile: bool) -> list[str]:
+def transform(
+    model: nn.Module,
+    zero: ZeroConfig,
+    precision: PrecisionConfig,
+    activations: ActivationsConfig,
+    *,
+    compile: bool,
+) -> list[str]:
     """Prepare a model to be sharded, in place.
 
-    The order matters. Checkpointing replaces the forward of a block; compile then traces the
-    replacement, with its recomputation; the hooks of sharding stay outside of the compiled graph.
+    The order matters. Tiles come first: they are modules. Checkpointing replaces the forward of a
+    block; compile then traces the replacement, with its recomputation; the hooks of sharding stay
+    outside of the compiled graph.
 
     Args:
         model: the user's.
-        activations: section of a job.
+        zero, precision, activations: sections of a job.
         compile: whether to compile each repeated block.
 
     Returns:
-        Notes for the user: settings of the model's own that do not count in training.
+        Notes for the user: what was tiled, and settings of the model's own that do not count in
+        training.
 
     Raises:
         JobError: this model cannot be transformed so.
     """
-    notes = []
+    notes = tile_linears(model, zero.tile, Precision.of(precision).compute, zero.leaf).notes
     if own_checkpointing(model):
         policy = activations.checkpoint
         if policy == "none":
@@ -171,4 +183,6 @@ def compile_blocks(model: nn.Module) -> None:
     if not blocks:
         raise JobError("compile: the model has no repeated blocks to compile; write compile: false")
     for _, block in blocks:
+        for _, tiled in tiled_linears(block):  # the hooks of its tiles are outside of the graph
+            vars(tiled)["forward"] = torch.compiler.disable(tiled.forward)
         block.forward = torch.compile(block.forward)

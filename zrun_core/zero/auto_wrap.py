@@ -13,6 +13,8 @@ the targets get hooks. The plan does not depend on the ZeRO stage, so that stage
       .norm       1      blocks.1.norm
       .mlp        7      blocks.1.mlp            blocks.1.mlp           7
     head          tied   head                    (needs embed)
+
+The tiles of a tiled linear (`tiling.py`) are targets wherever they are, and units of their own.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from zrun_core.errors import JobError
 from zrun_core.memory.layout import NO_PARTS, UnitLayout, lay_out
 from zrun_core.memory.tensors import TensorPart
+from zrun_core.zero.tiling import TiledLinear, tiled_linears
 
 
 @dataclass
@@ -37,26 +40,26 @@ class WrapTarget:
     """A module that is called as a whole: it gets one hook, and its parameters stay together.
 
     Attributes:
+        params: that a call of it needs, owned or tied; not those of tiles inside.
         param_names: parameters that it owns; tied ones belong to the first module that has them.
         leaf: gathered and reduced as a whole, whatever runs inside.
         alone: never merged with neighbours.
         parent: name of the module that it is a child of.
         block: name of the repeated block that it is, or lies in.
         recurse: with the parameters of its children; False: the module's own ones only.
+        tile: of a tiled linear.
     """
 
     name: str
     module: nn.Module
+    params: list[nn.Parameter]
     param_names: list[str]
     leaf: bool = False
     alone: bool = False
     parent: str = ""
     block: str = ""
     recurse: bool = True
-
-    def used(self) -> Iterator[nn.Parameter]:
-        """Return the parameters that a call of the module needs, owned or tied."""
-        return self.module.parameters(recurse=self.recurse)
+    tile: bool = False
 
 
 @dataclass
@@ -111,6 +114,8 @@ def repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _is_composite(module: nn.Module) -> bool:
+    if isinstance(module, TiledLinear):
+        return False
     return any(module.children()) and _has_params(module)
 
 
@@ -170,6 +175,9 @@ class _TargetCollector:
         self._leaf_names = leaf_names
         self._whole_blocks = whole_blocks
         self._blocks = {id(module) for _, module in repeated_blocks(model)}
+        tiles = [tile for _, tiled in tiled_linears(model) for tile in tiled.children()]
+        self._tiles = {id(tile) for tile in tiles}
+        self._params_of_tiles = {id(param) for tile in tiles for param in tile.parameters()}
         # Modules that hold a block or a forced target are divided, however small they are.
         self._divided: set[int] = set()
         for name, module in model.named_modules():
@@ -188,23 +196,38 @@ class _TargetCollector:
             block = name
         children = [(n, child) for n, child in module.named_children() if _has_params(child)]
         if self._is_target(name, module, children):
-            if _has_params(module):
-                is_leaf = _matches(self._leaf_names, name)
-                is_alone = is_leaf or is_block or _matches(self._unit_names, name)
-                names = self._owned_names(name, module, recurse=True)
-                target = WrapTarget(name, module, names, is_leaf, is_alone, parent, block)
-                self.targets.append(target)
+            self._add_target(name, module, parent, block, is_block=is_block)
+            for inner_name, tiled in tiled_linears(module):  # in a block that is not divided
+                self._visit(_join(name, inner_name), tiled, parent=name, block=block)
             return
         if _has_params(module, recurse=False):
             # The module's own parameters are in use for as long as it runs: a unit apart from its
             # children's.
+            params = list(module.parameters(recurse=False))
             names = self._owned_names(name, module, recurse=False)
             own = WrapTarget(
-                name, module, names, alone=True, parent=name, block=block, recurse=False
+                name, module, params, names, alone=True, parent=name, block=block, recurse=False
             )
             self.targets.append(own)
         for child_name, child in children:
             self._visit(_join(name, child_name), child, parent=name, block=block)
+
+    def _add_target(
+        self, name: str, module: nn.Module, parent: str, block: str, *, is_block: bool
+    ) -> None:
+        is_tile = id(module) in self._tiles
+        params = list(module.parameters())
+        names = self._owned_names(name, module, recurse=True)
+        if not is_tile:
+            params = [param for param in params if id(param) not in self._params_of_tiles]
+        if not params:
+            return
+        is_leaf = _matches(self._leaf_names, name)
+        is_alone = is_leaf or is_block or is_tile or _matches(self._unit_names, name)
+        target = WrapTarget(
+            name, module, params, names, is_leaf, is_alone, parent, block, tile=is_tile
+        )
+        self.targets.append(target)
 
     def _is_target(
         self, name: str, module: nn.Module, children: list[tuple[str, nn.Module]]
@@ -225,12 +248,18 @@ class _TargetCollector:
 
     def _holds_forced(self, name: str, module: nn.Module) -> bool:
         forced = [*self._unit_names, *self._leaf_names]
-        inside = (inner for inner, _ in module.named_modules() if inner)
-        return any(_matches(forced, _join(name, inner)) for inner in inside)
+        inside = ((_join(name, key), inner) for key, inner in module.named_modules() if key)
+        return any(id(inner) in self._tiles or _matches(forced, path) for path, inner in inside)
 
     def _owned_names(self, name: str, module: nn.Module, recurse: bool) -> list[str]:
-        """Return the parameters that no module before this one has."""
-        names = (_join(name, inner) for inner, _ in module.named_parameters(recurse=recurse))
+        """Return the parameters that no module before this one has; of others than tiles."""
+        is_tile = id(module) in self._tiles
+        named = module.named_parameters(recurse=recurse)
+        names = [
+            _join(name, inner)
+            for inner, param in named
+            if is_tile or id(param) not in self._params_of_tiles
+        ]
         return [each for each in names if each in self._param_bytes]
 
 
@@ -313,7 +342,12 @@ def auto_wrap(
     unit_of: dict[int, int] = {}  # id(parameter) -> unit
 
     def add_units(
-        name: str, names: list[str], leaf: bool, keep_unsharded: bool, block: str
+        name: str,
+        names: list[str],
+        leaf: bool,
+        keep_unsharded: bool,
+        block: str,
+        tile: bool = False,
     ) -> None:
         """Add a unit for each kind of parameter among `names`."""
         for traits, chosen in _alike(names, params, dtypes, dtype, table):
@@ -328,6 +362,7 @@ def auto_wrap(
                 keep_until_pass_ends=any(n in kept for n in chosen),
                 modules=name,
                 block=block,
+                tile=tile,
                 table=table,
             )
             for n in chosen:
@@ -340,12 +375,13 @@ def auto_wrap(
     for run in _merge(targets, size_of, bucket):
         title = _title([target.name for target in run])
         names = [n for target in run for n in target.param_names if n not in small]
-        add_units(title, names, run[0].leaf, keep_unsharded=False, block=run[0].block)
+        first = run[0]
+        add_units(title, names, first.leaf, False, first.block, first.tile)
     persistent = [name for name in params if name in small]
     add_units("small parameters", persistent, leaf=False, keep_unsharded=True, block="")
     hooked = []
     for target in targets:
-        needed = sorted({unit_of[id(param)] for param in target.used()})
+        needed = sorted({unit_of[id(param)] for param in target.params})
         hooked.append((target.module, needed, target.leaf))
     return WrapPlan(units, hooked)
 
@@ -421,7 +457,7 @@ def _kept_until_pass_ends(targets: Sequence[WrapTarget], name_of: dict[int, str]
     for target in targets:
         if not target.recurse:
             kept.update(target.param_names)
-        for param in target.used():
+        for param in target.params:
             name = name_of[id(param)]
             if name not in target.param_names:  # tied: another target owns it
                 kept.add(name)

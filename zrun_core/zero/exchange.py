@@ -192,14 +192,17 @@ def expected_traffic(
         counts: of the steps.
         mesh_info: the rank's place.
         gathers: by layout, how often a unit that is resharded after use is gathered per
-            micro-batch; None: twice, for forward and for backward.
+            micro-batch; None: twice, for forward and for backward, and tiles of blocks that are
+            recomputed once more, which the last ones of a block may be spared.
     """
     expected = dict.fromkeys(KINDS, 0)
     reductions = counts.steps
     if states.zero.reduce_now(boundary=False):
         reductions = counts.micro_batches
-    gathers_of = [2] * len(layouts) if gathers is None else gathers
-    for unit, gathers_per_micro in zip(layouts, gathers_of, strict=True):
+    if gathers is None:
+        recomputed = [states.recomputes_blocks and unit.tile and unit.block for unit in layouts]
+        gathers = [3 if is_again else 2 for is_again in recomputed]
+    for unit, gathers_per_micro in zip(layouts, gathers, strict=True):
         num_gathers = 0
         if states.reshard_after_use(unit):
             num_gathers = gathers_per_micro * counts.micro_batches

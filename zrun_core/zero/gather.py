@@ -19,6 +19,13 @@ At most two units are unsharded at a time. a2 takes A off the list again. When t
 has run, what is idle is resharded. Units in use by a module (`num_active`) or pinned by a pass
 (`pins`) are never resharded, whatever the list says.
 
+[Note: tiles in recomputed blocks]
+When a checkpointed block is recomputed in backward, its units stay unsharded until their backward
+is over: it follows at once. A tile does not, because its tensor would be unsharded whole again: it
+is idle when it has been recomputed, and the gradient of its output unshards it once more. Unless
+that gradient was there before: the recomputation of the block came in the midst of the tile's own
+backward, and that ends it (`_begun`).
+
 Several micro-batches may be under way. What one of them has pinned stays unsharded until it ends,
 whatever runs meanwhile.
 """
@@ -26,7 +33,7 @@ whatever runs meanwhile.
 from __future__ import annotations
 
 import zlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -67,7 +74,8 @@ class Gatherer:
         self._orders: dict[PassKind, list[FlatUnit]] = {kind: [] for kind in PassKind}
         self._idle: list[FlatUnit] = []
         self._updating: deque[FlatUnit] = deque()  # units that no forward has needed since
-        self._needed: set[tuple[PassKind, int]] = set()  # kind of pass, index of a unit
+        self._needed: Counter[tuple[PassKind, int]] = Counter()  # most gathers of a unit in a pass
+        self._begun: set[FlatUnit] = set()  # tiles whose backward is under way
         self._kind = PassKind.FORWARD
         self.update_order: Callable[[], Sequence[FlatUnit]] = tuple
         self.micro = MicroPass()
@@ -149,6 +157,7 @@ class Gatherer:
         self._refresh_up_to(None)
         if self.micro.unshard_order:
             self._orders[self._kind] = self.micro.unshard_order
+            self._count_gathers(self.micro.unshard_order)
         self.micro.unshard_order = []
         self.micro.cursor = 0
         self.active = False
@@ -159,6 +168,7 @@ class Gatherer:
             elif unit.state is UnitState.UNSHARDING:  # no module has used it
                 unit.wait_for_unshard()
         self._idle = []
+        self._begun.clear()
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
@@ -211,12 +221,21 @@ class Gatherer:
         unit.num_active -= 1
         if not unit.reshard_after_use or unit.num_active:
             return
-        if unit.layout.keep_until_pass_ends or self.in_backward:
-            return  # in backward a recomputation has run, and `post_backward` is yet to come
+        if unit.layout.keep_until_pass_ends:
+            return
+        if self.in_backward and (unit in self._begun or not unit.layout.tile):
+            return  # a recomputation has run, and `post_backward` is yet to come
         self._idle.append(unit)
+
+    def pre_backward(self, unit: FlatUnit) -> None:
+        """Unshard `unit`, whose backward begins."""
+        if unit.layout.tile:
+            self._begun.add(unit)
+        self.unshard(unit)
 
     def post_backward(self, unit: FlatUnit) -> None:
         """Let `unit` be resharded, whose backward is over except where it is used as a constant."""
+        self._begun.discard(unit)
         if unit.reshard_after_use and unit not in self._idle:
             self._idle.append(unit)
 
@@ -294,14 +313,20 @@ class Gatherer:
         """Return how often a micro-batch gathers a unit that is resharded after use.
 
         Once for forward and once for backward, as far as the passes so far have needed it. Backward
-        does not need a frozen unit that no gradient flows through, nor one pinned in forward.
+        does not need a frozen unit that no gradient flows through, nor one pinned in forward; it
+        needs a tile twice if its block is recomputed.
         """
-        kinds = (PassKind.FORWARD, PassKind.BACKWARD)
-        return sum((kind, unit.index) in self._needed for kind in kinds)
+        return sum(self._needed[kind, unit.index] for kind in (PassKind.FORWARD, PassKind.BACKWARD))
 
     def _record_need(self, unit: FlatUnit) -> None:
+        key = (self._kind, unit.index)
         if not unit.pins:  # pinned units are unsharded already
-            self._needed.add((self._kind, unit.index))
+            self._needed[key] = max(1, self._needed[key])
+
+    def _count_gathers(self, order: Sequence[FlatUnit]) -> None:
+        for index, count in Counter(unit.index for unit in order if unit.layout.tile).items():
+            key = (self._kind, index)
+            self._needed[key] = max(count, self._needed[key])
 
     # Outside of passes
 

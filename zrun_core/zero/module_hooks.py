@@ -3,7 +3,7 @@
     module begins            unshard its units                              Gatherer.pre_forward
     module ends              its units may be resharded; its outputs        Gatherer.post_forward
                              announce its backward
-    gradient of an output    its backward begins: unshard its units again   Gatherer.unshard
+    gradient of an output    its backward begins: unshard its units again   Gatherer.pre_backward
     gradient of an input     its backward is over                           Gatherer.post_backward
     gradient of a parameter  moves into the unit's flat gradient; the last  Reducer.accumulate_grad
                              one of a unit issues its reduction             Reducer.mark_complete
@@ -214,7 +214,7 @@ class ModuleHooks:
             # A gradient that is differentiated again: that backward cannot be seen to begin.
             self._gatherer.pin(self._resharded)
         for unit in self._resharded:
-            self._gatherer.unshard(unit)
+            self._gatherer.pre_backward(unit)
 
 
 class UnshardOnAccess(dict[str, Any]):

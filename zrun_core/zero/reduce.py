@@ -11,8 +11,9 @@ order D C B A, and a backward in which C is complete before D:
 - Units of which no module ran on this rank are complete from the start, with zeros.
 - Units that are incomplete at the end of backward, because a parameter got no gradient, follow
   then, with zeros for that parameter.
-- The first order is that of registration, backwards; units that are kept unsharded come last. After
-  the first backward it is the order in which rank 0 completed them.
+- The first order is that of registration, backwards; tiles come before the rest of their block, and
+  units that are kept unsharded last. After the first backward it is the order in which rank 0
+  completed them.
 
 [Note: late units]
 A unit can get another gradient after it was issued: a parameter is used outside of its module, or
@@ -37,6 +38,7 @@ order, or cannot see what has arrived, it moves on by one part (`Handle.advance`
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -106,6 +108,16 @@ def mesh_info_of(comm: Comm, mesh: Mesh) -> MeshInfo:
     )
 
 
+def _first_guess(units: Sequence[FlatUnit]) -> list[FlatUnit]:
+    """Return the order in which to reduce `units`, before a backward has shown a better one."""
+    guess: list[FlatUnit] = []
+    for _, together in itertools.groupby(reversed(units), key=lambda unit: unit.layout.block):
+        # Tiles would fill the ring, if they had to wait for a norm that is registered after them.
+        guess += sorted(together, key=lambda unit: not unit.layout.tile)
+    # Units that are kept unsharded have parameters of many modules: they are complete last.
+    return sorted(guess, key=lambda unit: unit.layout.keep_unsharded)
+
+
 class Reducer:
     """Reduces the gradients of one model's units, micro-batch after micro-batch.
 
@@ -134,9 +146,7 @@ class Reducer:
         self._mesh = mesh
         self._policy = policy
         self._exchange = exchange
-        trainable = [unit for unit in reversed(units) if unit.trainable]
-        # Units that are kept unsharded have parameters of many modules: they are complete last.
-        self._order = sorted(trainable, key=lambda unit: unit.layout.keep_unsharded)
+        self._order = _first_guess([unit for unit in units if unit.trainable])
         self._first_order = self._order
         self._is_order_recorded = False
         self._mesh_info = mesh_info_of(comm, mesh)

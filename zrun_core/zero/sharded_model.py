@@ -40,6 +40,7 @@ from zrun_core.memory.placement import place
 from zrun_core.memory.state_policy import MeshInfo, StatePolicy, ZeroPolicy, module_buffers
 from zrun_core.memory.tensors import TensorPart
 from zrun_core.optim.resolve import OptimizerSpec, Options
+from zrun_core.spine.config import TileConfig
 from zrun_core.spine.sizes import format_size
 from zrun_core.tiers.copies import Copier
 from zrun_core.tiers.tiers import Tiers
@@ -54,6 +55,7 @@ from zrun_core.zero.precision import LossScaler, Precision
 from zrun_core.zero.reduce import Reducer, mesh_info_of
 from zrun_core.zero.running_buffers import RunningBuffers
 from zrun_core.zero.sharded_optimizer import Decision, ShardedOptimizer
+from zrun_core.zero.tiling import tensors_of_tiles, tile_linears
 from zrun_core.zero.unit import FlatUnit, moves_pages, window_pool
 
 # Of what a rank keeps from step to step.
@@ -80,6 +82,7 @@ class ShardingConfig:
         recomputes_blocks: activation checkpointing.
         exchange: the collectives of a unit.
         memory_bytes: that a rank may have on its device; None: it finds out.
+        tile: linears that are tiled before the model is sharded.
         placement: where states live between uses.
         disk_folder: where the file of states on disk is made.
         schedule: of updates that run beside training: "overlap", "serial" or "delayed".
@@ -100,6 +103,7 @@ class ShardingConfig:
     recomputes_blocks: bool = False
     exchange: Exchange = field(default_factory=Exchange)
     memory_bytes: int | None = None
+    tile: TileConfig | None = None
     placement: Placement = ON_DEVICE
     disk_folder: str | None = None
     schedule: Literal["overlap", "serial", "delayed"] = "overlap"
@@ -181,7 +185,8 @@ def wrap_plan(
         model: on any device, also meta.
         settings: of sharding.
         mesh_info: the rank's place.
-        table: by parameter name, its part in a tensor of the whole model; absent: all of one.
+        table: by parameter name, its part in a tensor of the whole model; absent: all of one, or
+            that of a tile.
     """
     return auto_wrap(
         model,
@@ -194,7 +199,7 @@ def wrap_plan(
         persist_below=settings.persist_below,
         whole_blocks=settings.whole_blocks,
         group_of=settings.group_of,
-        table=table,
+        table={**tensors_of_tiles(model), **table},
     )
 
 
@@ -202,17 +207,21 @@ def check_model_fits(model: nn.Module, settings: ShardingConfig, mesh: Mesh, com
     """Refuse a model whose states this rank cannot hold, from its structure.
 
     Args:
-        model: the user's module, which may be on the meta device.
+        model: the user's module, which may be on the meta device, not tiled yet.
         settings: as of `ShardedModel`.
         mesh: the groups of this rank.
         comm: its collectives.
 
     Raises:
         PreflightError: this rank has no room for the states.
+        JobError: the model cannot be tiled as the settings say.
     """
-    if settings.memory_bytes is not None:
-        planned = wrap_plan(model, settings, mesh_info_of(comm, mesh))
-        check_states_fit([unit.layout for unit in planned.units], settings, mesh, comm)
+    if settings.memory_bytes is None:
+        return
+    tiling = tile_linears(model, settings.tile, settings.precision.compute, settings.leaf_names)
+    planned = wrap_plan(model, settings, mesh_info_of(comm, mesh))
+    tiling.undo()
+    check_states_fit([unit.layout for unit in planned.units], settings, mesh, comm)
 
 
 def check_states_fit(
@@ -647,7 +656,7 @@ class ShardedModel:
             by_unit.append(of_unit)
             for slot, has_one in zip(unit.layout.slots, of_unit, strict=True):
                 if not has_one:
-                    missing.add(slot.name)
+                    missing.add(slot.part.tensor)
             start = stop
         self._never = missing if self._never is None else self._never & missing
         return by_unit

@@ -13,6 +13,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from zrun_core.memory.layout import dense_stride
 from zrun_core.plan.trace.profile import ModuleInfo, ParamInfo, Profile
 from zrun_core.zero.auto_wrap import repeated_blocks, running_norm_params
+from zrun_core.zero.tiling import TiledLinear
 
 
 def describe_params(model: nn.Module, compute: torch.dtype) -> tuple[ParamInfo, ...]:
@@ -59,6 +60,8 @@ def describe_modules(model: nn.Module) -> tuple[ModuleInfo, ...]:
             container = "list"
         elif isinstance(module, nn.Sequential):
             container = "sequential"
+        elif isinstance(module, TiledLinear):
+            container = f"tiles of dimension {module.dim}"
         own = [(key, param) for key, param in module._parameters.items() if param is not None]
         info = ModuleInfo(
             name,
@@ -105,6 +108,10 @@ def skeleton_of(profile: Profile) -> nn.Module:
         if not info.same_as:
             for attribute, name in info.params:
                 module._parameters[attribute] = params[name]
+    for module in made.values():
+        if isinstance(module, TiledLinear):
+            weights = [tile.get_parameter("weight") for tile in module.children()]
+            vars(module)["sizes"] = [weight.shape[module.dim] for weight in weights]
     return made[""]
 
 
@@ -116,10 +123,15 @@ def _make(info: ModuleInfo, kinds: dict[tuple[int, bool], type[nn.Module]]) -> n
         base = nn.Sequential
     elif info.running:
         base = _NormBase
+    elif info.container:
+        base = TiledLinear
     kind = kinds.setdefault((info.kind, info.running), type(f"Kind{info.kind}", (base,), {}))
-    if not info.running:
+    if base not in (_NormBase, TiledLinear):
         return kind()
-    norm = kind.__new__(kind)
-    nn.Module.__init__(norm)
-    vars(norm)["track_running_stats"] = True
-    return norm
+    module = kind.__new__(kind)
+    nn.Module.__init__(module)
+    if base is TiledLinear:
+        vars(module)["dim"] = int(info.container.rpartition(" ")[2])
+    else:
+        vars(module)["track_running_stats"] = True
+    return module

@@ -182,7 +182,7 @@ class ModuleInfo:
     Attributes:
         name: in the tree.
         kind: equal for modules of one class.
-        container: "list", "sequential", or "" of other modules.
+        container: "list", "sequential", "tiles of dimension 0" (of a weight), or "" of others.
         running: whether it is a norm with running statistics.
         params: its own parameters: (attribute, first name of the parameter).
         same_as: first name of the module, where it is registered under several.

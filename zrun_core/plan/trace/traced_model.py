@@ -36,6 +36,7 @@ from zrun_core.user_code import user
 from zrun_core.user_code.loss import LossFunction, LossKind, compute_loss
 from zrun_core.zero.auto_wrap import repeated_blocks, running_norm_params
 from zrun_core.zero.precision import Precision
+from zrun_core.zero.tiling import tile_linears
 
 _CPU = torch.device("cpu")
 _SHARE_OF_HOST = 0.4  # of the memory that is left, for a model that must run for real
@@ -47,7 +48,7 @@ class CannotTraceError(Exception):
 
 
 def build(job: JobConfig, job_dir: Path, *, for_real: bool = False) -> nn.Module:
-    """Return the job's model, on the meta device if its factory bears that.
+    """Return the job's model, tiled as it asks, on the meta device if its factory bears that.
 
     Args:
         job: that names the factory.
@@ -55,9 +56,15 @@ def build(job: JobConfig, job_dir: Path, *, for_real: bool = False) -> nn.Module
         for_real: whether its tensors must have values.
 
     Raises:
-        JobError: there is no such factory.
+        JobError: there is no such factory, or what it builds cannot be tiled so.
         UserCodeError: it raised.
     """
+    model = _untiled(job, job_dir, for_real=for_real)
+    tile_linears(model, job.zero.tile, Precision.of(job.precision).compute, job.zero.leaf)
+    return model
+
+
+def _untiled(job: JobConfig, job_dir: Path, *, for_real: bool) -> nn.Module:
     if not for_real:
         try:
             with torch.device("meta"):

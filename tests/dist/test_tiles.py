@@ -1,0 +1,230 @@
+"""Tiled linears in training: the numbers of the untiled model, in the memory of a few tiles."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import runs
+import torch
+from runs import job, look
+from torch import nn
+from toys import data, make_sharded, train_sharded
+
+from zrun_core.checkpoint.folder import read_step
+from zrun_core.spine.config import ActivationsConfig, PrecisionConfig, ZeroConfig
+from zrun_core.train.parallelize import transform
+from zrun_core.zero.tiling import read_tiles
+
+DIM = 64
+TILE = 64 * DIM * 4  # bytes of fp32: 64 output features of a linear with DIM inputs
+
+
+class Block(nn.Module):
+    """Registered in another order than it runs: its norm is last."""
+
+    def __init__(self, wide: int) -> None:
+        super().__init__()
+        self.mix = nn.Linear(DIM, DIM)
+        self.up, self.down = nn.Linear(DIM, wide * DIM), nn.Linear(wide * DIM, DIM)
+        self.drop = nn.Dropout(0.1)
+        self.norm = nn.LayerNorm(DIM)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.mix(x)
+        return x + self.drop(self.down(torch.relu(self.up(self.norm(x)))))
+
+
+class Net(nn.Module):
+    def __init__(self, wide: int = 8) -> None:
+        super().__init__()
+        self.first = nn.Linear(DIM, DIM)
+        self.blocks = nn.ModuleList(Block(wide) for _ in range(2))
+        self.head = nn.Linear(DIM, 4 * DIM, bias=False)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.mse_loss(self.head(x).mean(-1, keepdim=True).float(), y.float())
+
+
+def train(
+    tile: int | None,
+    stage: int,
+    checkpoint: str = "none",
+    wide: int = 8,
+    frozen: str = "never",
+    compile: bool = False,
+    options: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    torch.manual_seed(1)
+    options = {"precision": "fp32", **(options or {})}
+    model = Net(wide)
+    for name, param in model.named_parameters():
+        param.requires_grad_(frozen not in name)
+    if tile is not None and options["precision"] == "bf16":
+        tile //= 2
+    zero = ZeroConfig.model_validate({"stage": stage, "tile": tile})
+    precision = PrecisionConfig.model_validate(options["precision"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+        activations = ActivationsConfig(checkpoint=checkpoint)
+        transform(model, zero, precision, activations, compile=compile)
+    sharded = make_sharded(
+        model,
+        stage,
+        recomputes_blocks=checkpoint != "none",
+        whole_blocks=compile,
+        read=read_tiles(model, lambda name, param: param.detach()),
+        **options,
+    )
+    torch.manual_seed(2)  # of dropout
+    losses = train_sharded(sharded, data(2, 8, DIM), lr=1e-3)
+    expected = sharded.expected_traffic(2, 2)
+    sent = dict.fromkeys(expected, 0)
+    for key, num_bytes in sharded.comm.sent_bytes.items():
+        if key.kind in sent:
+            sent[key.kind] += num_bytes
+    assert sent == expected
+    if tile is not None:  # a norm that is registered last grows the ring of an untiled block
+        assert not sharded.grown_rings(), sharded.grown_rings()
+        assert sharded.planned_memory().by_kind == sharded.allocated_memory().by_kind
+    gathers = {unit.name: sharded._gatherer.num_gathers(unit) for unit in sharded.units}
+    rings = sharded.ring_bytes
+    with sharded.gathered():
+        state = {name: value.float().clone().numpy() for name, value in model.state_dict().items()}
+    return {"losses": losses, "rings": rings, "gathers": gathers, "state": state}
+
+
+def train_all(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [train(**case) for case in cases]
+
+
+MODES: list[dict[str, Any]] = [
+    {},
+    {"checkpoint": "full"},
+    {"checkpoint": "selective", "options": {"prefetch": 0}},
+    {"frozen": "weight"},
+    {"frozen": "weight", "checkpoint": "full"},
+    {"compile": True},
+    {"options": {"optim": {"name": "lamb"}}},
+    {"options": {"precision": "bf16"}},
+    {"options": {"precision": "bf16"}, "checkpoint": "full"},
+]
+
+
+@pytest.mark.parametrize(("world_size", "modes"), [(1, MODES[:2]), (2, MODES)])
+def test_numbers_are_those_of_the_untiled_model(ranks, world_size, modes):
+    """Up to the order in which products, and the gradient of the input, are added."""
+    variants = [(TILE, 3), (TILE, 0), (None, 3)]
+    cases = [{**mode, "tile": tile, "stage": stage} for mode in modes for tile, stage in variants]
+    found = ranks(world_size).run(train_all, cases)[0]
+    for mode, first in zip(modes, range(0, len(cases), 3), strict=True):
+        at_3, at_0, untiled = found[first : first + 3]
+        assert at_3["losses"] == at_0["losses"], mode
+        assert at_3["state"].keys() == untiled["state"].keys() == at_0["state"].keys()
+        is_exact = mode.get("options", {}).get("precision") != "bf16"
+        tolerance = 1e-4 if is_exact else 1e-2
+        assert at_3["losses"] == pytest.approx(untiled["losses"], rel=tolerance), mode
+        for name, value in untiled["state"].items():
+            assert (at_3["state"][name] == at_0["state"][name]).all(), (mode, name)
+            # What two updates of Adam can differ by, where a gradient is nearly 0.
+            np.testing.assert_allclose(at_3["state"][name], value, atol=4e-3, err_msg=name)
+
+
+def test_rings_are_as_large_for_linears_8_times_as_wide(ranks):
+    for checkpoint in ("none", "full"):
+        cases = [
+            {"tile": tile, "stage": 3, "checkpoint": checkpoint, "wide": wide}
+            for tile in (TILE, None)
+            for wide in (4, 32)
+        ]
+        narrow, wide, untiled, wide_untiled = ranks(2).run(train_all, cases)[0]
+        assert wide["rings"] == narrow["rings"], checkpoint
+        assert wide_untiled["rings"][0] > 6 * untiled["rings"][0] > 9 * wide["rings"][0]
+
+
+def test_a_tile_is_gathered_for_each_use(ranks):
+    """The last one of a block's tiles is still there when its recomputation is over."""
+    cases = [{"tile": TILE, "stage": 3, "checkpoint": each} for each in ("none", "full")]
+    kept, recomputed = (run["gathers"] for run in ranks(2).run(train_all, cases)[0])
+    assert set(kept.values()) == {2}
+    assert len([name for name in kept if name.startswith("blocks.0.up.")]) == 8
+    for name, count in recomputed.items():
+        is_tile = ".up." in name or ".down." in name
+        assert count == (3 if is_tile and not name.endswith("down.7") else 2), name
+
+
+# Checkpoints
+
+
+def tiled_job(tile: int | None, **keys: Any) -> dict[str, Any]:
+    zero = {"stage": 3} if tile is None else {"stage": 3, "tile": tile}
+    return job(**{"zero": zero, "steps": 4, "checkpoint": {"every": 2}, **keys})
+
+
+def tensors(found: list[dict[str, Any]]) -> dict[tuple[str, str], np.ndarray]:
+    """Everything that the ranks hold, by tensor and state."""
+    parts = {key: value for rank in found for key, value in rank["parts"].items()}
+    whole: dict[tuple[str, str], list[np.ndarray]] = {}
+    for (tensor, state, _), value in sorted(parts.items(), key=lambda item: item[0]):
+        whole.setdefault((tensor, state), []).append(value)
+    return {key: np.concatenate(values) for key, values in whole.items()}
+
+
+def same(left: dict[tuple[str, str], np.ndarray], right: dict[tuple[str, str], np.ndarray]) -> bool:
+    return left.keys() == right.keys() and all((left[key] == right[key]).all() for key in left)
+
+
+SOME = 16 * 8 * 4  # bytes: 8 of the 32 rows of a block's `up`, 4 of the 16 of its `down`
+
+
+@pytest.mark.parametrize("init", ["factory", "meta"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_tiled_model_begins_with_the_values_of_the_untiled_one(ranks, tmp_path, world_size, init):
+    model = {"call": "test_tiles.py:Plain"}
+    options = {"model": model, "init": init, "checkpoint": None}
+    found = [
+        ranks(world_size).run(look, tiled_job(tile, **options), str(tmp_path / str(tile)), None)
+        for tile in (SOME, None)
+    ]
+    assert [run[0]["error"] for run in found] == ["", ""]
+    assert same(*map(tensors, found))
+
+
+class Plain(nn.Module):
+    """Every module can reset itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(runs.VOCAB, 16)
+        self.up = nn.Linear(16, 32)
+        self.head = nn.Linear(32, runs.VOCAB)
+
+    def forward(
+        self, input_ids: torch.Tensor, labels: torch.Tensor, index: torch.Tensor
+    ) -> torch.Tensor:
+        x = self.head(torch.relu(self.up(self.embed(input_ids))))
+        return nn.functional.cross_entropy(x.float().flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_checkpoints_know_one_weight(ranks, tmp_path, precision):
+    """Saved tiled by two ranks, loaded untiled by one, and the other way round."""
+    for tile, other in ((SOME, None), (None, SOME)):
+        run_dir = str(tmp_path / f"{tile}")
+        saved = ranks(2).run(runs.run, tiled_job(tile, precision=precision), run_dir)
+        assert saved[0]["error"] == ""
+        resumed = tiled_job(other, precision=precision, steps=5)
+        begun = ranks(1).run(look, resumed, run_dir, {})
+        assert begun[0]["error"] == ""
+        assert same(tensors(begun), tensors(saved))
+        assert ("blocks.0.up.weight", "exp_avg") in tensors(begun)
+        manifest = read_step(Path(run_dir) / "checkpoints" / "step-00000004")
+        names = {info.name: info.shape for info in manifest.tensors}
+        assert names["blocks.0.up.weight"] == (32, 16)
+        assert not any(".up.0" in name for name in names)

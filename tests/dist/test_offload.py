@@ -14,11 +14,13 @@ from typing import Any
 
 import pytest
 import torch
-from toys import build, data, make_sharded, train_sharded
+from toys import build, data, make_sharded, train_sharded, world
 
+from zrun_core.distributed.named_vector import NamedVector
 from zrun_core.guards.replicas import ReplicaGuard
 from zrun_core.memory.buffers import ON_DEVICE, Placement, Tier
 from zrun_core.tiers.copies import ThreadCopier
+from zrun_core.tiers.transfer import DONE, Transfer
 from zrun_core.zero.sharded_model import ShardedModel
 
 Ranks = Callable[[int], Any]
@@ -97,10 +99,21 @@ def run(
 
 
 def cases() -> Iterator[Any]:
+    """Every placement at every stage, with another format and optimizer each."""
+    settings = itertools.cycle(SETTINGS.items())
     for stage in range(4):
         placements = PLACEMENTS | (WITH_PARAMETERS if stage == 3 else {})
-        for place, (name, settings) in itertools.product(placements, SETTINGS.items()):
-            yield pytest.param(stage, placements[place], settings, id=f"{stage}-{place}-{name}")
+        for place, placement in placements.items():
+            name, chosen = next(settings)
+            yield pytest.param(stage, placement, chosen, id=f"{stage}-{place}-{name}")
+        next(settings)
+
+
+def assert_equal(here: Any, away: Any) -> None:
+    for (losses, parts), (own_losses, own_parts) in zip(here, away, strict=True):
+        assert own_losses == losses
+        assert own_parts.keys() == parts.keys()
+        assert [k for k in parts if not torch.equal(parts[k], own_parts[k])] == []
 
 
 @pytest.mark.parametrize(("stage", "placement", "settings"), list(cases()))
@@ -108,13 +121,146 @@ def cases() -> Iterator[Any]:
 def test_where_states_live_changes_no_bit(
     ranks: Ranks, num_ranks: int, stage: int, placement: Placement, settings: dict[str, Any]
 ) -> None:
-    accumulation = 3
-    here = ranks(num_ranks).run(run, stage, ON_DEVICE, settings, accumulation, "overlap")
-    away = ranks(num_ranks).run(run, stage, placement, settings, accumulation, "overlap")
-    for (losses, parts), (own_losses, own_parts) in zip(here, away, strict=True):
-        assert own_losses == losses
-        assert own_parts.keys() == parts.keys()
-        assert [k for k in parts if not torch.equal(parts[k], own_parts[k])] == []
+    here = ranks(num_ranks).run(run, stage, ON_DEVICE, settings, 3, "overlap")
+    assert_equal(here, ranks(num_ranks).run(run, stage, placement, settings, 3, "overlap"))
+
+
+ALL_APART = Placement(param=HOST, grad=HOST, optimizer=HOST)
+ALL_ON_DISK = Placement(param=DISK, grad=DISK, optimizer=DISK)
+
+
+@pytest.mark.parametrize("placement", [ALL_APART, ALL_ON_DISK], ids=["apart", "disk"])
+def test_waiting_for_updates_changes_no_bit(ranks: Ranks, placement: Placement) -> None:
+    settings = SETTINGS["bf16, clipped"]
+    behind = ranks(2).run(run, 3, placement, settings, 2, "overlap")
+    assert_equal(behind, ranks(2).run(run, 3, placement, settings, 2, "serial"))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_layer_wise_updates_on_the_host(ranks: Ranks, stage: int) -> None:
+    settings = {"precision": "bf16", "optim": {"name": "lamb", "moments": "bf16"}}
+    placement = Placement(grad=HOST, optimizer=HOST)
+    if stage == 3:
+        placement = ALL_APART
+    here = ranks(2).run(run, stage, ON_DEVICE, settings, 2, "overlap")
+    assert_equal(here, ranks(2).run(run, stage, placement, settings, 2, "overlap"))
+
+
+def run_hybrid(placement: Placement, stage: int) -> dict[str, torch.Tensor]:
+    """Two copies of two shards each, and a gradient after the one that was to be the last."""
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
+        sharded = sharded_at(stage, placement, folder, {}, shard_group=2)
+        rank, size = world()
+        for x, y in data(3):
+            sharded.begin_step()
+            for boundary in (False, True, True):
+                with sharded.forward() as micro:
+                    loss = sharded.module(x.chunk(size)[rank], y.chunk(size)[rank])
+                sharded.backward(loss / size, micro, boundary=boundary)
+            sums = NamedVector.of(sharded.comm.device, loss=0.0)
+            sharded.step(1e-2, sums, lambda sums: torch.ones(()).double())
+            with sharded.gathered() as module:
+                for param in module.parameters():
+                    param.mul_(0.75)
+        with sharded.evaluation():
+            sharded.module(*data(1)[0])
+        with sharded.gathered() as module:
+            return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_sum_that_is_added_to_and_what_user_code_writes(ranks: Ranks, stage: int) -> None:
+    placements = [Placement(grad=HOST, optimizer=HOST), Placement(grad=DISK, optimizer=DISK)]
+    if stage == 3:
+        placements = [ALL_APART, ALL_ON_DISK]
+    here = ranks(4).run(run_hybrid, ON_DEVICE, stage)
+    for placement in placements:
+        away = ranks(4).run(run_hybrid, placement, stage)
+        for own, other in zip(here, away, strict=True):
+            differ = {name: (own[name] - other[name]).abs().max() for name in own}
+            # At stage 0 the late gradient is summed over ranks before it is added, not after.
+            assert max(differ.values()) <= (1e-7 if stage < 2 else 0), differ
+
+
+def run_delayed(delay_after: int) -> list[float]:
+    sharded = sharded_at(
+        1,
+        Placement(grad=HOST, optimizer=HOST),
+        "",
+        {},
+        schedule="delayed",
+        delay_after=delay_after,
+    )
+    losses = train_sharded(sharded, data(6), accumulation=2)
+    sharded.settle_updates()
+    return [*losses, *weights_of(sharded)]
+
+
+def weights_of(sharded: ShardedModel) -> list[float]:
+    with sharded.gathered() as module:
+        return [float(param.norm()) for param in module.parameters()]
+
+
+def run_delayed_by_hand(delay_after: int) -> list[float]:
+    """The oracle: update a model with the gradients of a plain copy that lags a step behind it."""
+    rank, size = world()
+    trained = make_sharded(build(), 1)
+    seen = build()
+    losses = []
+    for number, (x, y) in enumerate(data(6), start=1):
+        trained.begin_step()
+        total = 0.0
+        for k in range(2):
+            loss = seen(*(t.chunk(size)[rank].chunk(2)[k] for t in (x, y)))
+            total += loss.item() / size / 2
+            grads = torch.autograd.grad(loss / (size * 2), list(seen.parameters()))
+            with trained.forward() as micro:
+                pairs = zip(trained.module.parameters(), grads, strict=True)
+                stand_in = torch.stack([(param * grad).sum() for param, grad in pairs]).sum()
+            trained.backward(stand_in, micro, boundary=k == 1)
+        with trained.gathered() as module:
+            before = [param.detach().clone() for param in module.parameters()]
+        sums = NamedVector.of(trained.comm.device, loss=total)
+        result = trained.step(1e-2, sums, lambda sums: torch.ones(()).double())
+        losses.append(float(result.sums["loss"]))
+        with trained.gathered() as module, torch.no_grad():
+            now = before if number > delay_after else module.parameters()
+            for param, value in zip(seen.parameters(), now, strict=True):
+                param.copy_(value)
+    return [*losses, *weights_of(trained)]
+
+
+def test_a_delayed_update_is_that_of_a_gradient_one_step_old(ranks: Ranks) -> None:
+    delayed = ranks(2).run(run_delayed, 3)
+    assert delayed == ranks(2).run(run_delayed_by_hand, 3)
+    assert delayed != ranks(2).run(run_delayed, 100), "it changes numbers"
+
+
+class Hasty(ThreadCopier):
+    """Copies that nobody waits for."""
+
+    def _begin(self, source: torch.Tensor, target: torch.Tensor) -> Transfer:
+        super()._begin(source, target)
+        return DONE
+
+
+def run_hasty(copier: type[ThreadCopier], placement: Placement) -> list[float]:
+    sharded = make_sharded(build(), 3, placement=placement, apart=copier(lambda: 0.01))
+    losses = train_sharded(sharded, data(3))
+    sharded.settle_updates()
+    return losses
+
+
+@pytest.mark.parametrize(
+    "placement",
+    [Placement(optimizer=HOST), Placement(grad=HOST, optimizer=HOST)],
+    ids=["optimizer", "gradients"],
+)
+def test_a_missing_wait_would_be_found(ranks: Ranks, placement: Placement) -> None:
+    """Of parameters it ends the process: their pages are unreadable until they are gathered."""
+    right = ranks(1).run(run_hasty, ThreadCopier, placement)
+    assert right == ranks(1).run(run_hasty, ThreadCopier, ON_DEVICE)
+    assert right != ranks(1).run(run_hasty, Hasty, placement)
 
 
 def scratch_of_threads(placement: Placement) -> tuple[set[int], set[int]]:

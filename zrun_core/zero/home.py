@@ -91,17 +91,29 @@ class AwayHome(Home, Protocol):
         """
         ...
 
-    def store(self, source: torch.Tensor, start: int = 0, *, accumulate: bool = False) -> Transfer:
+    def store(
+        self,
+        source: torch.Tensor,
+        start: int = 0,
+        *,
+        accumulate: bool = False,
+        look: Callable[[torch.Tensor], None] | None = None,
+    ) -> Transfer:
         """Begin to store values of the device, or to add them to those that are there.
 
         Args:
             source: [n].
             start: where the first of them goes.
             accumulate: add.
+            look: is given what is there afterwards, [n], as soon as that is known.
 
         Returns:
             What to wait for before `source` is written again.
         """
+        ...
+
+    def settle(self) -> None:
+        """Wait until everything that was stored is there, and was looked at."""
         ...
 
 
@@ -182,9 +194,21 @@ class OnHost:
         part = self.at()[start : start + target.numel()]
         return self._tiers.copy_up(part, target, self._kind)
 
-    def store(self, source: torch.Tensor, start: int = 0, *, accumulate: bool = False) -> Transfer:
+    def settle(self) -> None:
+        self._coming.wait_on_host()
+
+    def store(
+        self,
+        source: torch.Tensor,
+        start: int = 0,
+        *,
+        accumulate: bool = False,
+        look: Callable[[torch.Tensor], None] | None = None,
+    ) -> Transfer:
         part = self._used[start : start + source.numel()]
         if not accumulate:
+            if look is not None:
+                look(source)
             self._coming = self._tiers.copy_down(source, part, self._kind)
             return self._coming
         before = self._coming
@@ -197,6 +221,8 @@ class OnHost:
             down.wait_on_host()
             part.add_(slot)
             slots.give(slot)
+            if look is not None:
+                look(part)
 
         self._coming = self._tiers.worker.submit(add)
         return down
@@ -382,12 +408,24 @@ class OnDisk:
         parts = self._parts_of(start, start + source.numel())
         return _All([self._tiers.write(p.extent, p.of(memory, first), self._kind) for p in parts])
 
-    def store(self, source: torch.Tensor, start: int = 0, *, accumulate: bool = False) -> Transfer:
+    def settle(self) -> None:
+        self._merging.wait_on_host()
+
+    def store(
+        self,
+        source: torch.Tensor,
+        start: int = 0,
+        *,
+        accumulate: bool = False,
+        look: Callable[[torch.Tensor], None] | None = None,
+    ) -> Transfer:
+        if look is not None and not accumulate:
+            look(source)
         if self._tiers.host_is_device:
             if not accumulate:
                 self._merging.wait_on_host()
                 return self._write_from(source, start)
-            self._merging = self._tiers.worker.submit(partial(self._add, source, start))
+            self._merging = self._tiers.worker.submit(partial(self._add, source, start, look))
             return self._merging
         values = self._tiers.gradients_down.take(source.nbytes).view(source.dtype)
         down = self._tiers.copy_down(source, values, self._kind)
@@ -395,7 +433,7 @@ class OnDisk:
         def arrive() -> None:
             down.wait_on_host()
             if accumulate:
-                self._add(values, start)
+                self._add(values, start, look)
                 self._tiers.gradients_down.give(values)
             else:
                 self._tiers.gradients_down.give(values, after=self._write_from(values, start))
@@ -403,11 +441,15 @@ class OnDisk:
         self._merging = self._tiers.worker.submit(arrive)
         return down
 
-    def _add(self, values: torch.Tensor, start: int) -> None:
+    def _add(
+        self, values: torch.Tensor, start: int, look: Callable[[torch.Tensor], None] | None
+    ) -> None:
         """Add `values`, in the worker."""
         total = self._slots.take(values.nbytes).view(values.dtype)
         self._read_into(total, start).wait_on_host()
         total.add_(values)
+        if look is not None:
+            look(total)
         self._slots.give(total, after=self._write_from(total, start))
 
 

@@ -64,10 +64,12 @@ class _Sum(NamedTuple):
 
     Attributes:
         accumulate: it is added there.
+        is_last: the step's gradient is complete then.
     """
 
     values: torch.Tensor
     accumulate: bool
+    is_last: bool
 
 
 class _InFlight(NamedTuple):
@@ -194,7 +196,7 @@ class Reducer:
             handle = self._exchange.all_reduce_replicas(
                 self._comm, unit, recv_buffer, unit.fetch_grad() if total is None else total
             )
-            leaves = None if total is None else _Sum(total, accumulate=False)
+            leaves = None if total is None else _Sum(total, accumulate=False, is_last=True)
             self._in_flight.append(_InFlight(unit, handle, None, leaves, scratch))
         self._drain()
         self._is_summed = True
@@ -331,7 +333,7 @@ class Reducer:
         if self.inspector is not None:
             self.inspector.inspect(unit, unsharded_grad)
         if not grads.reduces:
-            self._send_partial(unit, unsharded_grad)
+            self._send_partial(unit, unsharded_grad, is_last=grads.boundary)
             return
         recv_buffer = self._recv_buffer(unit)
         late_sum = None
@@ -340,7 +342,7 @@ class Reducer:
         accumulate = unit.is_reduced
         scratch = [recv_buffer]
         if unit.sends_grad_away and is_late:
-            leaves = _Sum(into, accumulate=True)
+            leaves = _Sum(into, accumulate=True, is_last=grads.boundary)
             accumulate = False
         elif unit.sends_grad_away:
             sums_replicas = grads.boundary and unit.replicate.size > 1
@@ -349,7 +351,9 @@ class Reducer:
                 into = self._take_scratch(unit.layout.shard_numel)
                 unit.load_grad(into)
                 scratch.append(into)
-            leaves = _Sum(into, accumulate=unit.is_reduced and not accumulate)
+            leaves = _Sum(
+                into, accumulate=unit.is_reduced and not accumulate, is_last=grads.boundary
+            )
         elif is_late:
             accumulate = False
             late_sum = into
@@ -370,9 +374,10 @@ class Reducer:
         unit.end_grad()
         self._in_flight.append(_InFlight(unit, handle, late_sum, leaves, scratch))
 
-    def _send_partial(self, unit: FlatUnit, unsharded_grad: torch.Tensor) -> None:
+    def _send_partial(self, unit: FlatUnit, unsharded_grad: torch.Tensor, *, is_last: bool) -> None:
         """Send this rank's own gradient to its home elsewhere, and add it there."""
-        sent = unit.store_grad(unsharded_grad, accumulate=unit.has_partial)
+        accumulate = unit.has_partial
+        sent = unit.store_grad(unsharded_grad, accumulate=accumulate, is_last=is_last)
         unit.has_partial = True
         unit.end_grad()
         self._leaving.append(_Leaving(sent, [unsharded_grad]))
@@ -413,8 +418,8 @@ class Reducer:
         oldest = self._in_flight.popleft()
         oldest.handle.wait()
         if oldest.leaves is not None:
-            values, accumulate = oldest.leaves
-            sent = oldest.unit.store_grad(values, accumulate=accumulate)
+            values, accumulate, is_last = oldest.leaves
+            sent = oldest.unit.store_grad(values, accumulate=accumulate, is_last=is_last)
             self._leaving.append(_Leaving(sent, oldest.scratch))
             return
         if oldest.late_sum is not None:

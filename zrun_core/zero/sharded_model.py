@@ -60,7 +60,6 @@ from zrun_core.zero.unit import FlatUnit, moves_pages, window_pool
 
 # Of what a rank keeps from step to step.
 _OWN_KINDS = (Kind.PARAM, Kind.GRAD, Kind.OPTIM, Kind.RING, Kind.BUFFER)
-_NORM_CHUNK = 1 << 20  # elements that a CPU casts at a time: they stay in cache
 
 
 @dataclass(frozen=True)
@@ -625,8 +624,7 @@ class ShardedModel:
             norms: list[torch.Tensor] = []
             of_units: list[FlatUnit] = []
             for unit in self._counted:
-                found = [each.to(total.device) for each in _norms(unit.norm_part(part))]
-                unit.grad.drop()
+                found = [each.to(total.device) for each in unit.grad_norms(part)]
                 norms += found
                 of_units += [unit] * len(found)
             if norms:
@@ -806,13 +804,6 @@ def _decision_of(divisor: torch.Tensor, skipped: torch.Tensor) -> Callable[[], D
         return Decision(None if is_one else numbers[0], bool(numbers[1]))
 
     return decide
-
-
-def _norms(part: torch.Tensor) -> list[torch.Tensor]:
-    """Return the 2-norms of pieces of `part`, 0-d fp32: of all of it, except on a CPU."""
-    if part.device.type == "cpu":
-        return [torch.linalg.vector_norm(chunk.float()) for chunk in part.split(_NORM_CHUNK)]
-    return [torch.linalg.vector_norm(part, dtype=torch.float32)]
 
 
 def _materialise(params: Sequence[nn.Parameter], unit: FlatUnit) -> None:

@@ -54,6 +54,8 @@ from zrun_core.zero.exchange import Exchange
 from zrun_core.zero.home import AwayHome, Home, InPlace, OnDisk, OnHost, fetch_now
 from zrun_core.zero.record_layout import RecordLayout
 
+_NORM_CHUNK = 1 << 20  # elements that a CPU casts at a time: they stay in cache
+
 
 class UnitState(Enum):
     """The valid parameters of a unit, and so what occupies memory.
@@ -162,6 +164,7 @@ class FlatUnit:
         self._param_away: AwayHome | None = None
         self._grad_away: AwayHome | None = None
         self.keeps_partial_sums = False
+        self._norms: dict[int, list[torch.Tensor]] = {}  # of this step's gradient, by part
         leaves = shard.size > 1 or placement.param is not Tier.DEVICE
         self.reshard_after_use = leaves and layout.numel > 0 and policy.reshard_after_use(layout)
         self.state = UnitState.SHARDED if self.reshard_after_use else UnitState.UNSHARDED
@@ -703,19 +706,26 @@ class FlatUnit:
         """True if the home of the gradient is elsewhere: `store_grad` brings it there."""
         return self._grad_away is not None
 
-    def store_grad(self, values: torch.Tensor, *, accumulate: bool) -> Transfer:
+    def store_grad(
+        self, values: torch.Tensor, *, accumulate: bool, is_last: bool = False
+    ) -> Transfer:
         """Begin to store a sum, or this rank's gradient so far, in the home elsewhere.
 
         Args:
             values: [updated range] or [padded_numel], on the device.
             accumulate: add it to what is there.
+            is_last: that is the step's gradient: its norms are taken in passing.
 
         Returns:
             What to wait for before `values` is written again.
         """
         assert self._grad_away is not None
         self.wait_for_update()  # it reads the gradient of the step before
-        return self._grad_away.store(values, self._first_of(values), accumulate=accumulate)
+        self._norms.clear()
+        look = self._keep_norms if is_last and self.placement.grad is Tier.DISK else None
+        return self._grad_away.store(
+            values, self._first_of(values), accumulate=accumulate, look=look
+        )
 
     def load_grad(self, target: torch.Tensor) -> None:
         """Copy what `store_grad` has stored of as many elements to `target`, and wait for it."""
@@ -743,6 +753,7 @@ class FlatUnit:
         self.has_grad = bytearray(len(self.params))
         self.is_reduced = False
         self.has_partial = False
+        self._norms.clear()
         self._written = bytearray(len(self.params))  # by parameter: its view of the flat gradient
         self._use_own_grad()
 
@@ -847,11 +858,23 @@ class FlatUnit:
             return self.exchange.counted_parts(self.layout, self.mesh_info), self.replicate
         return self.layout.parts_of_shard(self.shard.index), self.shard
 
-    def norm_part(self, part: int) -> torch.Tensor:
-        """Fetch the gradient, and return its elements in `part`, for a norm."""
-        start, stop = self.layout.part_range(part)
+    def grad_norms(self, part: int) -> list[torch.Tensor]:
+        """Return the 2-norms of pieces of the gradient in `part`, 0-d fp32 where it lives."""
+        if self._grad_away is not None:
+            self._grad_away.settle()
+        if not self._norms:
+            self._keep_norms(self.fetch_grad())
+            self.grad.drop()
+        return self._norms[part]
+
+    def _keep_norms(self, grad: torch.Tensor) -> None:
+        """Take the norms of the whole sum: of all of it, or of the updated range."""
+        if grad.numel() == self.layout.padded_numel:
+            grad = self.local_part(grad)
         first = self.updated_range[0]
-        return self.fetch_grad()[start - first : stop - first]
+        for part in self.exchange.counted_parts(self.layout, self.mesh_info):
+            start, stop = self.layout.part_range(part)
+            self._norms[part] = _norms(grad[start - first : stop - first])
 
     def allocated(self) -> list[Buffer]:
         """Return the permanent buffers as allocated. Moments come with the first update."""
@@ -863,6 +886,13 @@ class FlatUnit:
             Buffer(f"{self.name}/{kind.value}", kind, size, self.placement.tier_of(kind))
             for kind, size in sizes.items()
         ]
+
+
+def _norms(part: torch.Tensor) -> list[torch.Tensor]:
+    """Return the 2-norms of pieces of `part`, 0-d fp32: of all of it, except on a CPU."""
+    if part.device.type == "cpu":
+        return [torch.linalg.vector_norm(chunk.float()) for chunk in part.split(_NORM_CHUNK)]
+    return [torch.linalg.vector_norm(part, dtype=torch.float32)]
 
 
 def moves_pages(device: str) -> bool:

@@ -51,14 +51,24 @@ def peak_resident() -> int | None:
     return 1024 * peak_kib if peak_kib > 0 else None
 
 
+def process_available() -> int | None:
+    """Return the memory that this process may still allocate (`ulimit -d`); None: no limit."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_DATA)
+    return None if soft == resource.RLIM_INFINITY else max(0, soft - _data_bytes())
+
+
+def _data_bytes() -> int:
+    return int(text("/proc/self/statm").split()[5]) * resource.getpagesize()
+
+
 def limit_growth(num_bytes: int) -> None:
     """Let allocations of this process fail beyond `num_bytes` more.
 
     They would otherwise succeed, until the kernel kills a process.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    data = int(text("/proc/self/statm").split()[5]) * resource.getpagesize()
-    limits = [limit for limit in (soft, data + num_bytes) if limit != resource.RLIM_INFINITY]
+    most = _data_bytes() + num_bytes
+    limits = [limit for limit in (soft, most) if limit != resource.RLIM_INFINITY]
     resource.setrlimit(resource.RLIMIT_DATA, (min(limits), hard))
 
 

@@ -43,6 +43,7 @@ from zrun_core.errors import (
     ZrunError,
 )
 from zrun_core.memory.buffers import placement_of
+from zrun_core.memory.room import Room
 from zrun_core.optim.lr import make_schedule
 from zrun_core.optim.where import resolve_where_placed
 from zrun_core.spine import heap, memory_limits
@@ -54,6 +55,7 @@ from zrun_core.spine.spec import RunSpec
 from zrun_core.spine.stop_signals import StopSignals
 from zrun_core.train import failure_note, parallelize, rendezvous
 from zrun_core.train.evaluator import HeldOut
+from zrun_core.train.host_room import host_room
 from zrun_core.train.rank_phase import RankPhase
 from zrun_core.train.trainer import Trainer, UserFunctions
 from zrun_core.user_code import user
@@ -164,6 +166,7 @@ class Worker:
         torch.set_num_threads(place.threads)
 
         self.phase.enter("rendezvous")
+        room = host_room(self.spec, self.rank)  # once all have joined, others may take of it
         self._join(device)
         comm, mesh = self._connect(device)
 
@@ -172,7 +175,7 @@ class Worker:
         user.load(job.model, self.job_dir)
 
         self.phase.enter("build")
-        settings = self._sharding_config(device)
+        settings = self._sharding_config(device, room)
         built = self._build(settings, mesh, comm)
 
         self.phase.enter("shard")
@@ -267,7 +270,7 @@ class Worker:
 
     # The model
 
-    def _sharding_config(self, device: torch.device) -> ShardingConfig:
+    def _sharding_config(self, device: torch.device, room: Room) -> ShardingConfig:
         job = self.spec.job
         optimizer = resolve_where_placed(
             job.optim,
@@ -276,10 +279,12 @@ class Worker:
             placement_of(job.offload, job.activations, device.type),
         )
         settings = parallelize.make_settings(job, optimizer, device)
-        folder = self.run_dir
-        if job.offload.dir is not None:
-            folder = self.job_dir / job.offload.dir
-        return replace(settings, memory_bytes=self._memory_bytes(device), disk_folder=str(folder))
+        return replace(
+            settings,
+            memory_bytes=self._memory_bytes(device),
+            room=room,
+            disk_folder=str(self.spec.offload_folder),
+        )
 
     def _memory_bytes(self, device: torch.device) -> int | None:
         """Return how many bytes the model may take on its device; None: there is no limit."""

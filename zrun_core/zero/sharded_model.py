@@ -37,6 +37,7 @@ from zrun_core.errors import PreflightError
 from zrun_core.memory.buffers import ON_DEVICE, Buffer, Kind, Placement, Tier
 from zrun_core.memory.layout import NO_PARTS, ParamSlot, UnitLayout
 from zrun_core.memory.placement import place
+from zrun_core.memory.room import Room
 from zrun_core.memory.state_policy import MeshInfo, StatePolicy, ZeroPolicy, module_buffers
 from zrun_core.memory.tensors import TensorPart
 from zrun_core.optim.resolve import OptimizerSpec, Options
@@ -82,6 +83,7 @@ class ShardingConfig:
         exchange: the collectives of a unit.
         memory_bytes: that a rank may have on its device; None: it finds out.
         tile: linears that are tiled before the model is sharded.
+        room: that the ranks of this host have beside their devices.
         placement: where states live between uses.
         disk_folder: where the file of states on disk is made.
         schedule: of updates that run beside training: "overlap", "serial" or "delayed".
@@ -103,6 +105,7 @@ class ShardingConfig:
     exchange: Exchange = field(default_factory=Exchange)
     memory_bytes: int | None = None
     tile: TileConfig | None = None
+    room: Room = field(default_factory=Room)
     placement: Placement = ON_DEVICE
     disk_folder: str | None = None
     schedule: Literal["overlap", "serial", "delayed"] = "overlap"
@@ -215,8 +218,6 @@ def check_model_fits(model: nn.Module, settings: ShardingConfig, mesh: Mesh, com
         PreflightError: this rank has no room for the states.
         JobError: the model cannot be tiled as the settings say.
     """
-    if settings.memory_bytes is None:
-        return
     tiling = tile_linears(model, settings.tile, settings.precision.compute, settings.leaf_names)
     planned = wrap_plan(model, settings, mesh_info_of(comm, mesh))
     tiling.undo()
@@ -230,17 +231,18 @@ def check_states_fit(
 
     Args:
         layouts: of the units.
-        settings: what is kept of them, and `memory_bytes` that a rank may take; None: any.
+        settings: what is kept of them, and what a rank may take.
         mesh: the groups of this rank.
         comm: its collectives, whose device holds the states.
 
     Raises:
         PreflightError: the states alone take more than a rank has.
     """
+    buffers = _planned_buffers(layouts, settings, mesh_info_of(comm, mesh), comm.device)
+    settings.room.check(buffers)
     has = settings.memory_bytes
     if has is None:
         return
-    buffers = _planned_buffers(layouts, settings, mesh_info_of(comm, mesh), comm.device)
     here = [Tier.DEVICE]
     if comm.device.type == "cpu":
         here.append(Tier.HOST)

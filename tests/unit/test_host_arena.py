@@ -68,6 +68,22 @@ def test_no_more_than_was_asked_for() -> None:
     assert arena.take(0, torch.uint8).numel() == 0
 
 
+def test_pieces_that_were_given_back_are_used_again() -> None:
+    arena = HostArena(6 * PAGE_BYTES, CPU)
+    first, second, third = (arena.take(pages * PAGE_BYTES, torch.uint8) for pages in (1, 2, 1))
+    third.fill_(3)
+    arena.give(first)
+    assert arena.take(2 * PAGE_BYTES, torch.uint8).data_ptr() > third.data_ptr()  # a wider gap
+    arena.give(second)
+    joined = arena.take(3 * PAGE_BYTES, torch.uint8)  # of both
+    assert joined.data_ptr() == first.data_ptr()
+    joined.fill_(1)
+    assert third.sum() == 3 * PAGE_BYTES
+    assert arena.used_bytes == 6 * PAGE_BYTES
+    with pytest.raises(OffloadError):
+        arena.take(1, torch.uint8)
+
+
 def test_a_piece_outlives_its_arena() -> None:
     piece = HostArena(PAGE_BYTES, CPU).take(PAGE_BYTES, torch.uint8)
     assert piece.fill_(3).sum() == 3 * PAGE_BYTES
@@ -107,3 +123,14 @@ def test_memory_that_cannot_be_pinned_is_told_once(monkeypatch: pytest.MonkeyPat
     arena.take(1, torch.uint8)
     assert told == [CUDA]  # after a refusal it is not tried again
     assert len(cudart.registered) == 1
+
+
+def test_memory_is_pinned_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    cudart = of_cuda(monkeypatch, allowed=1 << 30)
+    arena = HostArena(100 * PAGE_BYTES, CUDA)
+    for _ in range(3):
+        piece = arena.take(2 * PAGE_BYTES, torch.uint8)
+        arena.give(piece)
+    arena.take(3 * PAGE_BYTES, torch.uint8)
+    start = piece.data_ptr()
+    assert cudart.registered == {start: 2 * PAGE_BYTES, start + 2 * PAGE_BYTES: PAGE_BYTES}

@@ -116,12 +116,14 @@ class ThreadCopier(Copier):
 
     def _begin(self, source: torch.Tensor, target: torch.Tensor) -> Transfer:
         try:
-            future = self._thread.submit(self._copy, source, target)
+            future = self._thread.submit(self._copy, [source, target])
         except RuntimeError as error:
             raise lack_of_threads(error) or error from None
         return _ThreadTransfer(future)
 
-    def _copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+    def _copy(self, sides: list[torch.Tensor]) -> None:
         if self._delay is not None:
             time.sleep(self._delay())
+        source, target = sides
+        sides.clear()  # who has waited may be the last to hold them
         np.copyto(target.numpy(), source.numpy())

@@ -1,4 +1,4 @@
-"""One piece of host memory for life, for states that leave the device and for what is on the way.
+"""Host memory for states that leave the device, and for what is on the way to a disk.
 
 torch pins memory in powers of two, and keeps what it has pinned: of states that fill most of a host
 that may be half as much again. Here each piece is as large as it is, begins on the border of a
@@ -18,11 +18,14 @@ from zrun_core.spine.sizes import format_size
 
 
 class HostArena:
-    """Host memory of constant size, handed out from its beginning to its end.
+    """Host memory of which pieces are handed out, and given back or kept for life.
+
+        |xxxxxx|    |xx|..........      a piece goes to the first gap that is wide enough
+        |xxxxxx|xxx |xx|..........      `..` was never used: neither touched nor pinned
 
     Attributes:
         num_bytes: of all of it; whole pages.
-        used_bytes: of what was handed out.
+        used_bytes: up to the end of the furthest piece so far.
         note: why a device's copies are slower than they might be, for the user; empty if they are
             not.
     """
@@ -41,6 +44,7 @@ class HostArena:
         self.used_bytes = 0
         self.note = ""
         self._device = device
+        self._taken: dict[int, int] = {}  # first byte of a piece -> the one behind its last
         self._pinned: list[int] = []  # addresses
         try:
             self._memory = byte_buffer(self.num_bytes, torch.device("cpu"))
@@ -51,19 +55,17 @@ class HostArena:
             ) from None
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return [numel] of zeros, which begin on the border of a page.
-
-        It is the caller's for the life of the arena.
+        """Return [numel] of undefined values, zeros at first, that begin on the border of a page.
 
         Args:
             numel: elements.
             dtype: of them.
 
         Raises:
-            OffloadError: not so much is left.
+            OffloadError: there is no gap of so much.
         """
         num_bytes = numel * dtype.itemsize
-        start = self.used_bytes
+        start = self._gap(whole_pages(num_bytes))
         stop = start + whole_pages(num_bytes)
         if stop > self.num_bytes:
             raise OffloadError(
@@ -72,11 +74,27 @@ class HostArena:
                 "raise offload.host_memory, or let fewer states leave the device "
                 "(offload.fraction)"
             )
-        piece = self._memory[start:stop]
-        if self._device.type == "cuda" and num_bytes and not self.note:
-            self._pin(piece)
-        self.used_bytes = stop
-        return piece[:num_bytes].view(dtype)
+        if stop > self.used_bytes:
+            if self._device.type == "cuda" and not self.note:
+                self._pin(self._memory[self.used_bytes : stop])
+            self.used_bytes = stop
+        if num_bytes:
+            self._taken[start] = stop
+        return self._memory[start : start + num_bytes].view(dtype)
+
+    def give(self, piece: torch.Tensor) -> None:
+        """Take back what `take` returned; nothing may read or write it any more."""
+        if piece.numel():
+            del self._taken[piece.data_ptr() - self._memory.data_ptr()]
+
+    def _gap(self, num_bytes: int) -> int:
+        """Return where the first gap of `num_bytes` begins; the last one has no end."""
+        end = 0
+        for start in sorted(self._taken):
+            if start - end >= num_bytes:
+                break
+            end = self._taken[start]
+        return end
 
     @property
     def is_pinned(self) -> bool:

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import (
 )
 
 from zrun_core.activations.kv_cache import refuse_cache
+from zrun_core.activations.offloaded_inputs import OffloadedInputs
 from zrun_core.errors import JobError
 from zrun_core.spine.config import ActivationsConfig
 from zrun_core.zero.auto_wrap import repeated_blocks
@@ -28,12 +29,15 @@ _OWN = "gradient_checkpointing"  # attribute of modules of transformers
 _EXPENSIVE = {"mm", "addmm", "bmm", "baddbmm", "convolution"}
 
 
-def apply_checkpointing(model: nn.Module, config: ActivationsConfig) -> ExitStack:
+def apply_checkpointing(
+    model: nn.Module, config: ActivationsConfig, inputs: OffloadedInputs | None = None
+) -> ExitStack:
     """Have the repeated blocks of `model` recompute as `config` asks, not as the model would.
 
     Args:
         model: the user's module, before it is sharded.
         config: which blocks, and what they keep.
+        inputs: moves what they are recomputed from; None: it stays on the device.
 
     Returns:
         a stack that undoes it when it is closed.
@@ -60,7 +64,10 @@ def apply_checkpointing(model: nn.Module, config: ActivationsConfig) -> ExitStac
     for name, block in blocks[::every]:
         own = {key: value for key, value in vars(block).items() if key == "forward"}
         undo.callback(_put_back, block, own)
-        block.forward = functools.partial(checkpoint, block.forward, **options)
+        if inputs is None:
+            block.forward = functools.partial(checkpoint, block.forward, **options)
+        else:
+            block.forward = inputs.checkpointed(name, block.forward, options)
         guard = functools.partial(refuse_cache, name)
         undo.callback(block.register_forward_pre_hook(guard, with_kwargs=True).remove)
     return undo

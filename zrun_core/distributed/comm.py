@@ -28,6 +28,7 @@ import functools
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
 from typing import NamedTuple
 
@@ -211,6 +212,16 @@ class Comm:
     def flight_recorder(self) -> FlightRecorder | None:
         """Shows what this rank waits for; None outside of a run."""
         return self._flight_recorder
+
+    def wait_for_tier(self, what: str) -> AbstractContextManager[None]:
+        """Return a context that tells others that this rank waits for its own copies.
+
+        Args:
+            what: it waits for, as in "its disk (/scratch)".
+        """
+        if self._flight_recorder is None:
+            return nullcontext()
+        return self._flight_recorder.wait_for_tier(what)
 
     def settle(self) -> None:
         """Wait until other ranks have read all that this one has sent: from now on it may change.

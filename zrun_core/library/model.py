@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
 import torch
@@ -16,7 +17,8 @@ from zrun_core.distributed.mesh import Mesh
 from zrun_core.errors import JobError, UserCodeError
 from zrun_core.library import arguments, foreign
 from zrun_core.library.run import Run, current
-from zrun_core.spine.config import ActivationsConfig, PrecisionConfig, ZeroConfig
+from zrun_core.memory.buffers import placement_of
+from zrun_core.spine.config import ActivationsConfig, OffloadConfig, PrecisionConfig, ZeroConfig
 from zrun_core.spine.parallel_dims import resolve_shard_size
 from zrun_core.spine.section import Section
 from zrun_core.train import parallelize
@@ -90,7 +92,8 @@ def shard(
             the mean over those that were made, unless it is told a weight. At stages 0 and 1
             gradients are summed over ranks with the last of them only: another number of calls
             costs traffic, never the result.
-        activations: keys of a job's `activations` section, such as `{"checkpoint": "full"}`.
+        activations: keys of a job's `activations` section, such as `{"checkpoint": "full"}`. What
+            waits on a disk does so in the run directory, or else in the current one.
         compile: torch.compile each repeated block.
         init: meta makes a factory's parameters shard by shard, by each module's own
             `reset_parameters`.
@@ -116,8 +119,19 @@ def shard(
     )
     with rng.fork_torch_rng(run.device):
         built = _build(model, init, run, mesh)
+        inputs = parallelize.offloaded_inputs(
+            placement_of(OffloadConfig(), activations_config, run.device.type).activation,
+            mesh,
+            run._comm,
+            run.run_dir or Path.cwd(),
+        )
         parallelize.transform(
-            built.module, zero_config, precision_config, activations_config, compile=compile
+            built.module,
+            zero_config,
+            precision_config,
+            activations_config,
+            compile=compile,
+            inputs=inputs,
         )
         sharded = ShardedModel(
             built.module,

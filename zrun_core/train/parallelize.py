@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import nn
 
 from zrun_core.activations.checkpoint import apply_checkpointing, own_checkpointing
+from zrun_core.activations.kept import make_keeper
 from zrun_core.activations.kv_cache import omit_cache
+from zrun_core.activations.offloaded_inputs import OffloadedInputs
 from zrun_core.distributed.comm import Comm
 from zrun_core.distributed.mesh import Mesh
 from zrun_core.errors import JobError
-from zrun_core.memory.buffers import Placement, placement_of
+from zrun_core.memory.buffers import Placement, Tier, placement_of
 from zrun_core.memory.layout import UnitLayout
 from zrun_core.memory.placement import place
 from zrun_core.memory.state_policy import ZeroPolicy
 from zrun_core.optim.resolve import OptimizerSpec
+from zrun_core.spine import memory_limits
 from zrun_core.spine.config import ActivationsConfig, JobConfig, PrecisionConfig, ZeroConfig
 from zrun_core.spine.spec import resolve_bucket
 from zrun_core.user_code.build import Built
@@ -83,7 +88,12 @@ def shard_settings(
 
 
 def parallelize(
-    built: Built, job: JobConfig, settings: ShardingConfig, mesh: Mesh, comm: Comm
+    built: Built,
+    job: JobConfig,
+    settings: ShardingConfig,
+    mesh: Mesh,
+    comm: Comm,
+    inputs: OffloadedInputs | None = None,
 ) -> tuple[ShardedModel, list[str]]:
     """Transform a built model in place and shard it.
 
@@ -93,6 +103,7 @@ def parallelize(
         settings: of the sharding.
         mesh: groups of this rank.
         comm: carries the collectives.
+        inputs: moves what blocks are recomputed from; None: it stays on the device.
 
     Returns:
         The sharded model, and notes for the user.
@@ -100,10 +111,41 @@ def parallelize(
     Raises:
         JobError: the job asks for what this model cannot do.
     """
-    notes = transform(built.module, job.zero, job.precision, job.activations, compile=job.compile)
+    notes = transform(
+        built.module,
+        job.zero,
+        job.precision,
+        job.activations,
+        compile=job.compile,
+        inputs=inputs,
+    )
     read = read_tiles(built.module, built.read)
     sharded = ShardedModel(built.module, read, settings, mesh, comm)
     return sharded, notes + moved_share(sharded.layouts, settings.placement)
+
+
+def offloaded_inputs(
+    tier: Tier, mesh: Mesh, comm: Comm, folder: Path, host_memory: int | None = None
+) -> OffloadedInputs | None:
+    """Return what moves the inputs of recomputed blocks; None: they stay on the device.
+
+    Args:
+        tier: on which they wait for backward, as of `Placement`.
+        mesh: groups of this rank.
+        comm: knows its device, and who is to learn that it waits for a disk.
+        folder: on the disk, where that is the tier.
+        host_memory: bytes that the ranks of this host may take of its memory; None: what is free.
+
+    Raises:
+        PreflightError: there is no such file or memory to be had.
+    """
+    if tier is Tier.DEVICE:
+        return None
+    if host_memory is None:
+        host_memory = memory_limits.host_available()
+    waiting = functools.partial(comm.wait_for_tier, f"its disk ({folder})")
+    host_bytes = host_memory // mesh.host.size
+    return OffloadedInputs(make_keeper(tier, comm.device, folder, host_bytes, waiting))
 
 
 def moved_share(layouts: Sequence[UnitLayout], placement: Placement) -> list[str]:
@@ -131,17 +173,20 @@ def transform(
     activations: ActivationsConfig,
     *,
     compile: bool,
+    inputs: OffloadedInputs | None = None,
 ) -> list[str]:
     """Prepare a model to be sharded, in place.
 
     The order matters. Tiles come first: they are modules. Checkpointing replaces the forward of a
     block; compile then traces the replacement, with its recomputation; the hooks of sharding stay
-    outside of the compiled graph.
+    outside of the compiled graph. Where inputs of blocks move, compile comes first: copies stay
+    outside of the graph too.
 
     Args:
         model: the user's.
         zero, precision, activations: sections of a job.
         compile: whether to compile each repeated block.
+        inputs: moves what blocks are recomputed from; None: it stays on the device.
 
     Returns:
         Notes for the user: what was tiled, and settings of the model's own that do not count in
@@ -150,6 +195,12 @@ def transform(
     Raises:
         JobError: this model cannot be transformed so.
     """
+    if compile and activations.checkpoint == "selective" and activations.offload != "device":
+        raise JobError(
+            "activations.checkpoint: selective keeps results inside of compiled blocks, and inputs "
+            f"that are offloaded (activations.offload: {activations.offload}) move outside of "
+            "them: write checkpoint: full, or compile: false"
+        )
     notes = tile_linears(model, zero.tile, Precision.of(precision).compute, zero.leaf).notes
     if own_checkpointing(model):
         policy = activations.checkpoint
@@ -167,9 +218,12 @@ def transform(
             "training keeps no cache of keys and values: config.use_cache counts where there are "
             "no gradients, as in model.generate"
         )
-    apply_checkpointing(model, activations)
+    if inputs is None:
+        apply_checkpointing(model, activations)
     if compile:
         compile_blocks(model)
+    if inputs is not None:
+        apply_checkpointing(model, activations, inputs)
     return notes
 
 

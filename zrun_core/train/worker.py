@@ -179,7 +179,14 @@ class Worker:
         built = self._build(settings, mesh, comm)
 
         self.phase.enter("shard")
-        sharded, notes = parallelize.parallelize(built, job, settings, mesh, comm)
+        inputs = parallelize.offloaded_inputs(
+            settings.placement.activation,
+            mesh,
+            comm,
+            self.spec.offload_folder,
+            job.offload.host_memory,
+        )
+        sharded, notes = parallelize.parallelize(built, job, settings, mesh, comm, inputs)
         sharded.module.to(device)  # buffers: the parameters are there
         notes = [*built.notes, *notes]
 

@@ -1,0 +1,211 @@
+"""The inputs of recomputed blocks wait for backward elsewhere than on the device.
+
+A block that is recomputed keeps nothing but its input. Here torch's checkpoint is called with a
+handle in place of that input, so that nothing else holds it:
+
+    forward     block i begins        its input begins to leave
+                block i + 1 begins    waits for that, and gives up the memory on the device
+    backward    block i + 1 begins    its input is there; that of block i begins to come back
+                block i begins        its input is there; that of block i - 1 begins to come back
+
+So at most two inputs are on the device in forward, and two in backward. The last one before
+backward begins, which backward needs first, stays. Each handle knows the one before it, whatever
+pass that belongs to: with several micro-batches under way, one that belongs to another pass is
+either over, or will be needed next.
+
+What moves is the first floating tensor that requires a gradient. The others, such as masks and
+rotary tables, are the same for all blocks.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import weakref
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.checkpoint import checkpoint
+
+from zrun_core.activations.kept import Keeper, Kept, has_no_gaps
+from zrun_core.errors import UserCodeError
+from zrun_core.memory.buffers import Tier
+from zrun_core.memory.tier_traffic import Move
+
+
+class OffloadedInputs:
+    """Moves the inputs of the recomputed blocks of one model."""
+
+    def __init__(self, keeper: Keeper) -> None:
+        """Take who keeps them meanwhile."""
+        self._keeper = keeper
+        self._newest: Callable[[], _Input | None] = _nothing
+
+    @property
+    def kept_bytes(self) -> dict[Tier, int]:
+        """The room that inputs have taken so far, by tier."""
+        return self._keeper.kept_bytes
+
+    @property
+    def moved(self) -> Counter[Move]:
+        """Bytes that have moved so far, as issued."""
+        return self._keeper.moved
+
+    def checkpointed(
+        self, name: str, forward: Callable[..., Any], options: Mapping[str, Any]
+    ) -> Callable[..., Any]:
+        """Return `forward` recomputed in backward, from an input that was elsewhere meanwhile.
+
+        Args:
+            name: of the block, for messages.
+            forward: of the block.
+            options: of torch's `checkpoint`.
+        """
+        return functools.partial(self._call, name, forward, options)
+
+    def _call(
+        self,
+        name: str,
+        forward: Callable[..., Any],
+        options: Mapping[str, Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        place = _place_of_input(args, kwargs) if torch.is_grad_enabled() else None
+        if place is None:
+            return checkpoint(forward, *args, **options, **kwargs)
+        tensor = args[place] if isinstance(place, int) else kwargs[place]
+        handle = self._begin(name, tensor)
+        # torch finds the device, whose random state it keeps, by a tensor among the arguments.
+        mark = torch.empty(0, device=tensor.device)
+        del tensor
+        if isinstance(place, int):
+            args = (*args[:place], handle, *args[place + 1 :])
+        else:
+            kwargs[place] = handle
+        try:
+            return checkpoint(_run, forward, place, mark, *args, **options, **kwargs)
+        finally:
+            handle.end_forward()
+
+    def _begin(self, name: str, tensor: torch.Tensor) -> _Input:
+        """Have an input begin to leave, and the one before it be gone."""
+        before = self._newest()
+        if before is not None:
+            before.leave()
+        handle = _Input(name, tensor, self._keeper.keep(tensor), self._newest)
+        self._newest = weakref.ref(handle)
+        return handle
+
+    def __deepcopy__(self, memo: Any) -> OffloadedInputs:
+        """A copy of a model moves its inputs by the same means."""
+        return self
+
+
+def _nothing() -> None:
+    return None
+
+
+def _place_of_input(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | str | None:
+    """Return the number or the name of the argument that moves; None: there is none."""
+    arguments = itertools.chain[tuple[int | str, Any]](enumerate(args), kwargs.items())
+    for place, value in arguments:
+        if isinstance(value, torch.Tensor) and value.is_floating_point() and value.requires_grad:
+            return place if _can_leave(value) else None
+    return None
+
+
+def _can_leave(tensor: torch.Tensor) -> bool:
+    """Return whether it is an activation in memory of its own, as opposed to a parameter's."""
+    base = tensor if tensor._base is None else tensor._base
+    is_plain = type(tensor) is torch.Tensor and tensor.numel() > 0
+    return is_plain and not base.is_leaf and has_no_gaps(tensor)
+
+
+def _run(
+    forward: Callable[..., Any],
+    place: int | str,
+    mark: torch.Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Call a block's forward, or recompute it, with its input in place of the handle."""
+    if isinstance(place, int):
+        return forward(*args[:place], args[place].get(), *args[place + 1 :], **kwargs)
+    return forward(*args, **{**kwargs, place: kwargs[place].get()})
+
+
+class _Input:
+    """An input of a recomputed block: a handle, which lives as long as backward may ask for it."""
+
+    def __init__(
+        self,
+        name: str,
+        tensor: torch.Tensor,
+        kept: Kept,
+        before: Callable[[], _Input | None],
+    ) -> None:
+        """Hold on to an input until it has left.
+
+        Args:
+            name: of the block.
+            tensor: its input.
+            kept: the same, elsewhere.
+            before: returns the handle of the input before it, while that lives.
+        """
+        self._name = name
+        self._in_forward: torch.Tensor | None = tensor
+        self._here: torch.Tensor | None = tensor.detach()
+        self._version = tensor._version
+        self._kept = kept
+        self._before = before
+
+    def end_forward(self) -> None:
+        """Let go of the tensor that belongs to the graph of forward."""
+        self._in_forward = None
+
+    def leave(self) -> None:
+        """Give up the memory on the device, once the values are elsewhere."""
+        if self._here is None:
+            return
+        self._kept.settle()
+        self._refuse_change(self._here)
+        self._here = None
+
+    def get(self) -> torch.Tensor:
+        """Return the input: in forward itself, for recomputation a leaf with its values."""
+        if self._in_forward is not None:
+            return self._in_forward
+        with _disable_current_modes():  # a selective checkpoint's, which knows no operator of ours
+            return self._back().requires_grad_()
+
+    def _back(self) -> torch.Tensor:
+        """Return the values, and have those of the input before this one come back too."""
+        tensor = self._here
+        if tensor is not None:
+            self._refuse_change(tensor)
+        else:
+            self._kept.fetch()
+        before = self._before()
+        if before is not None:
+            before._come()
+        if tensor is None:
+            tensor = self._kept.get()
+        return tensor.detach()
+
+    def _come(self) -> None:
+        if self._here is None:
+            self._kept.fetch()
+
+    def _refuse_change(self, tensor: torch.Tensor) -> None:
+        if tensor._version != self._version:
+            raise UserCodeError(
+                f"the input of {self._name}, which is recomputed from it in backward, was changed "
+                "in place: write activations.checkpoint: none, or change a copy"
+            )
+
+    def __del__(self) -> None:
+        self._kept.abandon()

@@ -181,7 +181,7 @@ class ShardedOptimizer:
             if update.pieces and update.unit.is_updated_elsewhere
         }
         units = [unit for unit in order if unit in by_unit]
-        for unit, following in zip(units, [*units[1:], None], strict=True):
+        for unit, following in zip(units, [*units, None][1:], strict=True):
             update, of_unit = by_unit[unit]
             task = partial(
                 self._update_beside, update, of_unit, lr, decide, following, tiers, delayed

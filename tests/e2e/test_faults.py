@@ -222,6 +222,21 @@ def training(folder: Path, **more: Any) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
+def test_a_disk_that_gives_back_other_bytes_ends_the_run(tmp_path):
+    """All parameters are in rank 0's shard; rank 1 has nothing to update, and trains along."""
+    (tmp_path / "swap").mkdir()
+    offload = {"optimizer": "disk", "grad": "disk", "param": "disk", "dir": "swap"}
+    done = zrun(tmp_path, "damage the disk", zero=3, offload=offload, args={"rank": 0})
+    assert done.returncode == 5, done.stderr
+    assert len(events(tmp_path, "step")) >= 2
+    assert "the disk gave back other bytes than were written: the " in done.stderr
+    assert f"of the file of this rank in {tmp_path}/swap; look at the disk" in done.stderr
+    assert failure(tmp_path)["rank"] == 0
+    assert failure(tmp_path)["type"] == "OffloadError"
+    assert "Traceback" not in done.stderr
+    assert list((tmp_path / "swap").iterdir()) == []
+
+
 def test_one_signal_lets_all_ranks_finish_the_same_step(tmp_path):
     with training(tmp_path) as launcher:
         launcher.send_signal(signal.SIGINT)

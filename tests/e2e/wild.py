@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -46,7 +47,22 @@ def hold_the_gil() -> None:
     ctypes.PyDLL(None).sleep(600)
 
 
+def damage_the_disk() -> None:
+    """Change a byte of each page of the file without a name that this rank has its states in."""
+    (path,) = (
+        path
+        for path in Path("/proc/self/fd").iterdir()
+        if path.exists() and "/swap/" in os.readlink(path)
+    )
+    with path.open("r+b", buffering=0) as file:
+        for page in range(0, os.fstat(file.fileno()).st_size, 4096):
+            (byte,) = os.pread(file.fileno(), 1, page)
+            os.pwrite(file.fileno(), bytes([byte ^ 1]), page)
+        os.fsync(file.fileno())
+
+
 FAULTS = {
+    "damage the disk": damage_the_disk,
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "spin": spin,
     "hold the gil": hold_the_gil,

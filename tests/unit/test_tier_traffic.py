@@ -64,7 +64,7 @@ def test_everything_on_a_disk(ranks: int, micro_batches: int) -> None:
     assert found == {
         Move(DISK, READ, Kind.PARAM): 2 * 2 * micro_batches,
         Move(DISK, WRITTEN, Kind.PARAM): 2,
-        Move(DISK, READ, Kind.GRAD): 4 * (micro_batches - 1) + 2 * 4,
+        Move(DISK, READ, Kind.GRAD): 4 * (micro_batches - 1) + 4,
         Move(DISK, WRITTEN, Kind.GRAD): 4 * micro_batches,
         Move(DISK, READ, Kind.OPTIM): 12,
         Move(DISK, WRITTEN, Kind.OPTIM): 12,

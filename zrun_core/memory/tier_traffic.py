@@ -5,8 +5,7 @@ micro-batches, in bytes:
 
                   from the disk                         to the disk
     params        4 gathers * 4096                      4096        by the update
-    grads         8192 to add to, 8192 by the norm,     2 * 8192    after each micro-batch
-                  8192 by the update
+    grads         8192 to add to, 8192 by the update    2 * 8192    after each micro-batch
     optim         24576 by the update                   24576       by the update
 """
 
@@ -88,8 +87,6 @@ def step_traffic(
         _count_gradients(
             traffic, placement, owned, sizes[Kind.GRAD], states, mesh_info, micro_batches
         )
-        for _ in states.ownership.counted_parts(unit, mesh_info):  # of the norm
-            traffic.on_disk(placement.grad, Direction.READ, Kind.GRAD, owned.grad)
         if any(unit.pieces(start, stop)):  # what is padding only has no update
             has_master = states.has_master(unit, placement)
             _count_update(traffic, placement, owned, has_master=has_master)

@@ -30,13 +30,15 @@ _COPY = 2**20  # the digest leaves these in the cache for the copy
 _ALIGNMENT = 4096
 
 
-def write_file(path: Path, num_bytes: int, pieces: Iterable[Bytes], mode: int = 0o600) -> list[str]:
+def write_file(
+    path: Path, num_bytes: int, pieces: Iterable[Bytes | Iterator[Bytes]], mode: int = 0o600
+) -> list[str]:
     """Create a file, and wait until it is on the disk.
 
     Args:
         path: of the file.
         num_bytes: of all pieces; reserved before any byte is written.
-        pieces: the content.
+        pieces: the content, each in memory, or in parts that come one after the other.
         mode: of the file, less the umask.
 
     Returns:
@@ -117,9 +119,14 @@ class _Blocks:
         self._offset = 0  # of the block that is being filled
         self._filled = 0  # bytes in it
 
-    def add(self, piece: Bytes) -> str:
+    def add(self, piece: Bytes | Iterator[Bytes]) -> str:
         """Take the bytes of `piece`; return their digest."""
         running = xxhash.xxh3_128()
+        for part in [piece] if isinstance(piece, np.ndarray) else piece:
+            self._take(part, running)
+        return running.hexdigest()
+
+    def _take(self, piece: Bytes, running: xxhash.xxh3_128) -> None:
         done = 0
         while done < len(piece):
             part = piece[done : done + min(_COPY, _BLOCK - self._filled)]
@@ -129,7 +136,6 @@ class _Blocks:
             self._filled += len(part)
             if self._filled == _BLOCK:
                 self._send(_BLOCK)
-        return running.hexdigest()
 
     def _send(self, num_bytes: int) -> None:
         block = self._blocks[0][:num_bytes].data

@@ -33,7 +33,7 @@ import time
 from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -417,8 +417,8 @@ class Checkpointer:
         )
         self._current = current
         self.last_step = step
-        if late.pairs:
-            self.state.before_update(lambda: _wait_for_copies(current, late.made))
+        if late.pairs or late.reads_elsewhere:
+            self.state.before_update(lambda: self._wait_for_copies(current, late.made))
         current.stall_s = time.monotonic() - start
 
     def _collect(self, buffers: Mapping[str, str]) -> tuple[list[WriteItem], SavedRank]:
@@ -562,6 +562,13 @@ class Checkpointer:
                     f"has not answered for {self._patience_s:g} s{key}"
                 )
 
+    def _wait_for_copies(self, current: RankSave, made: threading.Event) -> None:
+        start = time.monotonic()
+        board = self._comm.flight_recorder
+        with nullcontext() if board is None else board.wait_for_tier("the save of a step"):
+            made.wait()
+        current.stall_s += time.monotonic() - start
+
     def _report_pruned(self) -> list[int]:
         """Warn of older steps that could not be removed; return those that were."""
         pruned = self._pruner.take_results()
@@ -572,12 +579,6 @@ class Checkpointer:
     def _warn(self, text: str, **fields: Any) -> None:
         if self._world.index == 0:
             self._tell(warning=text, **fields)
-
-
-def _wait_for_copies(current: RankSave, made: threading.Event) -> None:
-    start = time.monotonic()
-    made.wait()
-    current.stall_s += time.monotonic() - start
 
 
 def _is_same(folder: Path, other: Path) -> bool:

@@ -19,6 +19,7 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -35,6 +36,7 @@ from zrun_core.distributed.collectives import slice_start
 from zrun_core.errors import CheckpointError, SaveError
 from zrun_core.memory.layout import ParamSlot, Piece, TensorRange, dense_stride
 from zrun_core.optim import lightweight
+from zrun_core.tiers.stored import Stored, StoredOnDisk, StoredOnHost
 from zrun_core.zero.sharded_model import ShardedModel
 from zrun_core.zero.unit import FlatUnit
 from zrun_core.zero.unit_optimizer import UnitOptimizer
@@ -171,15 +173,19 @@ class ModelState:
         return (tensor, *self._aliases[slot.name]) if tensor == slot.name else (tensor,)
 
     def write_items(self) -> list[WriteItem]:
-        """Return what this rank writes: views of the memory of training where that is flat."""
+        """Return what this rank writes: views of the memory of training where that is flat.
+
+        States that live elsewhere are not fetched: whoever writes them reads them there.
+        """
+        self._sharded.settle_updates()
         found: list[WriteItem] = []
         for unit in self._sharded.units:
             low, high = self._written(unit)
-            values = unit.values()
+            values = unit.stored_values()
             for each in unit.layout.tensor_ranges(low, high):
                 first = low + each.start - values.start
                 last = low + each.stop - values.start
-                found.append(_part(each, VALUE, values.flat[first:last].detach()))
+                found.append(_part(each, VALUE, values.flat[first:last]))
         for unit, piece, state in self._optimizer_states():
             # What this rank writes of what it holds.
             low, high = self._written(unit)
@@ -187,7 +193,7 @@ class ModelState:
             low, high = max(low, held), min(high, unit.updated_range[0] + piece.stop)
             for key, tensor in _per_element(piece, state).items():
                 for each in unit.layout.tensor_ranges(low, high):
-                    data = tensor[low + each.start - held : low + each.stop - held].detach()
+                    data = tensor[low + each.start - held : low + each.stop - held]
                     found.append(_part(each, key, data))
         if self.describes_part and self._sharded.mesh.tensor.index == 0:
             for name, buffer in self.buffers.items():
@@ -196,11 +202,12 @@ class ModelState:
         return found
 
     def before_update(self, call: Callable[[], None]) -> None:
-        """Call `call` once, before the parts that are the optimizer's state are changed."""
+        """Call `call` once, before the optimizer's state, or one that lives elsewhere, changes."""
         self._sharded.before_update(call)
 
     def scalars(self) -> dict[str, dict[str, float]]:
         """Return optimizer state that is one number, of tensors that this rank has a part of."""
+        self._sharded.settle_updates()
         found = {}
         for _, piece, state in self._optimizer_states():
             numbers = {key: float(value) for key, value in state.items() if _is_scalar(value)}
@@ -222,15 +229,12 @@ class ModelState:
 
     def _optimizer_states(self) -> Iterator[tuple[FlatUnit, Piece, dict[str, Any]]]:
         """Yield (unit, part of a parameter in its owned range, state) of what has been updated."""
-        for unit, piece, update in self._held():
-            state = update.state_of(piece)
+        if self._sharded.settings.optimizer is None:
+            return
+        for unit, piece, update in self._sharded.optimizer.updated_pieces():
+            state = update.stored_state_of(piece)
             if state:
                 yield unit, piece, state
-
-    def _held(self) -> Iterator[tuple[FlatUnit, Piece, UnitOptimizer]]:
-        if self._sharded.settings.optimizer is None:
-            return iter(())
-        return self._sharded.optimizer.updated_pieces()
 
     # Loading
 
@@ -277,7 +281,7 @@ class ModelState:
                 f"the checkpoint was made with the optimizer {used}, and optim.name is {asked}: "
                 f"write optim.name: {used}, or start from its weights alone with init_from"
             )
-        prototype = self._prototype().items()
+        prototype = self._prototype(self._sharded.comm.device).items()
         expected = {key: _kind(value) for key, value in prototype if value is not None}
         states: dict[str, dict[str, str]] = defaultdict(dict)  # of a tensor: class by key
         for fragment in manifest.fragments:
@@ -292,12 +296,12 @@ class ModelState:
                     f"keeps {keeps} with the options of this job: give optim the same options"
                 )
 
-    def _prototype(self) -> dict[str, Any]:
-        """Return the state that the optimizer has of a parameter once it was updated."""
+    def _prototype(self, device: torch.device) -> dict[str, Any]:
+        """Return the state that the optimizer has of a parameter on `device` after an update."""
         chosen = self._sharded.settings.optimizer
         if chosen is None:
             return {}
-        param = nn.Parameter(torch.zeros(2, device=self._sharded.comm.device))
+        param = nn.Parameter(torch.zeros(2, device=device))
         optimizer = chosen.make([param])
         param.grad = torch.zeros_like(param)
         lightweight.step(optimizer)
@@ -328,8 +332,10 @@ class ModelState:
                 if is_cut_alike and own is not None:
                     learnt = own.learnt
                 self._sharded.reducer.load_state_dict(learnt)
-                reader.fill(self._optimizer_targets(manifest))
-            self.fill(reader.fill)
+                self._sharded.num_updates = manifest.step
+                self.fill(reader.fill, self._states_of(manifest))
+            else:
+                self.fill(reader.fill)
             if self._had_these_ranks(manifest):
                 self._load_own_buffers(reader)
             else:
@@ -342,9 +348,25 @@ class ModelState:
         sizes = (manifest.world_size, was.get("tensor", 1), was.get("pipe", 1))
         return sizes == (mesh.world.size, mesh.tensor.size, mesh.pipe.size)
 
-    def fill(self, fill: Callable[[Sequence[Target]], None]) -> None:
-        """Have `fill` write the values that this rank keeps, and update what follows from them."""
+    def fill(
+        self,
+        fill: Callable[[Sequence[Target]], None],
+        states_of: Callable[[FlatUnit], list[Target]] = lambda unit: [],
+    ) -> None:
+        """Have `fill` write the values that this rank keeps, and update what follows from them.
+
+        It is called once for all that is on the device, and once for each unit that has states
+        elsewhere, of which few are in memory at a time.
+
+        Args:
+            fill: fills memory.
+            states_of: returns what else of a unit is to be filled.
+        """
+        self._sharded.settle_updates()
+        self._sharded.wait_for_readers()
         self._sharded.comm.settle()
+        units = self._sharded.units
+        here = [unit for unit in units if not unit.has_states_elsewhere]
         with torch.no_grad():
             flat_buffers = {
                 name: flat(buffer) for name, buffer in self.buffers.items() if buffer.numel()
@@ -352,15 +374,25 @@ class ModelState:
             buffer_targets = [
                 self._buffer_target(name, memory) for name, memory in flat_buffers.items()
             ]
-            fill([*self._value_targets(), *buffer_targets])
+            of_units = [each for unit in here for each in self._targets_of(unit, states_of)]
+            fill([*of_units, *buffer_targets])
             for name, memory in flat_buffers.items():
                 _put_back(memory, self.buffers[name])
-            for unit in self._sharded.units:
+            for unit in here:
                 unit.values_changed()
+            for unit in units:
+                if unit.has_states_elsewhere:
+                    try:
+                        fill(self._targets_of(unit, states_of))
+                        unit.values_changed()
+                    finally:
+                        unit.drop_values()
 
-    def _value_targets(self) -> Iterator[Target]:
-        for unit in self._sharded.units:
-            yield from self._targets(unit, VALUE, *unit.values())
+    def _targets_of(
+        self, unit: FlatUnit, states_of: Callable[[FlatUnit], list[Target]]
+    ) -> list[Target]:
+        states = states_of(unit)  # it may move the values
+        return [*states, *self._targets(unit, VALUE, *unit.values())]
 
     def _targets(
         self,
@@ -387,33 +419,45 @@ class ModelState:
         names = (name, *self._buffer_aliases[name])
         return Target(names, VALUE, tuple(buffer.shape), dense_stride(buffer), 0, memory)
 
-    def _optimizer_targets(self, manifest: Manifest) -> list[Target]:
-        """Give the optimizer the states of the checkpoint: scalars, and memory to be filled.
+    def _states_of(self, manifest: Manifest) -> Callable[[FlatUnit], list[Target]]:
+        """Return what gives a unit's optimizer the states of the checkpoint.
 
-        Returns:
-            The memory.
+        These are scalars, and memory to be filled, which is returned.
         """
         known = by_name(manifest.tensors)
-        prototype = self._prototype()
-        targets: list[Target] = []
-        states: dict[str, set[str]] = defaultdict(set)
+        saved: dict[str, set[str]] = defaultdict(set)
         for fragment in manifest.fragments:
             if fragment.state not in (VALUE, RANK):
-                states[fragment.tensor].add(fragment.state)
-        for unit, piece, update in self._held():
-            info = _first_known(self._names_of(piece.slot), known)
-            assert info is not None  # `check` has passed
-            if not states[info.name] and not info.scalars:
-                update.set_state(piece, None)  # it had not been updated then
-                continue
-            state = dict(prototype)
-            for key, value in prototype.items():
-                if _is_scalar(value):
-                    state[key] = _like(value, info.scalars[key])
-            for key, value in update.set_state(piece, state).items():
-                if isinstance(value, torch.Tensor) and value.dim():
-                    targets += self._targets(unit, key, value, unit.updated_range[0] + piece.start)
-        return targets
+                saved[fragment.tensor].add(fragment.state)
+        prototype = cache(self._prototype)
+
+        def states_of(unit: FlatUnit) -> list[Target]:
+            update = self._optimizer_of(unit)
+            if update is None:
+                return []
+            targets: list[Target] = []
+            update.begin_update()
+            for piece in update.pieces:
+                info = _first_known(self._names_of(piece.slot), known)
+                assert info is not None  # `check` has passed
+                if not saved[info.name] and not info.scalars:
+                    update.set_state(piece, None)  # it had not been updated then
+                    continue
+                state = dict(prototype(unit.master.device))
+                for key, value in state.items():
+                    if _is_scalar(value):
+                        state[key] = _like(value, info.scalars[key])
+                for key, value in update.set_state(piece, state).items():
+                    if isinstance(value, torch.Tensor) and value.dim():
+                        first = unit.updated_range[0] + piece.start
+                        targets += self._targets(unit, key, value, first)
+            return targets
+
+        return states_of
+
+    def _optimizer_of(self, unit: FlatUnit) -> UnitOptimizer | None:
+        has_none = self._sharded.settings.optimizer is None
+        return None if has_none else self._sharded.optimizer.of(unit)
 
     # What differs between ranks
 
@@ -512,19 +556,22 @@ def _like(value: Any, number: float) -> Any:
     return type(value)(number)
 
 
-def _part(each: TensorRange, state: str, data: torch.Tensor) -> WriteItem:
+def _part(each: TensorRange, state: str, data: torch.Tensor | Stored) -> WriteItem:
     return WriteItem(each.part.tensor, state, each.first, each.first + data.numel(), data)
 
 
-def _per_element(piece: Piece, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def _per_element(piece: Piece, state: Mapping[str, Any]) -> dict[str, torch.Tensor | Stored]:
     """Return the states that have a number for every element of the part of a parameter.
 
     Raises:
         SaveError: the optimizer keeps something else of the parameter.
     """
-    found = {}
+    found: dict[str, torch.Tensor | Stored] = {}
     for key, value in state.items():
-        if isinstance(value, torch.Tensor) and value.shape == (piece.stop - piece.start,):
+        is_tensor = isinstance(value, torch.Tensor)
+        if is_tensor and value.shape == (piece.stop - piece.start,):
+            found[key] = value.detach()
+        elif isinstance(value, StoredOnHost | StoredOnDisk):
             found[key] = value
         elif value is not None and not _is_scalar(value):
             form: object = type(value).__name__

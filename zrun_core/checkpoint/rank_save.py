@@ -24,7 +24,7 @@ from zrun_core.checkpoint.manifest import (
 from zrun_core.checkpoint.model_files import ModelFiles
 from zrun_core.checkpoint.shard_file import WriteItem, write_plain, write_shard
 from zrun_core.checkpoint.snapshot import LateCopies
-from zrun_core.errors import SaveError
+from zrun_core.errors import SaveError, ZrunError
 
 
 @dataclass(frozen=True)
@@ -90,16 +90,18 @@ def write_rank(
         path: of the file.
         items: what is in it.
         report: what the rank tells the others beside that.
-        late: the copies that are to be made first.
+        late: the copies that are to be made first; it is told when everything is read.
 
     Returns:
         What the rank tells the others, a JSON object; or in words, why there is no file.
     """
     try:
         late.make()
-        file, fragments = write_shard(path, items)
+        file, fragments = write_shard(path, items, late.made.set)
     except Exception as error:
         return describe_error(error).encode()
+    finally:
+        late.made.set()
     written = {"file": asdict(file), "fragments": [asdict(each) for each in fragments]}
     return json.dumps({**written, **report}).encode()
 
@@ -165,7 +167,7 @@ def _make_manifest(
 
 
 def describe_error(error: Exception) -> str:
-    """Return the message of a `SaveError`, or the name and message of any other error."""
-    if isinstance(error, SaveError):
+    """Return the message of an error of ours, or the name and message of any other one."""
+    if isinstance(error, ZrunError):
         return str(error)
     return f"{type(error).__name__}: {error}"

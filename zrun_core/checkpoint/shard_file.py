@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from zrun_core.checkpoint.manifest import FileInfo, Fragment
 from zrun_core.checkpoint.manifest_fields import ITEM_BYTES
 from zrun_core.checkpoint.verify import check_size
 from zrun_core.errors import CheckpointError, SaveError
+from zrun_core.tiers.stored import BlockReader, Stored
 
 DTYPES = {getattr(torch, name): name for name in ITEM_BYTES}
 _SAFETENSORS = {
@@ -47,7 +48,7 @@ class WriteItem:
     state: str
     start: int  # elements, in memory order
     stop: int
-    data: torch.Tensor  # [stop - start], contiguous, on the CPU
+    data: torch.Tensor | Stored  # [stop - start], contiguous, on the CPU or on another tier
 
     @property
     def key(self) -> str:
@@ -65,8 +66,15 @@ class Entry:
     num_bytes: int
 
 
-def write_shard(path: Path, parts: Sequence[WriteItem]) -> tuple[FileInfo, list[Fragment]]:
+def write_shard(
+    path: Path, parts: Sequence[WriteItem], when_read: Callable[[], None] = lambda: None
+) -> tuple[FileInfo, list[Fragment]]:
     """Write `parts` as a new file, with their digests, and wait until it is on the disk.
+
+    Args:
+        path: of the file.
+        parts: its content.
+        when_read: called when the data of the parts is no longer needed.
 
     Returns:
         The file, and its fragments in its order.
@@ -76,14 +84,13 @@ def write_shard(path: Path, parts: Sequence[WriteItem]) -> tuple[FileInfo, list[
     """
     # As the safetensors library does: wider formats first, so that every tensor is aligned to its
     # format.
-    parts = sorted(parts, key=lambda part: -part.data.element_size())
+    parts = sorted(parts, key=lambda part: -part.data.dtype.itemsize)
     entries = [_entry(part) for part in parts]
     if len({entry.key for entry in entries}) != len(entries):
         raise SaveError(f"cannot save {path}: two tensors have the same key in it; rename a module")
     header = encode_header(entries)
     num_bytes = len(header) + sum(entry.num_bytes for entry in entries)
-    pieces = [np.frombuffer(header, dtype=np.uint8), *(as_bytes(part.data) for part in parts)]
-    header_digest, *digests = write_file(path, num_bytes, pieces)
+    header_digest, *digests = write_file(path, num_bytes, _pieces(header, parts, when_read))
     offset = len(header)
     fragments = []
     for part, entry, found in zip(parts, entries, digests, strict=True):
@@ -112,6 +119,20 @@ def write_shard(path: Path, parts: Sequence[WriteItem]) -> tuple[FileInfo, list[
     return info, fragments
 
 
+def _pieces(
+    header: bytes, parts: Sequence[WriteItem], when_read: Callable[[], None]
+) -> Iterator[Bytes | Iterator[Bytes]]:
+    """Yield the content of a file. What is elsewhere is read in blocks while they are taken."""
+    yield np.frombuffer(header, dtype=np.uint8)
+    reader = BlockReader()
+    for part in parts:
+        if isinstance(part.data, torch.Tensor):
+            yield as_bytes(part.data)
+        else:
+            yield map(as_bytes, part.data.read(reader))
+    when_read()
+
+
 def write_plain(path: Path, content: bytes) -> FileInfo:
     """Write a new file without tensors, and wait until it is on the disk.
 
@@ -124,8 +145,10 @@ def write_plain(path: Path, content: bytes) -> FileInfo:
 
 def _entry(part: WriteItem) -> Entry:
     data = part.data
-    if data.dim() != 1 or not data.is_contiguous() or data.device.type != "cpu":
-        raise ValueError(f"{part.key} is not flat CPU memory")
+    if isinstance(data, torch.Tensor):
+        is_flat = data.dim() == 1 and data.is_contiguous()
+        if not is_flat or data.device.type != "cpu":
+            raise ValueError(f"{part.key} is not flat CPU memory")
     if part.stop - part.start != data.numel():
         raise ValueError(
             f"{part.key}: {data.numel()} elements for the range {part.start} to {part.stop}"

@@ -3,7 +3,9 @@
 A save that training does not wait for is written from a copy. Parameters and buffers may be changed
 by the user's code at any time and are copied at once. The optimizer's state is changed by the next
 update only: on a CPU the writing thread copies it, beside the next forward and backward, and the
-update waits until it has (Mohan et al. 2021, CheckFreq, section 4.2).
+update waits until it has (Mohan et al. 2021, CheckFreq, section 4.2). States that live elsewhere
+are not copied: the writing thread reads them where they are, in blocks, and the update waits until
+it has read the last one.
 """
 
 from __future__ import annotations
@@ -21,16 +23,18 @@ from zrun_core.memory.arena import flat_buffer
 _ALIGNMENT = 64  # bytes
 
 
-@dataclass(frozen=True)
+@dataclass
 class LateCopies:
-    """Copies that the writing thread makes.
+    """Copies that the writing thread makes, and states that it reads where they live.
 
     Attributes:
         pairs: the copy, and the memory that is copied.
-        made: set when all are made, or when one has failed.
+        reads_elsewhere: there are such states.
+        made: set when all copies are made and all states are read, or when one has failed.
     """
 
     pairs: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    reads_elsewhere: bool = False
     made: threading.Event = field(default_factory=threading.Event)
 
     def make(self) -> None:
@@ -38,7 +42,8 @@ class LateCopies:
             for copy, original in self.pairs:
                 copy.copy_(original)
         finally:
-            self.made.set()
+            if not self.reads_elsewhere:
+                self.made.set()
 
 
 class Snapshot:
@@ -52,24 +57,28 @@ class Snapshot:
         """Copy `items`, or reserve the memory for those that can wait.
 
         Args:
-            items: views of the memory that training uses, on its device.
+            items: views of the memory that training uses, on its device, and states elsewhere.
 
         Returns:
             The same items with their copies for data, and what the writing thread is to copy.
         """
-        sizes = [-(-item.data.nbytes // _ALIGNMENT) * _ALIGNMENT for item in items]
-        memory = self._reserve(sum(sizes))
+        memory = self._reserve(sum(_size(item) for item in items))
         copies = []
         late = LateCopies()
         offset = 0
-        for item, size in zip(items, sizes, strict=True):
-            copy = memory[offset : offset + item.data.nbytes].view(item.data.dtype)
+        for item in items:
+            data = item.data
+            if not isinstance(data, torch.Tensor):
+                late.reads_elsewhere = True
+                copies.append(item)
+                continue
+            copy = memory[offset : offset + data.nbytes].view(data.dtype)
             copies.append(replace(item, data=copy))
-            if item.state in (VALUE, RANK) or item.data.is_cuda:
-                copy.copy_(item.data, non_blocking=True)
+            if item.state in (VALUE, RANK) or data.is_cuda:
+                copy.copy_(data, non_blocking=True)
             else:
-                late.pairs.append((copy, item.data))
-            offset += size
+                late.pairs.append((copy, data))
+            offset += _size(item)
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
         return copies, late
@@ -83,3 +92,10 @@ class Snapshot:
         else:
             self._memory = flat_buffer(num_bytes, torch.uint8, torch.device("cpu"))
         return self._memory
+
+
+def _size(item: WriteItem) -> int:
+    """Return the bytes of the copies that an item takes."""
+    if not isinstance(item.data, torch.Tensor):
+        return 0
+    return -(-item.data.nbytes // _ALIGNMENT) * _ALIGNMENT

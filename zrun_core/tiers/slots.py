@@ -33,6 +33,11 @@ class Slots:
     def num_bytes(self) -> int:
         return sum(piece.numel() for piece in self._pieces.values())
 
+    @property
+    def num_taken(self) -> int:
+        """Pieces that somebody holds."""
+        return len(self._pieces) - len(self._free)
+
     def take(self, num_bytes: int) -> torch.Tensor:
         """Return [num_bytes] uint8 of undefined values, as soon as a piece is free.
 

@@ -130,13 +130,14 @@ class Extent:
     Attributes:
         name: of the state, for messages.
         num_bytes: whole pages.
+        block_bytes: of one read or write.
     """
 
     def __init__(self, name: str, offset: int, num_bytes: int, block_bytes: int) -> None:
         """Cut a range that begins at `offset` of the file into blocks."""
         self.name = name
         self.num_bytes = num_bytes
-        self._block_bytes = block_bytes
+        self.block_bytes = block_bytes
         self._blocks = [
             _Block(offset + start, min(block_bytes, num_bytes - start))
             for start in range(0, num_bytes, block_bytes)
@@ -149,15 +150,15 @@ class Extent:
             ValueError: the range does not begin and end on borders of blocks.
         """
         stop = start + num_bytes
-        is_whole = start % self._block_bytes == 0 and (
-            stop % self._block_bytes == 0 or stop == self.num_bytes
+        is_whole = start % self.block_bytes == 0 and (
+            stop % self.block_bytes == 0 or stop == self.num_bytes
         )
         if not is_whole or not 0 <= start <= stop <= self.num_bytes:
             raise ValueError(
                 f"bytes {start} to {stop} of {self.name}, which has {self.num_bytes}, are not "
-                f"whole blocks of {self._block_bytes}"
+                f"whole blocks of {self.block_bytes}"
             )
-        return self._blocks[start // self._block_bytes : -(-stop // self._block_bytes)]
+        return self._blocks[start // self.block_bytes : -(-stop // self.block_bytes)]
 
 
 class SwapFile:

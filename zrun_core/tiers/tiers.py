@@ -165,6 +165,13 @@ class Tiers:
         slots = [*self.slots.values(), self.gradients_down, self.parameters_up]
         return sum(each.num_bytes for each in slots)
 
+    @property
+    def slots_taken(self) -> dict[str, int]:
+        """Pieces of host memory that are in use, by purpose: none between two steps."""
+        slots = {kind.value: each for kind, each in self.slots.items()}
+        slots |= {"gradients": self.gradients_down, "parameters": self.parameters_up}
+        return {name: each.num_taken for name, each in slots.items() if each.num_taken}
+
     # Memory
 
     def host_memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -202,6 +209,17 @@ class Tiers:
         assert self._file is not None
         self._count(Move(Tier.DISK, Direction.WRITTEN, kind), source.nbytes)
         return self._file.write(extent, source)
+
+    def read_stored(self, extent: Extent, target: torch.Tensor, start: int) -> Transfer:
+        """Begin to read blocks for a save: it is no traffic of the step.
+
+        Args:
+            extent: of the file.
+            target: uint8 in whole blocks, or to the end of the extent.
+            start: of them in the extent.
+        """
+        assert self._file is not None
+        return self._file.read(extent, target, start=start)
 
     def _count(self, move: Move, num_bytes: int) -> None:
         with self._lock:

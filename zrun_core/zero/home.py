@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 
@@ -35,7 +35,7 @@ from zrun_core.memory.arena import byte_buffer
 from zrun_core.memory.buffers import Kind, Tier
 from zrun_core.memory.layout import whole_pages
 from zrun_core.tiers.slots import Slots
-from zrun_core.tiers.swap_file import Extent
+from zrun_core.tiers.stored import Part, Stored, StoredOnDisk, StoredOnHost
 from zrun_core.tiers.tiers import Tiers
 from zrun_core.tiers.transfer import DONE, Transfer
 
@@ -76,6 +76,13 @@ class Home(Protocol):
 
     def grow(self, num_bytes: int) -> None:
         """Become `num_bytes` large. Values that are there stay at the beginning; zeros follow."""
+        ...
+
+    def stored(self, dtype: torch.dtype, start: int, stop: int) -> torch.Tensor | Stored:
+        """Return bytes [start, stop) as they are stored, for another thread to read.
+
+        Nothing is fetched. Whoever reads them has to be done before the next `put` or `store`.
+        """
         ...
 
 
@@ -146,6 +153,9 @@ class InPlace:
         larger[: self._memory.numel()].copy_(self._memory)
         self._memory = larger
 
+    def stored(self, dtype: torch.dtype, start: int, stop: int) -> torch.Tensor:
+        return self._memory.view(torch.uint8)[start:stop].view(dtype)
+
 
 class OnHost:
     """A home in host memory that is not the device's."""
@@ -190,6 +200,9 @@ class OnHost:
             self._memory = larger
         self._used = self._memory[:num_bytes]
 
+    def stored(self, dtype: torch.dtype, start: int, stop: int) -> Stored:
+        return StoredOnHost(self.at().view(torch.uint8)[start:stop].view(dtype))
+
     def load(self, target: torch.Tensor, start: int = 0) -> Transfer:
         part = self.at()[start : start + target.numel()]
         return self._tiers.copy_up(part, target, self._kind)
@@ -228,25 +241,6 @@ class OnHost:
         return down
 
 
-class _Part(NamedTuple):
-    """A piece of a state on disk.
-
-    Attributes:
-        start: its first byte in the state.
-    """
-
-    start: int
-    extent: Extent
-
-    @property
-    def stop(self) -> int:
-        return self.start + self.extent.num_bytes
-
-    def of(self, memory: torch.Tensor, first: int = 0) -> torch.Tensor:
-        """Return its bytes in uint8 `memory`, which begins with byte `first` of the state."""
-        return memory[self.start - first : self.stop - first]
-
-
 class OnDisk:
     """A home in the rank's file, with a slot of host memory while it is used.
 
@@ -277,7 +271,7 @@ class OnDisk:
         self._kind = kind
         self._name = name
         self._dtype = dtype
-        self._parts: list[_Part] = []
+        self._parts: list[Part] = []
         self._num_bytes = 0
         self._slot: torch.Tensor | None = None
         self._view: torch.Tensor | None = None
@@ -299,13 +293,13 @@ class OnDisk:
     def _slots(self) -> Slots:
         return self._tiers.slots[self._kind]
 
-    def _used_parts(self) -> list[_Part]:
+    def _used_parts(self) -> list[Part]:
         """Return the parts that `fetch` brings and `put` stores."""
         if not self._numel:
             return self._parts
         return self._parts_of(self._own[0], self._own[1])
 
-    def _parts_of(self, start: int, stop: int) -> list[_Part]:
+    def _parts_of(self, start: int, stop: int) -> list[Part]:
         """Return the parts of elements [start, stop)."""
         low, high = start * self._dtype.itemsize, stop * self._dtype.itemsize
         return [part for part in self._parts if part.start < high and part.stop > low]
@@ -369,7 +363,7 @@ class OnDisk:
         more = num_bytes - self._num_bytes
         if more <= 0:
             return
-        self._parts.append(_Part(self._num_bytes, self._tiers.reserve(more, self._name)))
+        self._parts.append(Part(self._num_bytes, self._tiers.reserve(more, self._name)))
         before = self._num_bytes
         self._num_bytes = num_bytes
         if self._slot is None:
@@ -381,6 +375,10 @@ class OnDisk:
             self._slot = larger
         self._slot[before:].zero_()
         self._show()
+
+    def stored(self, dtype: torch.dtype, start: int, stop: int) -> Stored:
+        self._merging.wait_on_host()
+        return StoredOnDisk(self._tiers.read_stored, tuple(self._parts), dtype, start, stop)
 
     def load(self, target: torch.Tensor, start: int = 0) -> Transfer:
         self._merging.wait_on_host()

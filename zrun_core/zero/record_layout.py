@@ -50,9 +50,12 @@ class RecordLayout:
     alignment: int = 1
 
     @property
+    def master_bytes(self) -> int:
+        return self.master_numel * _MASTER.itemsize
+
+    @property
     def num_bytes(self) -> int:
-        master_bytes = self.master_numel * _MASTER.itemsize
-        end = max((moment.stop for moment in self.moments.values()), default=master_bytes)
+        end = max((moment.stop for moment in self.moments.values()), default=self.master_bytes)
         return _round_up(end, self.alignment)
 
     def extended(self, dtypes: Mapping[str, torch.dtype]) -> RecordLayout:
@@ -73,7 +76,7 @@ class RecordLayout:
 
     def master_of(self, record: torch.Tensor) -> torch.Tensor:
         """Return the master, [master_numel] fp32, as a view of `record`, [num_bytes] uint8."""
-        return record[: self.master_numel * _MASTER.itemsize].view(_MASTER)
+        return record[: self.master_bytes].view(_MASTER)
 
     def moments_of(self, record: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the moments, [moment_numel] each, as views of `record`, [num_bytes] uint8."""

@@ -291,6 +291,7 @@ class ShardedModel:
         reducer: of their gradients; a checkpoint holds its state.
         optimizer: of their shards.
         scaler: of the loss in fp16.
+        num_updates: made or skipped so far; `delay_after` counts them.
     """
 
     def __init__(
@@ -349,7 +350,7 @@ class ShardedModel:
         self._gatherer = Gatherer(self.units, comm, settings.prefetch, sees_lookups=not compiled)
         self.reducer = Reducer(self.units, states, settings.exchange, mesh, comm)
         self._gatherer.update_order = lambda: self.reducer.forward_order
-        self._num_updates = 0
+        self.num_updates = 0
         self._planned_rings = self.ring_bytes
         watched: list[nn.Module] = []
         if mesh.data.size > 1:  # a rank alone never lacks a parameter, nor waits for a gradient
@@ -561,8 +562,13 @@ class ShardedModel:
             unit.settle()
 
     def before_update(self, call: Callable[[], None]) -> None:
-        """Call `call` once, before the next update, which alone changes the optimizer's state."""
+        """Call `call` once, before the next update, or what else changes states elsewhere."""
         self._before_update.append(call)
+
+    def wait_for_readers(self) -> None:
+        """Wait until no save reads what is about to change."""
+        while self._before_update:
+            self._before_update.pop()()
 
     def _update(
         self,
@@ -580,8 +586,8 @@ class ShardedModel:
             has_grad: by unit, which parameters got a gradient on any rank.
         """
         self.comm.settle()  # other ranks may still read the parameters
-        while self._before_update:
-            self._before_update.pop()()
+        self.wait_for_readers()
+        self.num_updates += 1
         with torch.no_grad():
             if self.comm.device.type != "cpu" and self.optimizer.scales_inside:
                 # The host does not wait: the device divides, and skips by itself.
@@ -600,7 +606,6 @@ class ShardedModel:
     ) -> None:
         """Begin the updates that run beside training."""
         assert self.tiers is not None
-        self._num_updates += 1
         delays = self.settings.schedule == "delayed"
         self.optimizer.start(
             lr,
@@ -608,7 +613,7 @@ class ShardedModel:
             _decision_of(divisor, skipped),
             self.reducer.forward_order,
             self.tiers,
-            delayed=delays and self._num_updates > self.settings.delay_after,
+            delayed=delays and self.num_updates > self.settings.delay_after,
         )
         if self.settings.schedule == "serial":
             self.settle_updates()
@@ -717,7 +722,11 @@ class ShardedModel:
         self.settle_updates()
         autocast = self.settings.precision.autocast(self.comm.device)
         with self._gatherer.all_unsharded(), torch.no_grad(), autocast:
-            yield self.module
+            try:
+                yield self.module
+            finally:
+                if self.tiers is not None:  # what was written goes to homes elsewhere
+                    self.wait_for_readers()
         self._pool.shrink()
 
     def expected_traffic(self, num_steps: int, num_micro_batches: int) -> dict[str, int]:

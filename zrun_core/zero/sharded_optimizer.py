@@ -267,12 +267,17 @@ class ShardedOptimizer:
             yield from update.tensors()
 
     def updated_pieces(self) -> Iterator[tuple[FlatUnit, Piece, UnitOptimizer]]:
-        """Yield every part of a parameter that this rank updates, with the unit's optimizer."""
+        """Yield every part of a parameter that this rank updates, with the unit's optimizer.
+
+        Nothing is fetched.
+        """
         for update in self._updates:
-            update.begin_update()
             for piece in update.pieces:
                 yield update.unit, piece, update
-            update.unit.drop_values()
+
+    def of(self, unit: FlatUnit) -> UnitOptimizer | None:
+        """Return the optimizer of a unit; None: it is not trained."""
+        return next((update for update in self._updates if update.unit is unit), None)
 
 
 def _update(

@@ -48,6 +48,7 @@ from zrun_core.memory.arena import (
 from zrun_core.memory.buffers import ON_DEVICE, Buffer, Kind, Placement, Tier
 from zrun_core.memory.layout import PAGE_BYTES, ParamSlot, UnitLayout, whole_pages
 from zrun_core.memory.state_policy import MeshInfo, StatePolicy
+from zrun_core.tiers.stored import Stored
 from zrun_core.tiers.tiers import Tiers
 from zrun_core.tiers.transfer import DONE, Transfer
 from zrun_core.zero.exchange import Exchange
@@ -82,6 +83,13 @@ class Values(NamedTuple):
     """
 
     flat: torch.Tensor
+    start: int
+
+
+class StoredValues(NamedTuple):
+    """The same as they are stored, to be read by another thread."""
+
+    flat: torch.Tensor | Stored
     start: int
 
 
@@ -506,6 +514,11 @@ class FlatUnit:
         return self.local_param
 
     @property
+    def has_states_elsewhere(self) -> bool:
+        """True if a state is not on the device. Values of few such units are here at a time."""
+        return self.placement is not ON_DEVICE
+
+    @property
     def is_updated_elsewhere(self) -> bool:
         """True if the update runs beside training, where the record is."""
         return self.placement.optimizer is not Tier.DEVICE
@@ -636,6 +649,24 @@ class FlatUnit:
             shard = self.param_shard if self._param_away is None else local
             return Values(shard, self.layout.shard_range(self.shard.index)[0])
         return Values(self.full, 0)
+
+    def stored_values(self) -> StoredValues:
+        """Return what `values` returns, where it is stored. Nothing is fetched."""
+        start = self.updated_range[0]
+        if self.has_master:
+            num_bytes = self.record_layout.master_bytes
+            return StoredValues(self.record.stored(torch.float32, 0, num_bytes), start)
+        if self._param_away is None:
+            return StoredValues(*self.values())
+        if not self.trainable:
+            start, _ = self.layout.shard_range(self.shard.index)
+        num_bytes = self.layout.shard_numel * self.layout.dtype.itemsize
+        return StoredValues(self.param.stored(self.layout.dtype, 0, num_bytes), start)
+
+    def stored_moment(self, name: str) -> torch.Tensor | Stored:
+        """Return one of `moments`, where it is stored. Nothing is fetched."""
+        moment = self.record_layout.moments[name]
+        return self.record.stored(moment.dtype, moment.start, moment.stop)
 
     def values_changed(self) -> None:
         """Update the parameters from what was written to `values`; foreign shards are stale."""

@@ -29,6 +29,7 @@ from zrun_core.optim import lightweight
 from zrun_core.optim.chunked import CHUNK, GROUP, Chunked, Scratch, shard_borders
 from zrun_core.optim.layerwise import LayerWise, RangeNorms
 from zrun_core.optim.resolve import OptimizerSpec, Options
+from zrun_core.tiers.stored import Stored
 from zrun_core.zero.chunk_group import Chunk, ChunkGroup, cut_into_groups
 from zrun_core.zero.unit import FlatUnit
 
@@ -139,13 +140,22 @@ class UnitOptimizer:
 
         Numbers for each element are views of the record if it has room for them.
         """
+        return self._state_of(piece, self.unit.moments.__getitem__)
+
+    def stored_state_of(self, piece: Piece) -> dict[str, Any]:
+        """Return the same without fetching the record: its parts as they are stored."""
+        return self._state_of(piece, self.unit.stored_moment)
+
+    def _state_of(
+        self, piece: Piece, moment: Callable[[str], torch.Tensor | Stored]
+    ) -> dict[str, Any]:
         members = self._chunks_of[piece.index]
         states = [group.state_of(chunk) for group, chunk in members]
         first = members[0][1]
         found: dict[str, Any] = dict(states[0])
         for name, value in found.items():
             if name in first.views:
-                found[name] = self._view(piece, name)
+                found[name] = moment(name)[piece.start : piece.stop]
             elif _is_per_element(value, first.param):
                 found[name] = torch.cat([state[name] for state in states])
         return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from zrun_core.telemetry.metrics import process_memory
@@ -16,3 +17,23 @@ def test_no_process_holds_more_than_it_ever_did() -> None:
         assert now is not None
         assert most is not None
         assert now <= most
+
+
+def test_fragmentation_is_what_tensors_never_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    stats = {
+        "allocated_bytes.all.current": 1,
+        "allocated_bytes.all.peak": 700,
+        "reserved_bytes.all.peak": 1000,
+        "num_alloc_retries": 3,
+    }
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
+    held = process_memory(torch.device("cuda"))
+    assert held["device_allocated"] == 700
+    assert held["device_reserved"] == 1000
+    assert held["device_fragmented"] == 300
+    assert held["alloc_retries"] == 3
+    assert held["process_bytes"] is None
+    on_cpu = process_memory(torch.device("cpu"))
+    assert on_cpu.keys() == held.keys()
+    assert on_cpu["device_fragmented"] is None
+    assert on_cpu["alloc_retries"] is None

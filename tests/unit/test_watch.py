@@ -672,6 +672,21 @@ def test_the_report_sums_up() -> None:
     ]
 
 
+def test_the_report_says_what_a_gpu_held_in_vain_and_what_is_elsewhere() -> None:
+    ranks = [
+        memory(0, device_reserved=10 * MIB, device_fragmented=MIB, alloc_retries=2),
+        memory(1, device_reserved=8 * MIB, device_fragmented=2 * MIB, alloc_retries=0),
+    ]
+    lines = report(after(START, *ranks), Path("runs/x")).splitlines()
+    assert (
+        "fragmentation  2.0 MiB of 8.0 MiB held by torch on rank 1 (25%); "
+        "an allocation had to be retried 2 times"
+    ) in lines
+    elsewhere = memory(0, kept_bytes={"disk": 3 * MIB, "host": MIB})
+    lines = report(after(START, elsewhere, memory(1)), Path("runs/x")).splitlines()
+    assert "offloaded  inputs of blocks: 3.0 MiB on disk and 1.0 MiB in host memory" in lines
+
+
 def test_a_report_says_what_is_of_this_attempt() -> None:
     told = {"step": 200, "path": "/x", "seconds": 60.0, "first_loss": 5.5}
     end = event(

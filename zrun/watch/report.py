@@ -33,6 +33,8 @@ def report(state: RunState, run_dir: Path, width: int | None = None) -> str:
     memory = end.get("memory") or {}
     sizes = memory.get("measured_bytes"), memory.get("planned_bytes")
     rows.append(("memory", _compared(*sizes, "in buffers of rank 0", "plan")))
+    rows.append(("fragmentation", _fragmentation(state)))
+    rows.append(("offloaded", _kept(state)))
     if state.estimate is not None:
         rows.append(("estimate", formatting.foretold(state.estimate)))
     rows.append(("run", str(run_dir)))
@@ -72,6 +74,34 @@ def _extent(state: RunState) -> list[tuple[str, str]]:
             f"{made} after step {state.resumed['step']}, in {formatting.duration(seconds)}",
         ),
     ]
+
+
+def _fragmentation(state: RunState) -> str:
+    """Return what a GPU's allocator held without use, on the rank where that is most."""
+    on_gpus = [each for each in state.memory.events if each.get("device_fragmented") is not None]
+    if not on_gpus:
+        return ""
+    worst = max(on_gpus, key=lambda event: (event["device_fragmented"], -event["rank"]))
+    reserved = worst.get("device_reserved") or 0
+    share = worst["device_fragmented"] / reserved if reserved else 0.0
+    retries = sum(event.get("alloc_retries") or 0 for event in on_gpus)
+    again = ""
+    if retries:
+        again = f"; an allocation had to be retried {several(retries, 'time')}"
+    size = format_size(worst["device_fragmented"])
+    held = f"{format_size(reserved)} held by torch on rank {worst['rank']}"
+    return f"{size} of {held} ({share:.0%}){again}"
+
+
+def _kept(state: RunState) -> str:
+    """Return the room that inputs of recomputed blocks took elsewhere, on the rank with most."""
+    kept = [event.get("kept_bytes") or {} for event in state.memory.events]
+    most = max(kept, key=lambda sizes: sum(sizes.values()), default={})
+    places = {"disk": "on disk", "host": "in host memory"}
+    parts = [
+        f"{format_size(most[tier])} {place}" for tier, place in places.items() if most.get(tier)
+    ]
+    return f"inputs of blocks: {' and '.join(parts)}" if parts else ""
 
 
 def _losses(state: RunState) -> str:

@@ -54,6 +54,11 @@ class OffloadedInputs:
         """Bytes that have moved so far, as issued."""
         return self._keeper.moved
 
+    @property
+    def note(self) -> str:
+        """What makes it slower than it might be, for the user; empty if nothing does."""
+        return self._keeper.note
+
     def checkpointed(
         self, name: str, forward: Callable[..., Any], options: Mapping[str, Any]
     ) -> Callable[..., Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from enum import StrEnum
 from typing import Any
@@ -134,12 +134,29 @@ def process_memory(device: torch.device) -> dict[str, int | None]:
         "rss_bytes": resident,
         "peak_rss_bytes": highest,
         "process_bytes": None,
-        "device_allocated": None,
-        "device_reserved": None,
     }
+    stats: Mapping[str, int] | None = None
     if device.type == "cuda":
-        found["device_allocated"] = torch.cuda.max_memory_allocated(device)
-        found["device_reserved"] = torch.cuda.max_memory_reserved(device)
+        stats = torch.cuda.memory_stats(device)
     else:
         found["process_bytes"] = memory_limits.peak_resident()
-    return found
+    return found | _allocator_memory(stats)
+
+
+def _allocator_memory(stats: Mapping[str, int] | None) -> dict[str, int | None]:
+    """Return what torch's allocator holds on a GPU, and how much of that is of no use to tensors.
+
+    Args:
+        stats: `torch.cuda.memory_stats`; None: there is no such allocator.
+    """
+    if stats is None:
+        names = ("device_allocated", "device_reserved", "device_fragmented", "alloc_retries")
+        return dict.fromkeys(names)
+    allocated = stats.get("allocated_bytes.all.peak", 0)
+    reserved = stats.get("reserved_bytes.all.peak", 0)
+    return {
+        "device_allocated": allocated,
+        "device_reserved": reserved,
+        "device_fragmented": reserved - allocated,
+        "alloc_retries": stats.get("num_alloc_retries", 0),
+    }

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from zrun_core.activations.offloaded_inputs import OffloadedInputs
 from zrun_core.distributed.comm import TrafficKey
 from zrun_core.memory.buffers import Tier
 from zrun_core.spine.config import JobConfig
@@ -106,6 +107,7 @@ class Recorder:
         lr: of the newest step whose totals were read; None before.
         grad_norm: as `lr`.
         metrics: numbers of the newest evaluation, by name.
+        inputs: moves inputs of recomputed blocks; None: they stay on the device.
     """
 
     def __init__(
@@ -124,6 +126,7 @@ class Recorder:
         self.lr: float | None = None
         self.grad_norm: float | None = None
         self.metrics: dict[str, float] = {}
+        self.inputs: OffloadedInputs | None = None
         self._first = Progress()  # made before this process
         self._sharded = sharded
         self._emitter = emitter
@@ -258,6 +261,7 @@ class Recorder:
             self._emit_memory(issued.step)
         if number == 2:
             self.warn_once()
+            self._warn_of_slow_copies()
         if number >= 2:  # the first does not gather ahead yet
             self.warn_of_growth()
 
@@ -307,8 +311,14 @@ class Recorder:
         phases = self._splits[-1]
         mean = {phase: fmean(each[phase] for each in self._splits) for phase in phases}
         self._splits = []
+        kept = {} if self.inputs is None else self.inputs.kept_bytes
         self._emitter.emit(
-            "memory", step=step, **by_kind, **process_memory(self._device), split=mean
+            "memory",
+            step=step,
+            **by_kind,
+            **process_memory(self._device),
+            kept_bytes={tier.value: size for tier, size in kept.items()},
+            split=mean,
         )
 
     def warn_of_growth(self) -> None:
@@ -336,6 +346,11 @@ class Recorder:
         if len(names) > 5:
             shown += f" and {len(names) - 5} more"
         self._emitter.emit("warning", message=f"no gradient so far, and so left alone: {shown}")
+
+    def _warn_of_slow_copies(self) -> None:
+        """Say why inputs of blocks come and go more slowly than they might, if so."""
+        if self.is_main and self.inputs is not None and self.inputs.note:
+            self._emitter.emit("warning", message=self.inputs.note)
 
     def evaluation(self, found: Evaluated) -> None:
         """Emit the result of an evaluation."""

@@ -237,6 +237,7 @@ class Worker:
             self.stop,
             checkpointer,
         )
+        trainer.recorder.inputs = inputs
         if resumed is not None:
             trainer.state.resume(resumed)
             restore_streams(resumed, streams)

@@ -147,6 +147,33 @@ def test_why_it_does_not_fit_is_one_sentence_with_a_way_out(too_big: Answer) -> 
     assert too_big.fix.fits
 
 
+def test_states_elsewhere_are_told_by_tier() -> None:
+    found = asked("13B", "1xH200", "zero=3", FULL, "offload=disk", "batch.micro=8")
+    rank = plan_tables.fullest(found.chosen)
+    hardware = found.question.hardware
+    host, disk, update = plan_tables.tier_lines(found.chosen, hardware, 1024)
+    assert re.fullmatch(
+        r"host: \d+\.\d GiB in the memory of each host, of 2\.0 TiB; a step of a rank reads "
+        r"\d+\.\d GiB \(params\) and writes \d+\.\d GiB \(grads\)",
+        host,
+    )
+    assert disk.startswith(f"disk: {rank.disk / GIB:.1f} GiB on the disk of each host, of 27.9 TiB")
+    moved = sum(found.chosen.moved["disk"]["read"].values())
+    assert f"reads {moved / GIB:.1f} GiB (grads, optim)" in disk
+    time = found.chosen.time
+    assert time.update_behind > time.first_forward
+    enough = 1.024 * 8 * time.update_behind / time.first_forward
+    assert float(re.search(r"micro-batch of (\S+)k tokens hides it", update)[1]) == pytest.approx(  # type: ignore[index]
+        enough, rel=0.1
+    )
+    here = asked("13B", "8xH200", "zero=3", FULL)
+    assert plan_tables.tier_lines(here.chosen, here.question.hardware, 1024) == []
+    many = asked("13B", "8xH200", "zero=3", FULL, "offload=host", "batch.micro=32")
+    host, update = plan_tables.tier_lines(many.chosen, many.question.hardware, 1024)
+    assert " of 8 ranks in the memory of each host" in host
+    assert update.endswith("which hides it")
+
+
 def test_nothing_that_fits_is_said_too() -> None:
     found = asked("1T", "1x4090")
     assert found.fix is None

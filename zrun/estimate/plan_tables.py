@@ -5,6 +5,7 @@ Pure: nothing is read or computed here but sums.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ from zrun.watch import formatting
 from zrun_core.spine.sizes import format_size
 
 if TYPE_CHECKING:
+    from zrun_core.hardware.hardware import Hardware
     from zrun_core.plan.answer.outcome import Estimate, RankMemory
     from zrun_core.plan.question.candidate import Candidate
     from zrun_core.plan.timing.timing import StepTime
@@ -195,6 +197,70 @@ def time_lines(estimate: Estimate) -> list[str]:
     lines += [f"speed: {', '.join(rates)}"] if rates else []
     sent = [f"{format_size(size)} over {link}" for link, size in time.link_bytes.items() if size]
     return [*lines, *([f"sent per step and rank: {', '.join(sent)}"] if sent else [])]
+
+
+def tier_lines(estimate: Estimate, hardware: Hardware, tokens_per_sample: int | None) -> list[str]:
+    """Return lines about states that live elsewhere than on the device; none if none do.
+
+    Args:
+        estimate: of the job.
+        hardware: for which it was made.
+        tokens_per_sample: None where samples are no tokens.
+    """
+    rank = fullest(estimate)
+    ranks = min(hardware.devices_per_node, estimate.candidate.dims.world_size)
+    each = "" if ranks == 1 else f" of {ranks} ranks"
+    lines = []
+    if rank.pinned and not hardware.shares_memory:
+        lines.append(
+            f"host: {format_size(ranks * _elsewhere(rank, 'host'))}{each} in the memory of each "
+            f"host, of {format_size(hardware.offload_bytes or hardware.host_bytes)}"
+            f"{_moved(estimate, 'host')}"
+        )
+    if rank.disk:
+        lines.append(
+            f"disk: {format_size(ranks * rank.disk)}{each} on the disk of each host, of "
+            f"{format_size(hardware.disk_bytes)} free{_moved(estimate, 'disk')}"
+        )
+    if estimate.time.update_behind:
+        lines.append(_update_line(estimate, tokens_per_sample))
+    return lines
+
+
+def _elsewhere(rank: RankMemory, tier: str) -> int:
+    return sum(buffer.num_bytes for buffer in rank.buffers if buffer.tier.value == tier)
+
+
+def _moved(estimate: Estimate, tier: str) -> str:
+    """Return what a step of a rank reads from a tier and writes to it: `; a step reads 1 GiB`."""
+    words = {"read": "reads", "written": "writes"}
+    parts = [
+        f"{verb} {format_size(sum(kinds.values()))} ({', '.join(kinds)})"
+        for direction, verb in words.items()
+        if (kinds := estimate.moved.get(tier, {}).get(direction))
+    ]
+    return f"; a step of a rank {' and '.join(parts)}" if parts else ""
+
+
+def _update_line(estimate: Estimate, tokens_per_sample: int | None) -> str:
+    """Return whether the update of states elsewhere hides behind a forward."""
+    candidate = estimate.candidate
+    time = estimate.time
+    where = "a disk" if candidate.placement.optimizer.value == "disk" else "the host"
+    line = (
+        f"update on {where}: {_seconds(time.update_behind)} beside a forward of "
+        f"{_seconds(time.first_forward)}"
+    )
+    if time.update_behind <= time.first_forward:
+        return f"{line}, which hides it"
+    enough = math.ceil(candidate.micro * time.update_behind / time.first_forward)
+    what = f"{formatting.count(enough)} samples"
+    if tokens_per_sample:
+        what = f"{formatting.count(enough * tokens_per_sample)} tokens"
+    return (
+        f"{line}: the rest shows in each step; more tokens per step make less of it, and a "
+        f"micro-batch of {what} hides it"
+    )
 
 
 def whole_run(time: StepTime, num_steps: int) -> str:

@@ -168,7 +168,17 @@ def of_shape(
     key = kept.key_of(
         {"shape": repr(shape), "names stage": names_stage, **_facts(job, batch, hardware)}
     )
-    return Question(shape.name, hardware, job, batch, asked, plan, names_stage=names_stage, key=key)
+    return Question(
+        shape.name,
+        hardware,
+        job,
+        batch,
+        asked,
+        plan,
+        names_stage=names_stage,
+        names_share=job.offload.fraction != "auto",
+        key=key,
+    )
 
 
 def names_model_only(text: str) -> bool:

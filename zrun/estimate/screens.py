@@ -17,8 +17,10 @@ from zrun.estimate.plan_tables import (
     buffer_table,
     choice_table,
     cost_of_tokens,
+    offloaded,
     stage_table,
     sweep_table,
+    tier_lines,
     time_lines,
     whole_run,
 )
@@ -58,6 +60,8 @@ def print_answer(found: Answer, tokens: str | None, price: float | None) -> None
         console.print(bar, no_wrap=True, overflow="crop")
     console.print()
     _print_lines(console, time_lines(found.chosen))
+    hardware = found.question.hardware
+    _print_lines(console, tier_lines(found.chosen, hardware, found.tokens_per_sample))
     if found.measured is not None:
         _print_lines(console, found.measured.lines())
     if found.num_steps is not None and found.chosen.time.seconds:
@@ -140,6 +144,12 @@ def _head(found: Answer) -> list[str]:
     ranks = f"{dims.world_size} rank{'s' if dims.world_size > 1 else ''}"
     if dims.tp * dims.pp > 1:
         ranks += f" = dp {dims.dp} x tp {dims.tp} x pp {dims.pp}"
+    placement = chosen.candidate.placement
+    homes = ""
+    if moved := offloaded(chosen.candidate):
+        homes = f"; on the {moved}"
+        if not question.names_share:
+            homes += f" (offload.fraction: auto = {placement.fraction:g}, the least that fits)"
     tokens = f" of {found.tokens_per_sample:,} tokens" if found.tokens_per_sample else ""
     share = "a rank's share of memory" if hardware.shares_memory else hardware.device.name
     return [
@@ -147,7 +157,7 @@ def _head(found: Answer) -> list[str]:
         f"({share}: {format_size(chosen.capacity)})",
         f"batch: {question.batch}{tokens}; {question.job.precision.compute}, "
         f"{question.job.optim.name}, checkpoint {chosen.candidate.checkpoint}; "
-        f"activations: {chosen.source}",
+        f"activations: {chosen.source}{homes}",
     ]
 
 

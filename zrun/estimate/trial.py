@@ -197,5 +197,7 @@ def scaled(estimate: Estimate, scale: float) -> Estimate:
         hfu=None if time.hfu is None else time.hfu / scale,
         tokens_per_s=None if time.tokens_per_s is None else time.tokens_per_s / scale,
         samples_per_s=time.samples_per_s / scale,
+        update_behind=time.update_behind * scale,
+        first_forward=time.first_forward * scale,
     )
     return replace(estimate, time=slower)

@@ -16,8 +16,8 @@ from dataclasses import replace
 from typing import Any
 
 from zrun_core.errors import JobError
-from zrun_core.hardware.hardware import MIB, Hardware
-from zrun_core.memory.buffers import Buffer, Kind
+from zrun_core.hardware.hardware import GB, MIB, Hardware
+from zrun_core.memory.buffers import Buffer, Kind, Tier
 from zrun_core.memory.layout import UnitLayout
 from zrun_core.plan.answer.outcome import FROM_DATA_SHEETS, Estimate, RankMemory, offloaded_bytes
 from zrun_core.plan.answer.state_model import StageStates, StateModel
@@ -482,6 +482,9 @@ class Planner:
         ]
         if isinstance(self.subject, Profile):
             notes += self._notes_of_trace(self.subject, candidate.checkpoint, source)
+        if self.hardware.usual_disk and candidate.placement.uses(Tier.DISK):
+            rate = f"{self.hardware.disk_read / GB:g} GB/s each way"
+            notes.append(f"nobody has measured the disk, which is taken to move {rate}")
         if not self.hardware.measured:
             notes.append(FROM_DATA_SHEETS)
         return notes

@@ -42,6 +42,8 @@ class StepTime:
         parts: seconds of it by name, of the rank that has most to do; their sum is `seconds`.
         model_flops, hardware_flops: of all ranks; the second with recomputation.
         mfu, hfu: their shares of the peak; None where there is no data sheet.
+        update_behind: seconds of the update of states elsewhere, beside the next forward.
+        first_forward: seconds of that forward's kernels, which hide as much of it.
         link_bytes: sent by the rank that sends most to others, by class of link: node, network.
     """
 
@@ -56,6 +58,8 @@ class StepTime:
     tokens_per_s: float | None
     samples_per_s: float
     link_bytes: dict[str, int]
+    update_behind: float = 0.0
+    first_forward: float = 0.0
 
 
 def step_time(
@@ -327,6 +331,7 @@ class _StepModel:
         tokens_per_s = None
         if tokens_per_sample is not None:
             tokens_per_s = samples_per_s * tokens_per_sample
+        segments = self.segments_of_stage(busiest)
         # The time between operators is on no data sheet, and nearly all of a tiny model's step.
         is_known = self.device.kind == "cuda" or self.hardware.measured
         spread = self.hardware.spread
@@ -342,6 +347,8 @@ class _StepModel:
             tokens_per_s=tokens_per_s,
             samples_per_s=samples_per_s,
             link_bytes=self.link_bytes(busiest),
+            update_behind=max(self._ready(segments) or [0.0]),
+            first_forward=sum(each.forward + each.tp_forward.seconds for each in segments),
         )
 
     def _parts(self, seconds: float, bubble: float, update: float, stage: int) -> dict[str, float]:

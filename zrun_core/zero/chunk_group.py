@@ -18,10 +18,10 @@ a cut: loops compute the last few elements of a tensor otherwise than full vecto
 multiple of every vector.
 
 [Note: threads and bits]
-`torch._fused_adamw_` on chunks of 256 Ki elements gives the bits that it gives on the whole tensor,
-by 1, 2 and 3 threads alike: they divide a tensor at cache lines. Cut every 777 elements it does
-not. Operations that are not fused divide a tensor evenly, wherever that is: where their bits depend
-on the number of threads, a run has the same bits as another only with as many threads.
+On chunks of 256 Ki elements every optimizer of torch that zrun takes gives the bits that it gives
+on the whole tensor, fused or not, with 1, 2 and 3 threads alike. What must hold is where chunks
+end: cut every 777 elements, `torch._fused_adamw_` gives others. How many threads compute may differ
+from run to run, and from thread to thread of a rank.
 """
 
 from __future__ import annotations
@@ -71,6 +71,7 @@ class ChunkGroup:
         self.start = chunks[0].start
         self.stop = chunks[-1].stop
         self.num_in_record = 0
+        self._sizes = [chunk.stop - chunk.start for chunk in chunks]
         self.optimizer = spec.make([chunk.param for chunk in chunks])
         # Only the groups that have a parameter here.
         self.optimizer.param_groups.clear()
@@ -103,7 +104,7 @@ class ChunkGroup:
             grad: [stop - start] fp32.
             has_grad: by parameter of the unit; one without a gradient is left alone by the update.
         """
-        parts = grad.split([chunk.stop - chunk.start for chunk in self.chunks])
+        parts = grad.split_with_sizes(self._sizes)
         for chunk, part in zip(self.chunks, parts, strict=True):
             chunk.param.grad = part if has_grad[chunk.piece.index] else None
 

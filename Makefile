@@ -3,11 +3,12 @@
 # make test-hosts   the tests on three hosts, network namespaces with an sshd each (as root; installs sshd)
 # make test-faults  a table of what goes wrong on three hosts, and what zrun makes of it: 3 minutes
 # make test-slurm   the tests under a real Slurm of two nodes, and under Open MPI (as root; installs both): 2 minutes
+# make bigger-than-memory  train a model whose states are six times the memory that it may take, through the disk: 6 minutes
 # All set up .venv first, with the versions of constraints.txt.
 
 PYTHON ?= python3
 
-.PHONY: train test test-unit test-ranks test-e2e test-hosts test-faults test-slurm lint clean
+.PHONY: train test test-unit test-ranks test-e2e test-hosts test-faults test-slurm bigger-than-memory lint clean
 
 train: .venv/ready
 	.venv/bin/zrun train jobs/stdlib-gpt.yaml
@@ -37,6 +38,9 @@ test-faults: .venv/ready
 test-slurm: .venv/ready
 	tests/slurm/install
 	.venv/bin/python -m pytest -q tests/slurm
+
+bigger-than-memory: .venv/ready
+	.venv/bin/python benchmarks/bigger_than_memory.py
 
 lint: .venv/ready
 	.venv/bin/ruff check .

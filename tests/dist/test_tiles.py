@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,13 @@ import pytest
 import runs
 import torch
 from runs import job, look
+from test_offload import late_copies
 from torch import nn
-from toys import data, make_sharded, train_sharded
+from toys import build, data, make_sharded, split, train_sharded
 
+import zrun_core
 from zrun_core.checkpoint.folder import read_step
+from zrun_core.memory.buffers import Placement, Tier
 from zrun_core.spine.config import ActivationsConfig, PrecisionConfig, ZeroConfig
 from zrun_core.train.parallelize import transform
 from zrun_core.zero.tiling import read_tiles
@@ -59,6 +63,7 @@ def train(
     wide: int = 8,
     frozen: str = "never",
     compile: bool = False,
+    tier: Tier = Tier.DEVICE,
     options: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     torch.manual_seed(1)
@@ -74,6 +79,10 @@ def train(
         patch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
         activations = ActivationsConfig(checkpoint=checkpoint)
         transform(model, zero, precision, activations, compile=compile)
+    if tier is not Tier.DEVICE:
+        folder = tempfile.mkdtemp(dir="/var/tmp")  # not in memory
+        options["placement"] = Placement(param=tier, grad=tier, optimizer=tier)
+        options |= {"disk_folder": folder, "apart": late_copies() if tier is Tier.HOST else None}
     sharded = make_sharded(
         model,
         stage,
@@ -95,6 +104,7 @@ def train(
         assert sharded.planned_memory().by_kind == sharded.allocated_memory().by_kind
     gathers = {unit.name: sharded._gatherer.num_gathers(unit) for unit in sharded.units}
     rings = sharded.ring_bytes
+    sharded.settle_updates()
     with sharded.gathered():
         state = {name: value.float().clone().numpy() for name, value in model.state_dict().items()}
     return {"losses": losses, "rings": rings, "gathers": gathers, "state": state}
@@ -157,6 +167,19 @@ def test_a_tile_is_gathered_for_each_use(ranks):
     for name, count in recomputed.items():
         is_tile = ".up." in name or ".down." in name
         assert count == (3 if is_tile and not name.endswith("down.7") else 2), name
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_tiles_come_from_the_host_or_the_disk_one_by_one(ranks, world_size):
+    common = {"tile": TILE, "stage": 3, "checkpoint": "full", "wide": 4}
+    cases = [{**common, "tier": tier} for tier in (Tier.DEVICE, Tier.HOST, Tier.DISK)]
+    cases.append({**common, "tier": Tier.HOST, "wide": 8})
+    for here, on_host, on_disk, wide in ranks(world_size).run(train_all, cases):
+        for run in (on_host, on_disk):
+            assert run["losses"] == here["losses"]
+            for name, value in here["state"].items():
+                assert (run["state"][name] == value).all(), name
+        assert wide["rings"] == on_host["rings"]
 
 
 # Checkpoints
@@ -228,3 +251,42 @@ def test_checkpoints_know_one_weight(ranks, tmp_path, precision):
         names = {info.name: info.shape for info in manifest.tensors}
         assert names["blocks.0.up.weight"] == (32, 16)
         assert not any(".up.0" in name for name in names)
+
+
+# The library
+
+
+def loop(tile: int | None, folder: str, adopts: bool) -> dict[str, Any]:
+    """One step in a user's own loop; saved by the untiled model, and loaded by the tiled one."""
+    run = zrun_core.init(threads=1, patience_s=5.0)
+    own = build()
+    if adopts:  # of the first rank's values
+        with torch.no_grad():
+            for param in own.parameters():
+                param.add_(run.rank)
+    zero = {"stage": 3, "tile": tile} if tile else 3
+    model = zrun_core.shard(own if adopts else build, zero=zero)
+    optimizer = zrun_core.optimizer(model, "adamw", lr=1e-3, clip=1.0)
+    with zrun_core.gathered(model):
+        begun = {name: value.clone() for name, value in model.state_dict().items()}
+    if tile:
+        assert zrun_core.load(folder, model) is not None
+    else:
+        model(*split(data(1)[0], run.rank, run.world_size)).backward()
+        optimizer.step()
+        zrun_core.save(folder, model, step=1)
+    with zrun_core.gathered(model):
+        state = {name: value.clone() for name, value in model.state_dict().items()}
+    return {"begun": begun, "state": state, "parameters": len(list(model.parameters()))}
+
+
+@pytest.mark.parametrize("adopts", [False, True])
+def test_a_loop_of_the_users_knows_one_weight(ranks, tmp_path, adopts):
+    folder = str(tmp_path / "saved")
+    untiled = ranks(2).run(loop, None, folder, adopts)
+    tiled = ranks(2).run(loop, 32 * 32 * 4, folder, adopts)
+    for one, other in zip(untiled, tiled, strict=True):
+        assert other["parameters"] > one["parameters"]
+        for kind in ("begun", "state"):
+            assert one[kind].keys() == other[kind].keys()
+            assert all(torch.equal(value, other[kind][key]) for key, value in one[kind].items())

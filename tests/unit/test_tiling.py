@@ -201,7 +201,7 @@ def encoder() -> nn.Module:
 @pytest.mark.parametrize(
     ("model", "name", "why"),
     [
-        (tied(), "head", "its parameters are embed.weight's too"),
+        (tied(), "head", "it is tied to embed.weight"),
         (hooked(), "head", "its parameters have hooks"),
         (encoder(), "layer.linear1", "TransformerEncoderLayer reads its weight"),
         (

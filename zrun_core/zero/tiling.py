@@ -315,7 +315,7 @@ def _cannot_be_tiled(
         tied = [other for p in params for other in names[id(p)] if not other.startswith(f"{name}.")]
         leaf = next((leaf for leaf in leaves if f"{name}.".startswith(f"{leaf}.")), None)
         if tied:
-            found[name] = f"its parameters are {tied[0]}'s too"
+            found[name] = f"it is tied to {tied[0]}"
         elif leaf is not None:
             found[name] = f"zero.leaf has {leaf} gathered as a whole"
         elif isinstance(parent, _READ_WEIGHTS):

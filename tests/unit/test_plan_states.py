@@ -28,6 +28,7 @@ from zrun_core.plan.question.transformer import TransformerShape
 from zrun_core.spine.config import JobConfig
 from zrun_core.spine.parallel_dims import Coordinates, ParallelDims
 from zrun_core.zero.sharded_model import ShardingConfig
+from zrun_core.zero.tiling import tile_linears, tiled_linears
 
 HOST, DISK = Tier.HOST, Tier.DISK
 OWN = {Kind.PARAM, Kind.GRAD, Kind.OPTIM}
@@ -294,7 +295,7 @@ def test_dims_must_divide():
 # Shapes
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("zero", [{"stage": 0}, {"stage": 3}, {"stage": 3, "tile": "4MiB"}])
 @pytest.mark.parametrize(
     "args",
     [
@@ -308,10 +309,12 @@ def test_dims_must_divide():
         {"flavour": "llama", "dim": 1024, "depth": 3, "heads": 16, "kv_heads": 4, "tied": False},
     ],
 )
-def test_a_shape_is_cut_like_the_model(args, stage):
-    chosen = settings(zero=stage, activations={"checkpoint": "full"})
+def test_a_shape_is_cut_like_the_model(args, zero):
+    chosen = settings(zero=zero, activations={"checkpoint": "full"})
     with torch.device("meta"):
         model = gpt(**args)
+    tile_linears(model, chosen.tile, torch.bfloat16, [])
+    assert bool(tiled_linears(model)) == ("tile" in zero)
     shape = TransformerShape.from_model_args("zrun_core.models.gpt:gpt", args)
     found = [plan_shape(shape, chosen), plan_model(model, chosen)]
     sizes = [

@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
 from transformers.pytorch_utils import Conv1D
 
 from zrun_core.errors import JobError
 from zrun_core.memory.layout import UnitLayout
 from zrun_core.memory.state_policy import MeshInfo, ZeroPolicy
+from zrun_core.models.layers import Linear
 from zrun_core.plan.memory.states import plan_model
 from zrun_core.plan.trace.module_tree import describe_modules, describe_params, skeleton_of
 from zrun_core.plan.trace.profile import Profile
@@ -195,7 +197,24 @@ def hooked() -> nn.Module:
 
 
 def encoder() -> nn.Module:
-    return nn.ModuleDict({"layer": nn.TransformerEncoderLayer(IN, 1, OUT)})
+    return nn.ModuleDict({"layer": nn.TransformerEncoderLayer(40, 1, 40)})
+
+
+class Doubled(nn.Linear):
+    """No linear map of its input by its weight alone."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+def test_a_subclass_is_a_linear_if_it_computes_as_one() -> None:
+    model = Model(Linear(IN, OUT, bias=True, std=0.5))
+    tiled(model, 100 * ROW)
+    assert isinstance(model.head, TiledLinear)
+    assert [(type(tile), tile.std) for tile in model.head.children()] == [(Linear, 0.5)] * 2
+    for head in (Doubled(IN, OUT), weight_norm(nn.Linear(IN, OUT))):
+        model = Model(head)
+        assert "none of 1 linears is tiled" in tiled(model, 100 * ROW)[0]
 
 
 @pytest.mark.parametrize(
@@ -204,6 +223,7 @@ def encoder() -> nn.Module:
         (tied(), "head", "it is tied to embed.weight"),
         (hooked(), "head", "its parameters have hooks"),
         (encoder(), "layer.linear1", "TransformerEncoderLayer reads its weight"),
+        (encoder(), "layer.self_attn.out_proj", "MultiheadAttention reads its weight"),
         (
             nn.ModuleDict({"moe": Model(nn.Linear(IN, OUT))}),
             "moe.head",

@@ -35,8 +35,8 @@ from zrun_core.spine.sizes import format_size
 
 _ALIGN = 64  # output features: matrix products are fastest in multiples of it
 _TENSORS = ("weight", "bias")
-# Its fast path in evaluations hands the weights of its linears to a kernel of its own.
-_READ_WEIGHTS = (nn.TransformerEncoderLayer,)
+# They hand the weights of their linears to functions and kernels of their own.
+_READ_WEIGHTS = (nn.TransformerEncoderLayer, nn.MultiheadAttention)
 
 
 class TiledLinear(nn.Module):
@@ -192,14 +192,13 @@ _FEATURES = ("out_features", "nf")  # attribute with the number of output featur
 
 def _output_dim(module: nn.Module) -> int | None:
     """Return the dimension of the weight that has the output features; None: not a linear."""
-    kind = type(module)  # a subclass may do anything with its weight
-    found = None
-    if kind is nn.Linear:
-        found = 0
-    elif (kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D"):
-        found = 1
-    has_own_forward = "forward" in vars(module) or module._parameters.get("weight") is None
-    return None if has_own_forward else found
+    owns_more = any(module.children()) or module._buffers or {*module._parameters} - {*_TENSORS}
+    if owns_more or "forward" in vars(module) or module._parameters.get("weight") is None:
+        return None
+    if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
+        return 0
+    kind = (type(module).__module__, type(module).__name__)
+    return 1 if kind == ("transformers.pytorch_utils", "Conv1D") else None
 
 
 # A model's linears

@@ -33,6 +33,7 @@ from zrun_core.spine.parallel_dims import Coordinates, ParallelDims
 from zrun_core.train.parallelize import make_settings
 from zrun_core.zero.auto_wrap import repeated_blocks
 from zrun_core.zero.sharded_model import ShardingConfig, wrap_plan
+from zrun_core.zero.tiling import tile_linears
 from zrun_core.zero.unit import moves_pages
 
 # Bytes per parameter of Adam in mixed precision, K = 12: fp32 master and two moments (Rajbhandari
@@ -221,6 +222,7 @@ def plan_shape(shape: TransformerShape, settings: ShardingConfig, tp: int = 1) -
 
     Raises:
         ValueError: the heads do not divide.
+        JobError: its linears cannot be tiled as the settings say.
     """
     if shape.heads % tp or (shape.kv_heads % tp and tp % shape.kv_heads):
         raise ValueError(
@@ -228,6 +230,7 @@ def plan_shape(shape: TransformerShape, settings: ShardingConfig, tp: int = 1) -
         )
     tree = _TransformerTree(shape, tp)
     if tp == 1:
+        tile_linears(tree, settings.tile, settings.precision.compute, settings.leaf_names)
         return plan_model(tree, settings)
     return plan_model(tree, settings, table=_replicated_params(tree))
 
@@ -236,9 +239,7 @@ def _replicated_params(tree: nn.Module) -> dict[str, TensorPart]:
     """Return the parameters that every tensor-parallel rank has, by name."""
     found = {}
     for path, module in tree.named_modules():
-        if not isinstance(module, _Vectors):
-            continue
-        for key in module.replicated:
+        for key in getattr(module, "replicated", ()):
             param = module._parameters.get(key)
             if param is None:
                 continue
@@ -261,6 +262,13 @@ class _Vectors(nn.Module):
                 self.register_parameter(name, nn.Parameter(torch.empty(size, device="meta")))
 
 
+def _linear(inputs: int, outputs: int, *, bias: bool, replicated: Sequence[str] = ()) -> nn.Linear:
+    """Return a linear; `replicated` parameters of it are on every tensor-parallel rank."""
+    linear = nn.Linear(inputs, outputs, bias, device="meta")
+    vars(linear)["replicated"] = replicated
+    return linear
+
+
 def _norm(shape: TransformerShape) -> _Vectors:
     has_bias = shape.norm_params == 2
     bias = shape.hidden if has_bias else 0
@@ -272,23 +280,19 @@ class _Attention(nn.Module):
         super().__init__()
         kv_heads = max(1, shape.kv_heads // tp)  # copies of them, where there are fewer than ranks
         width = (shape.heads // tp + 2 * kv_heads) * shape.head_dim
-        qkv_bias = width if shape.qkv_bias else 0
-        out_bias = shape.hidden if shape.out_bias else 0
         out_width = shape.attention_width // tp
-        self.qkv = _Vectors(weight=shape.hidden * width, bias=qkv_bias)
-        self.out = _Vectors(["bias"], weight=out_width * shape.hidden, bias=out_bias)
+        self.qkv = _linear(shape.hidden, width, bias=shape.qkv_bias)
+        self.out = _linear(out_width, shape.hidden, bias=shape.out_bias, replicated=["bias"])
 
 
 class _FeedForward(nn.Module):
     def __init__(self, shape: TransformerShape, tp: int) -> None:
         super().__init__()
         width = -(-shape.ffn // tp)
-        up_bias = width if shape.ffn_bias else 0
-        down_bias = shape.hidden if shape.ffn_bias else 0
         names = ("gate", "up") if shape.gated else ("up",)
         for name in names:
-            self.add_module(name, _Vectors(weight=shape.hidden * width, bias=up_bias))
-        self.down = _Vectors(["bias"], weight=width * shape.hidden, bias=down_bias)
+            self.add_module(name, _linear(shape.hidden, width, bias=shape.ffn_bias))
+        self.down = _linear(width, shape.hidden, bias=shape.ffn_bias, replicated=["bias"])
 
 
 class _TransformerBlock(nn.Module):
@@ -307,8 +311,8 @@ class _TransformerTree(nn.Module):
 
     def __init__(self, shape: TransformerShape, tp: int) -> None:
         super().__init__()
-        vocab_elements = -(-shape.vocab // tp) * shape.hidden
-        self.tokens = _Vectors(weight=vocab_elements)
+        vocab = -(-shape.vocab // tp)
+        self.tokens = _Vectors(weight=vocab * shape.hidden)
         if shape.positions:
             self.positions = _Vectors(["weight"], weight=shape.positions * shape.hidden)
         rest = max(0, shape.params - shape.num_params)
@@ -316,10 +320,13 @@ class _TransformerTree(nn.Module):
         rests = [each + 1] * remainder + [each] * (shape.layers - remainder)
         self.blocks = nn.ModuleList(_TransformerBlock(shape, tp, size) for size in rests)
         self.norm = _norm(shape)
-        head_weight = 0 if shape.tied else vocab_elements
-        self.head = _Vectors(weight=head_weight, bias=-(-shape.extra // tp))
+        self.head: nn.Module = _Vectors(bias=-(-shape.extra // tp))
         if shape.tied:
             self.head.weight = self.tokens.weight
+        elif shape.extra:
+            self.head.weight = nn.Parameter(torch.empty(vocab * shape.hidden, device="meta"))
+        else:
+            self.head = _linear(shape.hidden, vocab, bias=False)
 
 
 def mesh_info_of_rank(

@@ -156,7 +156,7 @@ class TileConfig(Section):
     2021, "ZeRO-Infinity", section 5.1.3). The short form `tile: 64MiB` sets `bytes`.
     """
 
-    short = ("bytes", str)
+    short = ("bytes", int)
 
     bytes: Annotated[Bytes, Field(gt=0)] = Field(
         description="largest weight of a tile, in the format of computation; smaller linears stay "
@@ -171,8 +171,8 @@ class TileConfig(Section):
 
     @classmethod
     def expand(cls, value: Any) -> Any:
-        """Return the long form of a size, which may be a plain number of bytes."""
-        return {"bytes": value} if type(value) is int else super().expand(value)
+        """Return the long form of a size, which may be a number with a unit."""
+        return {"bytes": value} if type(value) is str else super().expand(value)
 
 
 class ZeroConfig(Section):

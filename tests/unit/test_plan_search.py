@@ -13,7 +13,7 @@ from zrun.estimate.why import sentence
 from zrun_core.errors import JobError
 from zrun_core.hardware.hardware import Hardware
 from zrun_core.hardware.simulated import parse_simulate
-from zrun_core.memory.buffers import Placement, Tier
+from zrun_core.memory.buffers import ON_DEVICE, Placement, Tier
 from zrun_core.memory.placement import place, share_of
 from zrun_core.plan.answer.bounds import Bounds
 from zrun_core.plan.answer.least_share import with_least_share
@@ -336,14 +336,21 @@ def test_no_unit_leaves_that_need_not(hardware: str) -> None:
     assert with_least_share(Planner(MIDDLE, enough), asked).placement.fraction == 0
 
 
-def test_a_model_that_no_host_has_room_to_build_is_made_on_meta() -> None:
+ALL_ON_DISK = Placement(Tier.DISK, Tier.DISK, Tier.DISK)
+
+
+@pytest.mark.parametrize(("stage", "placement"), [(2, ON_DEVICE), (3, ALL_ON_DISK)])
+def test_a_model_that_no_host_has_room_to_build_is_made_on_meta(
+    stage: int, placement: Placement
+) -> None:
     job = JobConfig.model_validate(
         {"name": "j", "model": "m:f", "data": "d:f", "steps": 1, "batch": {"micro": 1}}
     )
     hardware = replace(
         parse_simulate("2xA100-80G"), host_bytes=2 * (1800 << 20) + 4 * BIG.num_params - 1
     )
-    planner, base = Planner(BIG, hardware, job), Candidate(2, ParallelDims(2), 1, 1, "full")
+    planner = Planner(BIG, hardware, job)
+    base = Candidate(stage, ParallelDims(2), 1, 1, "full", placement=placement)
     found = planner.estimate(base)
     assert found.headroom > 0
     assert not found.fits

@@ -326,8 +326,12 @@ class Worker:
 
     def _host_bytes(self) -> int:
         """Return how many bytes the ranks of this host may take together."""
-        total = memory_limits.host_total()
-        return min(total, self.spec.job.limits.memory or total)
+        limits = (
+            memory_limits.host_total(),
+            memory_limits.process_available(),
+            self.spec.job.limits.memory,
+        )
+        return min(limit for limit in limits if limit is not None)
 
     def _load(self, state: ModelState, mesh: Mesh, comm: Comm) -> tuple[Resumed | None, list[str]]:
         """Fill the model from where the run goes on, or begins; return notes for the user too."""

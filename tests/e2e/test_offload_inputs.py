@@ -38,7 +38,7 @@ def zrun(job: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("keys", "code", "words"),
     [
-        ("offload={optimizer: disk, dir: job.yaml}", 3, "job.yaml: Not a directory, or name"),
+        ("offload={optimizer: disk, dir: job.yaml}", 3, "job.yaml: Not a directory: name"),
         ("offload={optimizer: disk, dir: /dev/shm}", 3, "/dev/shm is memory, not a disk (tmpfs)"),
         ("offload={fraction: 0.5}", 2, "fraction changes nothing while every state stays on the"),
     ],
@@ -58,7 +58,7 @@ def test_a_missing_folder_is_looked_for_beside_the_job_and_one_that_is_there_is_
     keys = ("offload={optimizer: disk, dir: swap}", "--run-dir", "run")
     missing = zrun(job, *keys)
     assert missing.returncode == 3
-    assert f"{job.parent}/swap: there is no such folder; make it, or name" in missing.stderr
+    assert f"{job.parent}/swap: there is no such folder: make it, or name" in missing.stderr
     (job.parent / "swap").mkdir()
     done = zrun(job, *keys)
     assert done.returncode == 0, done.stderr

@@ -73,15 +73,19 @@ def test_a_usable_disk_has_its_rates_measured_and_nothing_is_left_there(tmp_path
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("name", ["missing", "file"])
-def test_a_folder_must_be_there(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("missing", "there is no such folder: make it, or name a folder"),
+        ("file", "Not a directory: name a folder"),
+    ],
+)
+def test_a_folder_must_be_there(tmp_path: Path, name: str, words: str) -> None:
     (tmp_path / "file").touch()
-    words = {"missing": "there is no such folder; make it", "file": "Not a directory"}
     with pytest.raises(PreflightError) as refused:
         look_here(folder_of(tmp_path / name))
     assert str(refused.value) == (
-        f"states on disk: {tmp_path / name}: {words[name]}, or name a folder on a local disk in "
-        "offload.dir"
+        f"states on disk: {tmp_path / name}: {words} on a local disk in offload.dir"
     )
 
 
@@ -109,14 +113,14 @@ def test_a_disk_that_takes_no_files_is_refused_in_its_own_words(
     with monkeypatch.context() as patch:
         patch.setattr(os, call, fail)
         disk = look_at(folder_of(tmp_path))
-    assert f"{tmp_path}: {words}, or name a folder" in (find_problem(disk) or "")
+    assert f"{tmp_path}: {words}: name a folder" in (find_problem(disk) or "")
 
 
 def test_a_host_whose_disk_holds_no_states_cannot_be_used() -> None:
     facts = replace(REPORT.facts, disk=DiskFacts("/scratch", "Read-only file system", "xfs"))
     said = list(find_problems(replace(REPORT, facts=facts), HERE, {"train.py": "1"}, NEEDS, "n1"))
     assert said == [
-        "states on disk: /scratch: Read-only file system, or name a folder on a local disk in "
+        "states on disk: /scratch: Read-only file system: name a folder on a local disk in "
         "offload.dir"
     ]
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # an agent is there sooner without pydantic
     from zrun_core.spine.config import JobConfig
 
 _SLOW = 250e6  # bytes per second, below which a run is hardly wanted
+_MISSING = "there is no such folder"
 # Bytes of a parameter that a step reads from the disk, and writes to it, with Adam in bf16.
 _TRAFFIC = {"optimizer": (12, 12), "grad": (4, 4), "param": (4, 2)}
 
@@ -59,15 +60,17 @@ def look_at(folder: SwapFolder) -> DiskFacts:
     if folder.is_made:
         path = next(each for each in (path, *path.parents) if each.is_dir())
     if not path.exists():
-        return DiskFacts(str(path), "there is no such folder; make it")
+        return DiskFacts(str(path), _MISSING)
     return probe_disk(str(path))
 
 
 def find_problem(disk: DiskFacts) -> str | None:
     """Return why no states can lie on a disk; None: they can."""
     elsewhere = "name a folder on a local disk in offload.dir"
+    if disk.error == _MISSING:
+        elsewhere = f"make it, or {elsewhere}"
     if disk.error is not None:
-        return f"states on disk: {disk.folder}: {disk.error}, or {elsewhere}"
+        return f"states on disk: {disk.folder}: {disk.error}: {elsewhere}"
     if disk.is_memory:
         return (
             f"states on disk: {disk.folder} is memory, not a disk ({disk.filesystem}), and they "

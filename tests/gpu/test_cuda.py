@@ -262,10 +262,8 @@ def test_an_overflow_skips_the_update_and_halves_the_scale():
     assert scales == [1024.0, 2048.0, 1024.0, 1024.0, 2048.0]
     assert all(torch.isfinite(unit.master).all() for unit in sharded.units)
     steps = {
-        float(state["step"])
-        for update in sharded.optimizer._updates
-        if update.optimizer is not None
-        for state in update.optimizer.state.values()
+        float(update.state_of(piece)["step"])
+        for _, piece, update in sharded.optimizer.updated_pieces()
     }
     assert steps == {4.0}, "a skipped step is not counted by Adam's bias correction"
 

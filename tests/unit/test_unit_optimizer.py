@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -69,16 +70,23 @@ class Net(nn.Module):
 
 
 def trained(
-    name: str, options: dict[str, Any], precision: Any = "fp32", clip: float | None = None
+    kind: Any,
+    options: dict[str, Any],
+    precision: Any = "fp32",
+    clip: float | None = None,
+    halfway: Callable[[ShardedModel], None] = lambda sharded: None,
 ) -> ShardedModel:
-    """Return the model after 4 updates."""
+    """Return the model after 4 updates; `halfway` is called after two."""
     torch.manual_seed(0)
     model = zrun_core.shard(Net, precision=precision)
-    optimizer = zrun_core.optimizer(model, name, lr=1e-2, clip=clip, **options)
+    optimizer = zrun_core.optimizer(model, kind, lr=1e-2, clip=clip, **options)
+    sharded = ModelHandle.of(model, "").sharded
     for seed in range(4):
+        if seed == 2:
+            halfway(sharded)
         model(seed).backward()
         optimizer.step()
-    return ModelHandle.of(model, "").sharded
+    return sharded
 
 
 def states(sharded: ShardedModel) -> dict[str, list[torch.Tensor]]:
@@ -148,6 +156,60 @@ def test_scratch_is_what_is_planned(name: str, precision: Any) -> None:
     assert spec is not None
     _, _, update = next(sharded.optimizer.updated_pieces())
     assert update.scratch.num_bytes == spec.scratch_bytes("cpu", sharded.settings.precision.reduce)
+
+
+class Counting(torch.optim.Optimizer):
+    """A user's own: counts its calls, and keeps one of its states in two formats."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr})
+        self.calls = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.calls += 1
+        for group in self.param_groups:
+            for param in (each for each in group["params"] if each.grad is not None):
+                narrow = torch.bfloat16 if param.numel() == 5 else torch.float32
+                mean = self.state[param].setdefault("mean", torch.zeros_like(param, dtype=narrow))
+                mean.lerp_(param.grad.to(narrow), 0.5)
+                param.sub_(mean.float(), alpha=group["lr"] / self.calls)
+
+
+@pytest.mark.usefixtures("_small")
+def test_an_own_optimizer_is_called_once_per_update_of_each_chunk() -> None:
+    sharded = trained(Counting, {})
+    torch.manual_seed(0)
+    plain = Net()
+    alone = Counting(plain.parameters())
+    for seed in range(4):
+        alone.zero_grad()
+        plain(seed).backward()
+        alone.step()
+    params = plain.named_parameters()
+    assert_equal(
+        states(sharded),
+        {key: [param.detach(), alone.state[param]["mean"]] for key, param in params},
+    )
+
+
+def give_back(sharded: ShardedModel) -> None:
+    """As loading does: counts are given to every chunk, and numbers for each element filled in."""
+    for _, piece, update in sharded.optimizer.updated_pieces():
+        state = deepcopy(update.state_of(piece))
+        update.set_state(piece, None)
+        assert not update.state_of(piece)
+        if not state:
+            continue  # not updated yet
+        for key, value in update.set_state(piece, state).items():
+            if isinstance(value, torch.Tensor) and value.dim():
+                value.copy_(state[key])
+
+
+@pytest.mark.usefixtures("_small")
+@pytest.mark.parametrize("name", ["adamw", "nadam", "lion"])
+def test_training_goes_on_from_states_that_were_given_back(name: str) -> None:
+    assert_equal(states(trained(name, {}, halfway=give_back)), states(trained(name, {})))
 
 
 @given(

@@ -151,12 +151,11 @@ class UnitOptimizer:
     ) -> dict[str, Any]:
         members = self._chunks_of[piece.index]
         states = [group.state_of(chunk) for group, chunk in members]
-        first = members[0][1]
         found: dict[str, Any] = dict(states[0])
         for name, value in found.items():
-            if name in first.views:
+            if all(name in chunk.views for _, chunk in members):
                 found[name] = moment(name)[piece.start : piece.stop]
-            elif _is_per_element(value, first.param):
+            elif _is_per_element(value, members[0][1].param):
                 found[name] = torch.cat([state[name] for state in states])
         return found
 

@@ -6,11 +6,13 @@ import errno
 import os
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
 
 from tests.unit.test_host_checks import GB, HERE, NEEDS, REPORT
+from zrun.hosts import offload_disk
 from zrun.hosts.cluster import Cluster, HostFacts
 from zrun.hosts.offload_disk import SwapFolder, find_problem, find_warnings, in_words, look_at
 from zrun.launch.bring_up import look_here
@@ -20,6 +22,7 @@ from zrun.watch.preface import preface
 from zrun_core.errors import PreflightError
 from zrun_core.spine.config import JobConfig
 from zrun_core.spine.spec import offload_folder
+from zrun_core.tiers import probe
 from zrun_core.tiers.probe import DiskFacts
 
 GOOD = DiskFacts("/scratch", None, "xfs", False, True, 1700 * GB, 2.9e9, 2.1e9)
@@ -114,6 +117,27 @@ def test_a_disk_that_takes_no_files_is_refused_in_its_own_words(
         patch.setattr(os, call, fail)
         disk = look_at(folder_of(tmp_path))
     assert f"{tmp_path}: {words}: name a folder" in (find_problem(disk) or "")
+
+
+def test_a_disk_that_does_not_answer_holds_up_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = Event()
+    monkeypatch.setattr(offload_disk, "probe_disk", lambda folder: answers.wait())
+    monkeypatch.setattr(offload_disk, "_PATIENCE_S", 0.05)
+    disk = look_at(folder_of(tmp_path))
+    answers.set()
+    assert disk.error == "it has not answered for 0.05 s"
+
+
+def test_a_slow_disk_is_not_measured_for_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probe, "_LONGEST_S", 0.0)
+    written: list[int] = []
+    monkeypatch.setattr(probe, "write_pages", lambda file, memory, offset: written.append(offset))
+    assert look_at(folder_of(tmp_path)).write_rate > 0
+    assert written == [0], "one block is enough to know"
 
 
 def test_a_host_whose_disk_holds_no_states_cannot_be_used() -> None:

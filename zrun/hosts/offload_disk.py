@@ -9,6 +9,8 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from queue import Empty, SimpleQueue
+from threading import Thread
 from typing import TYPE_CHECKING
 
 from zrun_core.spine.sizes import format_size
@@ -18,6 +20,7 @@ if TYPE_CHECKING:  # an agent is there sooner without pydantic
     from zrun_core.spine.config import JobConfig
 
 _SLOW = 250e6  # bytes per second, below which a run is hardly wanted
+_PATIENCE_S = 20.0  # for a disk: an agent has half a minute for all that it is asked
 _MISSING = "there is no such folder"
 # Bytes of a parameter that a step reads from the disk, and writes to it, with Adam in bf16.
 _TRAFFIC = {"optimizer": (12, 12), "grad": (4, 4), "param": (4, 2)}
@@ -61,7 +64,20 @@ def look_at(folder: SwapFolder) -> DiskFacts:
         path = next(each for each in (path, *path.parents) if each.is_dir())
     if not path.exists():
         return DiskFacts(str(path), _MISSING)
-    return probe_disk(str(path))
+    return _probe(path)
+
+
+def _probe(path: Path) -> DiskFacts:
+    """Return the facts of a disk. One that does not answer, as of a server that is gone, has none.
+
+    A thread that waits for such a disk obeys nobody.
+    """
+    found: SimpleQueue[DiskFacts] = SimpleQueue()
+    Thread(target=lambda: found.put(probe_disk(str(path))), daemon=True).start()
+    try:
+        return found.get(timeout=_PATIENCE_S)
+    except Empty:
+        return DiskFacts(str(path), f"it has not answered for {_PATIENCE_S:g} s")
 
 
 def find_problem(disk: DiskFacts) -> str | None:

@@ -177,6 +177,15 @@ def test_states_leave_the_device_where_nothing_else_fits() -> None:
     assert missing[0] > 0
 
 
+def test_homes_that_are_alike_in_all_do_not_confuse_a_search() -> None:
+    fast = replace(parse_simulate("2xA100-40G"), disk_read=1e18, disk_write=1e18)
+    planner = Planner(BIG, fast)
+    limits = SearchSpace(8, virtual=1, most_micro=1, checkpoints=("full",), tp=(1,), pp=(1,))
+    best = search(planner, fast, limits, "best").best
+    alike = {(each.time.seconds, each.headroom, each.candidate.stage) for each in best}
+    assert len(alike) < len(best)
+
+
 def test_a_job_that_fits_needs_no_change() -> None:
     base = Candidate(3, ParallelDims(8), 1, 1, "full", "bf16")
     found = fit(parse_simulate("8xA100-80G"), base, 8)

@@ -65,6 +65,7 @@ class _Fitting(NamedTuple):
     seconds: float
     lacking_room: int  # minus the headroom
     number: int
+    variant: int  # with the number, no two are equal
     estimate: Estimate
 
 
@@ -139,7 +140,8 @@ class _Search:
                 self._push_offloads(heap, bound)
                 continue
             seconds = found.time.seconds
-            bisect.insort(fitting, _Fitting(seconds, -found.headroom, bound.number, found))
+            fitted = _Fitting(seconds, -found.headroom, bound.number, bound.variant, found)
+            bisect.insort(fitting, fitted)
             front = _with_point(front, seconds, found.headroom)
         ordered = [each.estimate for each in fitting]
         return self._result(ordered, ordered, self._nearest(missed))

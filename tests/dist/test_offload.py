@@ -6,7 +6,9 @@ come late.
 
 from __future__ import annotations
 
+import errno
 import itertools
+import os
 import random
 import tempfile
 from collections.abc import Callable, Iterator
@@ -17,6 +19,7 @@ import torch
 from toys import build, data, make_sharded, train_sharded, world
 
 from zrun_core.distributed.named_vector import NamedVector
+from zrun_core.errors import OffloadError
 from zrun_core.guards.replicas import ReplicaGuard
 from zrun_core.memory.buffers import ON_DEVICE, Placement, Tier
 from zrun_core.tiers.copies import ThreadCopier
@@ -134,6 +137,49 @@ def test_waiting_for_updates_changes_no_bit(ranks: Ranks, placement: Placement) 
     settings = SETTINGS["bf16, clipped"]
     behind = ranks(2).run(run, 3, placement, settings, 2, "overlap")
     assert_equal(behind, ranks(2).run(run, 3, placement, settings, 2, "serial"))
+
+
+def run_until_the_disk_fails(
+    stage: int, placement: Placement, schedule: str, num_blocks: int
+) -> list[str]:
+    """Train on a disk that moves so many blocks; return what is raised, then and afterwards."""
+    left = itertools.count(num_blocks, -1)
+
+    def failing(call: Callable[..., int]) -> Callable[..., int]:
+        def called(*arguments: Any) -> int:
+            if next(left) <= 0:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return call(*arguments)
+
+        return called
+
+    said = []
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder, pytest.MonkeyPatch.context() as on:
+        sharded = sharded_at(stage, placement, folder, {}, schedule=schedule)
+        on.setattr(os, "pwritev", failing(os.pwritev))
+        on.setattr(os, "preadv", failing(os.preadv))
+        for _ in range(2):
+            try:
+                train_sharded(sharded, data(9), accumulation=2)
+                sharded.settle_updates()
+            except OffloadError as error:
+                said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize("schedule", ["overlap", "serial", "delayed"])
+@pytest.mark.parametrize(
+    ("stage", "place"), [(1, "disk"), (3, "disk, all"), (3, "apart and disk"), (3, "mixed")]
+)
+def test_a_disk_that_fails_at_any_time_leaves_nobody_waiting(
+    ranks: Ranks, stage: int, place: str, schedule: str
+) -> None:
+    """Neither here nor in the thread that updates, which the end of the process waits for."""
+    placement = (PLACEMENTS | WITH_PARAMETERS)[place]
+    for num_blocks in (0, 2, 9, 25, 40, 57):
+        (said,) = ranks(1).run(run_until_the_disk_fails, stage, placement, schedule, num_blocks)
+        assert len(said) == 2
+        assert all("Input/output error; the disk fails" in each for each in said)
 
 
 @pytest.mark.parametrize("stage", [1, 3])

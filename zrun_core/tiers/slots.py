@@ -4,27 +4,34 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from zrun_core.memory.arena import byte_buffer
 from zrun_core.tiers.transfer import DONE, Transfer
 
+_LOOK_S = 0.5  # between two looks whether anything has failed
+
 
 class Slots:
     """Pieces of one size. Several threads may take and give them.
+
+    A transfer or an update that fails keeps what it has taken, so nobody waits for a piece without
+    looking whether anything has failed.
 
     Attributes:
         num_bytes: of all pieces.
     """
 
-    def __init__(self, pieces: Sequence[torch.Tensor]) -> None:
+    def __init__(self, pieces: Sequence[torch.Tensor], check: Callable[[], None]) -> None:
         """Take the memory.
 
         Args:
             pieces: uint8 [size] each, on borders of pages.
+            check: raises the error of whoever may have pieces, if there is one.
         """
+        self._check = check
         self._free: deque[tuple[torch.Tensor, Transfer]] = deque((each, DONE) for each in pieces)
         self._pieces = {each.data_ptr(): each for each in pieces}
         self._changed = threading.Condition()
@@ -42,12 +49,20 @@ class Slots:
         """Return [num_bytes] uint8 of undefined values, as soon as a piece is free.
 
         A piece that is too small is replaced: more was needed than planned.
+
+        Raises:
+            Exception: of a transfer or an update that has failed.
         """
         with self._changed:
             while not self._free:
-                self._changed.wait()
+                self._check()
+                self._changed.wait(_LOOK_S)
             piece, leaving = self._free.popleft()
-        leaving.wait_on_host()
+        try:
+            leaving.wait_on_host()
+        except BaseException:
+            self.give(piece, leaving)
+            raise
         if piece.numel() < num_bytes:
             del self._pieces[piece.data_ptr()]
             piece = byte_buffer(num_bytes, torch.device("cpu"))

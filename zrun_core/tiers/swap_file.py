@@ -267,6 +267,11 @@ class SwapFile:
         """
         return self._begin(extent, source, start, is_write=True)
 
+    def check(self) -> None:
+        """Raise the error that all transfers raise from now on, if there is one."""
+        if self._failure:
+            raise OffloadError(self._failure)
+
     def close(self) -> None:
         """Wait until nothing is under way, end the threads, and give the space back."""
         with self._changed:

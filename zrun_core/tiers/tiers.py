@@ -55,13 +55,26 @@ class Worker:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool: ThreadPoolExecutor | None = None
+        self._failure: BaseException | None = None
+
+    def check(self) -> None:
+        """Raise the first error of a task, if there is one."""
+        if self._failure is not None:
+            raise self._failure
 
     def submit(self, task: Callable[[], None]) -> Transfer:
         """Have `task` run after those before it. Whoever waits for it gets its error."""
         if self._pool is None:  # not before there is something to do: the rank may fork until then
             threads = torch.get_num_threads()
             self._pool = ThreadPoolExecutor(1, "zrun-update", self._begin, (threads,))
-        return _Task(self._pool.submit(task))
+        return _Task(self._pool.submit(self._run, task))
+
+    def _run(self, task: Callable[[], None]) -> None:
+        try:
+            task()
+        except BaseException as error:
+            self._failure = self._failure or error
+            raise
 
     def _begin(self, num_threads: int) -> None:
         # Each thread of Python has a number of its own. The same one: the parts that threads divide
@@ -156,8 +169,15 @@ class Tiers:
 
     def _slots(self, number: int, num_bytes: int) -> Slots:
         if not num_bytes:
-            return Slots([])
-        return Slots([self._arena.take(num_bytes, torch.uint8) for _ in range(number)])
+            return Slots([], self.check)
+        pieces = [self._arena.take(num_bytes, torch.uint8) for _ in range(number)]
+        return Slots(pieces, self.check)
+
+    def check(self) -> None:
+        """Raise the first error of the disk or of the worker, if there is one."""
+        if self._file is not None:
+            self._file.check()
+        self.worker.check()
 
     @property
     def slot_bytes(self) -> int:

@@ -18,7 +18,7 @@ from runs import job, losses, run
 from torch import Tensor, nn
 from toys import Block, make_sharded, split, world
 
-import zrun_core.train.trainer
+import zrun_core.train.micro_batches
 from zrun_core.activations.checkpoint import apply_checkpointing
 from zrun_core.distributed.named_vector import NamedVector
 from zrun_core.pipeline.schedule import (
@@ -297,14 +297,14 @@ def lose_two(context: HookContext) -> None:
 
 def run_ahead(keys: dict[str, Any], run_dir: str, ahead: int) -> dict[str, Any]:
     """Train a job, with so many forwards ahead of their backwards."""
-    plain = zrun_core.train.trainer.no_pipeline
-    zrun_core.train.trainer.no_pipeline = lambda count: one_forward_one_backward(
+    plain = zrun_core.train.micro_batches.no_pipeline
+    zrun_core.train.micro_batches.no_pipeline = lambda count: one_forward_one_backward(
         0, 1 + ahead, count
     )
     try:
         return run(keys, run_dir)
     finally:
-        zrun_core.train.trainer.no_pipeline = plain
+        zrun_core.train.micro_batches.no_pipeline = plain
 
 
 @pytest.mark.parametrize("stage", [2, 3])

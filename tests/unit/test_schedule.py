@@ -10,6 +10,7 @@ from zrun_core.pipeline.schedule import (
     Action,
     ActionKind,
     interleaved,
+    layer_major,
     max_in_flight,
     no_pipeline,
     one_forward_one_backward,
@@ -40,6 +41,12 @@ def test_stages_run_ahead_by_those_after_them() -> None:
         "F0 B0 F1 B1 F2 B2 F3 B3",
     ]
     assert micros(one_forward_one_backward(0, 4, 2)) == "F0 F1 B0 B1", "there are no more"
+
+
+def test_all_micro_batches_go_through_a_slice_and_turn_round_in_the_last() -> None:
+    words = " ".join(map(str, layer_major(3, 2)))
+    assert words == "F0.0 F0.1 F1.0 F1.1 F2.0 B2.0 F2.1 B2.1 B1.0 B1.1 B0.0 B0.1"
+    assert layer_major(1, 3) == no_pipeline(3)
 
 
 def test_interleaved_stages_are_those_of_the_papers_figure() -> None:

@@ -360,7 +360,7 @@ def test_what_our_own_hooks_raise_is_not_the_users():
 
 
 def test_the_runtimes_own_files_are_where_it_looks_for_them() -> None:
-    for path in (*user._MECHANISMS, user._SHARDED_MODEL):
+    for path in (*user._MECHANISMS, *user._CALLS_AUTOGRAD):
         assert os.path.exists(path), path
 
 

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -96,7 +97,7 @@ class Streams:
         the default generators only, and cannot say which of several micro-batches it runs again;
         but it sets them back, so the number comes out of them that came before.
         """
-        number = int(torch.empty((), dtype=torch.int64, device=CPU).random_(_RANGE))
+        number = _draw()
         with fork_torch_rng(self._device) as generators:
             for generator in generators:
                 generator.manual_seed(mix(self._inside, number))
@@ -130,21 +131,70 @@ class ScopedStream:
     @contextmanager
     def at(self, number: int) -> Iterator[None]:
         """Draw from this stream, as it begins at `number`; afterwards the model's goes on."""
-        python = random.getstate()
-        numpy = sys.modules.get("numpy")
-        numpy_state = None if numpy is None else numpy.random.get_state()
-        with fork_torch_rng(self._device):
-            try:
-                self.begin(number)
-                yield
-            finally:
-                random.setstate(python)
-                if numpy is not None:
-                    numpy.random.set_state(numpy_state)
+        before = _Position.now(self._device)
+        try:
+            self.begin(number)
+            yield
+        finally:
+            before.return_to()
 
     def begin(self, number: int) -> None:
         """Begin it anew at `number`, within `at`."""
         seed(mix(self.key, number), self._device)
+
+
+class TurnStream:
+    """A stream that takes turns with others, and goes on where its last turn left it."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Make one that begins with a number drawn from the stream in force."""
+        self._device = device
+        self._first = _draw()
+        self._position: _Position | None = None
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Draw from this stream; afterwards the one before goes on."""
+        before = _Position.now(self._device)
+        try:
+            if self._position is None:
+                seed(self._first, self._device)
+            else:
+                self._position.return_to()
+            yield
+        finally:
+            self._position = _Position.now(self._device)
+            before.return_to()
+
+
+@dataclass(frozen=True)
+class _Position:
+    """What the generators of a rank will draw next."""
+
+    python: Any
+    numpy: Any  # None where numpy is not in use
+    of_torch: Sequence[tuple[torch.Generator, torch.Tensor]]
+
+    @classmethod
+    def now(cls, device: torch.device) -> _Position:
+        numpy = sys.modules.get("numpy")
+        return cls(
+            random.getstate(),
+            None if numpy is None else numpy.random.get_state(),
+            [(generator, generator.get_state()) for generator in _generators(device)],
+        )
+
+    def return_to(self) -> None:
+        random.setstate(self.python)
+        if self.numpy is not None:
+            sys.modules["numpy"].random.set_state(self.numpy)
+        for generator, state in self.of_torch:
+            generator.set_state(state)
+
+
+def _draw() -> int:
+    """Return a seed, drawn from the stream in force."""
+    return int(torch.empty((), dtype=torch.int64, device=CPU).random_(_RANGE))
 
 
 @contextmanager

@@ -177,6 +177,8 @@ class StatePolicy:
             optimizers.
         recomputes_blocks: backward runs a repeated block again first, so its units are in use
             together.
+        layer_major: all micro-batches of a step go through a slice of the model before the next one
+            comes, so the units of a slice are unsharded together, once for all of them.
     """
 
     zero: ZeroPolicy
@@ -186,6 +188,7 @@ class StatePolicy:
     updates_together: bool = False
     ownership: Ownership = Ownership()
     recomputes_blocks: bool = False
+    layer_major: bool = False
 
     def has_master(self, unit: UnitLayout, placement: Placement = ON_DEVICE) -> bool:
         """Return whether the optimizer works on a copy of the parameters.
@@ -322,6 +325,8 @@ class StatePolicy:
         # The backward of a tile may have begun when its block is recomputed, tile after tile.
         num_tiles = 2 if self.recomputes_blocks else 1
         together_bytes = self._most_together(passing, num_tiles)
+        if self.layer_major:
+            together_bytes = self._most_of_a_slice(passing)
         passing_bytes = min(together_bytes + prefetched_bytes, sum(sizes))
         return passing_bytes + kept_bytes
 
@@ -409,6 +414,14 @@ class StatePolicy:
         with_tiles = [sums[block] + num_tiles * size for (block, _), size in tiles.items()]
         return max([*sums.values(), *with_tiles], default=0)
 
+    def _most_of_a_slice(self, sizes: Sequence[tuple[UnitLayout, int]]) -> int:
+        """Return the largest sum of sizes of the units of a slice."""
+        sums: Counter[str] = Counter()
+        slices = slices_of([unit for unit, _ in sizes])
+        for name, (_, size) in zip(slices, sizes, strict=True):
+            sums[name] += size
+        return max(sums.values(), default=0)
+
     def slot_sizes(
         self,
         units: Sequence[UnitLayout],
@@ -448,6 +461,22 @@ class StatePolicy:
         if host_is_device:
             return SlotSizes(disk=disk)
         return SlotSizes(down, up, disk)
+
+
+def slices_of(units: Iterable[UnitLayout]) -> list[str]:
+    """Return the slice of the model that each unit is of, named by its block; "": the first.
+
+    A slice is a repeated block and what follows it up to the next one.
+
+    Args:
+        units: in order of registration, which mostly is that of use.
+    """
+    found: list[str] = []
+    block = ""
+    for unit in units:
+        block = unit.block or block
+        found.append(block)
+    return found
 
 
 def _on_tier(buffer: Buffer, tier: Tier) -> Buffer:

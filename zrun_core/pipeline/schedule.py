@@ -7,6 +7,9 @@ are complete. 1F1B on 3 stages with 4 micro-batches (F0 is the forward of micro-
     stage 0   F0 F1 F2 B0 F3 B1 B2 B3
     stage 1   F0 F1 B0 F2 B1 F3 B2 B3
     stage 2   F0 B0 F1 B1 F2 B2 F3 B3
+
+A rank that has the whole model can also go through it slice by slice, with all micro-batches of the
+step: see `layer_major`.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ class Action(NamedTuple):
     """One thing to compute.
 
     Attributes:
-        chunk: part of the model, counted from its beginning over all stages.
+        chunk: part of the model, counted from its beginning over all stages: also a slice.
         micro: number of the micro-batch in the step.
     """
 
@@ -84,6 +87,34 @@ def max_in_flight(actions: Iterable[Action]) -> int:
 def no_pipeline(micro_batches: int) -> tuple[Action, ...]:
     """Return the order of a rank that has the whole model: F0 B0 F1 B1 ..."""
     return one_forward_one_backward(0, 1, micro_batches)
+
+
+@lru_cache(maxsize=16)
+def layer_major(slices: int, micro_batches: int) -> tuple[Action, ...]:
+    """Return the order in which all micro-batches go through a slice before the next one comes.
+
+    Each micro-batch turns round in the last slice: what the loss needs is there for one of them at
+    a time. With 3 slices and 2 micro-batches:
+
+        slice 0   F0 F1                               B0 B1
+        slice 1         F0 F1                   B0 B1
+        slice 2               F0 B0 F1 B1
+
+    Args:
+        slices: parts of the model, one or more; with one it is the order of `no_pipeline`.
+        micro_batches: of the step.
+    """
+    micros = range(micro_batches)
+    down = [
+        Action(ActionKind.FORWARD, part, micro) for part in range(slices - 1) for micro in micros
+    ]
+    turn = [Action(kind, slices - 1, micro) for micro in micros for kind in ActionKind]
+    up = [
+        Action(ActionKind.BACKWARD, part, micro)
+        for part in reversed(range(slices - 1))
+        for micro in micros
+    ]
+    return validated([*down, *turn, *up])
 
 
 def stage_order(stage: int, stages: int, virtual: int, micro_batches: int) -> tuple[Action, ...]:

@@ -788,6 +788,13 @@ class ParallelConfig(Section):
     allow_cross_node_tp: bool = Field(
         default=False, description="let a tp group span hosts that no NVLink joins, which is slow"
     )
+    schedule: Literal["1f1b", "layer-major"] = Field(
+        default="1f1b",
+        description="1f1b: a micro-batch goes forward and backward, then the next one | "
+        "layer-major: all micro-batches of a step go through a block before the next one comes: "
+        "parameters are gathered or fetched twice per step",
+        examples=["layer-major"],
+    )
 
     @field_validator("order")
     @classmethod

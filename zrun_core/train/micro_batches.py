@@ -1,10 +1,11 @@
-"""Forward and backward of the micro-batches of one step."""
+"""Forward and backward of the micro-batches of one step: one after the other, or slice by slice."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
@@ -12,7 +13,7 @@ from zrun_core.data.batch import MicroBatch
 from zrun_core.distributed.named_vector import NamedVector
 from zrun_core.errors import OutOfMemoryError
 from zrun_core.guards.oom import MemoryGuard
-from zrun_core.pipeline.schedule import Action, ActionKind
+from zrun_core.pipeline.schedule import Action, ActionKind, layer_major, no_pipeline
 from zrun_core.spine.spec import RunSpec
 from zrun_core.spine.tracebacks import add_location, raised_at
 from zrun_core.telemetry.metrics import FlopCount, StepClock, StepPhase
@@ -76,6 +77,10 @@ class MicroBatchRunner:
             return 0.0
         return self._flops_per_sample * sum(micro.num_samples for micro in micro_batches)
 
+    def order(self, micro_batches: int) -> tuple[Action, ...]:
+        """Return the actions of a step of so many micro-batches."""
+        return no_pipeline(micro_batches)
+
     def run(
         self,
         actions: Sequence[Action],
@@ -125,15 +130,19 @@ class MicroBatchRunner:
         """Run the forward of one micro-batch, and add its numbers to `sums`."""
         self._phase.enter("forward")
         with self._clock.during(StepPhase.FORWARD):
-            batch = batch.to(self._comm.device)
-            counted = self._counting_flops(batch)
-            with self._sharded.forward() as micro, user_code("forward failed"), counted:
-                module = self._sharded.module
-                loss = compute_loss(module, batch.batch, self._loss, batch.num_samples)
+            with self._sharded.forward() as micro:
+                loss = self._loss_of(batch)
             self._add_numbers(sums, batch, loss)
             share = self._share_of(loss, batch)
         self.waited[StepPhase.FORWARD] += self._comm.take_waited()
         return _UnderWay(micro, share)
+
+    def _loss_of(self, batch: MicroBatch) -> Loss:
+        """Move a micro-batch to the device, and compute its loss."""
+        batch = batch.to(self._comm.device)
+        with user_code("forward failed"), self._counting_flops(batch):
+            module = self._sharded.module
+            return compute_loss(module, batch.batch, self._loss, batch.num_samples)
 
     def _add_numbers(self, sums: NamedVector, batch: MicroBatch, loss: Loss) -> None:
         """Add the numbers of a micro-batch to those of the step."""
@@ -175,13 +184,94 @@ class MicroBatchRunner:
     @contextmanager
     def _counting_flops(self, micro: MicroBatch) -> Iterator[None]:
         """Count the first forward's FLOPs; backward takes twice as many."""
-        is_known = self._flops_per_sample is not None
-        if is_known or not micro.num_samples or not self._counts_flops:
+        if not micro.num_samples or not self._counts_flops:
             yield
             return
+        self._counts_flops = False
         with FlopCount() as count:
             yield
         self._flops_per_sample = 3 * count.flops / micro.num_samples
+
+
+class LayerMajorRunner(MicroBatchRunner):
+    """Runs the micro-batches of a step slice by slice: see `zero/sliced_passes.py`."""
+
+    def __init__(self, *args: Any) -> None:
+        """
+        Args:
+            args: as of `MicroBatchRunner`.
+
+        Raises:
+            JobError: the model has no repeated blocks.
+        """
+        super().__init__(*args)
+        self._passes = self._sharded.use_slices()
+
+    def order(self, micro_batches: int) -> tuple[Action, ...]:
+        return layer_major(self._passes.num_slices, micro_batches)
+
+    def run(
+        self,
+        actions: Sequence[Action],
+        micro_batches: Sequence[MicroBatch],
+        sums: NamedVector,
+        step: int,
+    ) -> list[torch.Tensor]:
+        shares: dict[int, torch.Tensor] = {}
+        with self._passes.step([partial(self._loss_of, batch) for batch in micro_batches]):
+            for action in actions:
+                is_lost = False
+                try:
+                    self._execute(action, micro_batches, sums, shares)
+                except OutOfMemoryError as error:
+                    self._memory.see(error, step)
+                    is_lost = True
+                # Not inside the handler: while it runs, the traceback holds the activations.
+                if is_lost:
+                    shares.clear()
+                    self._passes.drop()
+                    self._memory.release()
+                    sums.add(dropped=1.0)
+                    self._execute(action, micro_batches, sums, shares)
+        return list(shares.values())
+
+    def _execute(
+        self,
+        action: Action,
+        micro_batches: Sequence[MicroBatch],
+        sums: NamedVector,
+        shares: dict[int, torch.Tensor],
+    ) -> None:
+        """Run an action.
+
+        Args:
+            action: to run.
+            micro_batches: of the step.
+            sums: a micro-batch adds its numbers at its end.
+            shares: of the loss, by micro-batch: to be differentiated, and then without graphs.
+        """
+        number = action.micro
+        turns_round = action.chunk == self._passes.num_slices - 1
+        if action.kind is ActionKind.FORWARD:
+            self._phase.enter("forward")
+            with self._clock.during(StepPhase.FORWARD):
+                self._passes.forward(action)
+                if turns_round and not self._passes.is_lost:
+                    loss = self._passes.take_result(number)
+                    self._add_numbers(sums, micro_batches[number], loss)
+                    shares[number] = self._share_of(loss, micro_batches[number])
+            self.waited[StepPhase.FORWARD] += self._comm.take_waited()
+            return
+        self._phase.enter("backward")
+        timed = self._clock.during(StepPhase.BACKWARD)
+        with timed, user_code("backward failed"), _pointing_at_forward():
+            loss = None
+            if turns_round and number in shares:
+                loss = self._sharded.scaler.scaled(shares[number])
+                shares[number] = shares[number].detach()
+            boundary = number == len(micro_batches) - 1
+            self._passes.backward(action, loss, boundary=boundary)
+        self.waited[StepPhase.BACKWARD] += self._comm.take_waited()
 
 
 @contextmanager

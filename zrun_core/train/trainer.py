@@ -28,7 +28,6 @@ from zrun_core.guards.numeric import NumericGuard
 from zrun_core.guards.oom import MemoryGuard
 from zrun_core.guards.replicas import ReplicaGuard
 from zrun_core.optim.lr import Schedule
-from zrun_core.pipeline.schedule import no_pipeline
 from zrun_core.spine.events import Emitter
 from zrun_core.spine.spec import RunSpec
 from zrun_core.spine.stop_signals import StopSignals
@@ -38,7 +37,7 @@ from zrun_core.telemetry.recorder import IssuedStep, Recorder
 from zrun_core.train.ending import Ending, EndRequests
 from zrun_core.train.evaluations import Evaluations
 from zrun_core.train.evaluator import Evaluator, HeldOut, broadcast_buffers
-from zrun_core.train.micro_batches import MicroBatchRunner
+from zrun_core.train.micro_batches import LayerMajorRunner, MicroBatchRunner
 from zrun_core.train.rank_phase import RankPhase
 from zrun_core.train.run_saves import RunSaves
 from zrun_core.train.saved_state import SavedState
@@ -157,7 +156,9 @@ class Trainer:
         self._replicas = ReplicaGuard(sharded)
         self._numeric = NumericGuard(job, sharded, emitter, is_main=self.recorder.is_main)
         self._numeric_problem: str | None = None  # found within a step, which is to end first
-        self._micro_batches = MicroBatchRunner(
+        is_layer_major = job.parallel.schedule == "layer-major"
+        make_runner = LayerMajorRunner if is_layer_major else MicroBatchRunner
+        self._micro_batches = make_runner(
             spec,
             sharded,
             functions.loss,
@@ -301,7 +302,7 @@ class Trainer:
         passes.begin_step()
         sums = self._first_sums()
         self.sharded.begin_step()
-        actions = no_pipeline(len(micro_batches))
+        actions = passes.order(len(micro_batches))
         losses = passes.run(actions, micro_batches, sums, self.progress.steps)
         if self.steps.reads_late:  # whether the last step was skipped decides this one's rate
             self._read_totals(between_steps=False)

@@ -70,8 +70,10 @@ _MECHANISMS = (
     f"{_OWN_PACKAGE / 'memory'}{os.sep}",
     str(_OWN_PACKAGE / "spine" / "flight_recorder.py"),
 )
-# What torch's autograd says of the user's graph comes out of its `backward`.
-_SHARDED_MODEL = str(_OWN_PACKAGE / "zero" / "sharded_model.py")
+# What torch's autograd says of the user's graph comes out of their `backward`.
+_CALLS_AUTOGRAD = {
+    str(_OWN_PACKAGE / "zero" / name) for name in ("sharded_model.py", "sliced_passes.py")
+}
 
 
 def add_to_path(job_dir: Path) -> None:
@@ -262,11 +264,11 @@ def is_out_of_memory(error: BaseException) -> bool:
 def _comes_from_runtime(error: BaseException) -> bool:
     """Return whether the innermost frame that is not of a package is of the runtime's mechanisms.
 
-    `ShardedModel.backward` is not among them: torch's autograd speaks of the user's graph there.
+    `backward` is not among them: torch's autograd speaks of the user's graph there.
     """
     files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
     last = next((file for file in reversed(files) if not is_packaged(file)), "")
-    return last.startswith(_MECHANISMS) and last != _SHARDED_MODEL
+    return last.startswith(_MECHANISMS) and last not in _CALLS_AUTOGRAD
 
 
 def module_at(error: BaseException) -> str | None:

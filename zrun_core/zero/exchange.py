@@ -16,6 +16,8 @@ times (N-1)/N:
     2       P            K P
     3       2K P         K P
 
+In layer-major order stage 3 gathers 2 P, whatever K is, and its last slice once.
+
 Frozen parameters are gathered at stage 3 alone: once per micro-batch for forward, and once more
 for backward where a gradient flows through their unit, or a block with them is recomputed. The
 bytes are exact because units are padded to equal shards.
@@ -34,7 +36,7 @@ from zrun_core.distributed.comm import Comm
 from zrun_core.distributed.handle import Handle
 from zrun_core.distributed.transport import gather_tag, reduce_tag
 from zrun_core.memory.layout import UnitLayout
-from zrun_core.memory.state_policy import MeshInfo, Ownership, StatePolicy
+from zrun_core.memory.state_policy import MeshInfo, Ownership, StatePolicy, slices_of
 
 if TYPE_CHECKING:
     from zrun_core.zero.unit import FlatUnit
@@ -171,6 +173,31 @@ class StepCounts:
     refreshes: int
 
 
+def planned_gathers(layouts: Sequence[UnitLayout], states: StatePolicy) -> list[int]:
+    """Return how often each unit that is resharded after use is gathered, per pass.
+
+    Twice, for forward and for backward; tiles of blocks that are recomputed once more, which the
+    last ones of a block may be spared. In layer-major order forward and backward are one pass,
+    through which stays what several modules use; and the last slice goes from one to the other at
+    once.
+
+    Args:
+        layouts: all units of the rank, in order of registration.
+        states: the stage's policy.
+    """
+    found = []
+    if not states.layer_major:
+        for unit in layouts:
+            is_again = states.recomputes_blocks and unit.tile and unit.block
+            found.append(3 if is_again else 2)
+        return found
+    slices = slices_of(layouts)
+    for unit, name in zip(layouts, slices, strict=True):
+        stays = name == slices[-1] or unit.keep_until_pass_ends
+        found.append(1 if stays else 2)
+    return found
+
+
 def expected_traffic(
     layouts: Sequence[UnitLayout],
     states: StatePolicy,
@@ -192,20 +219,18 @@ def expected_traffic(
         counts: of the steps.
         mesh_info: the rank's place.
         gathers: by layout, how often a unit that is resharded after use is gathered per
-            micro-batch; None: twice, for forward and for backward, and tiles of blocks that are
-            recomputed once more, which the last ones of a block may be spared.
+            micro-batch, or per step in layer-major order; None: as `planned_gathers`.
     """
+    passes = counts.steps if states.layer_major else counts.micro_batches
     expected = dict.fromkeys(KINDS, 0)
     reductions = counts.steps
     if states.zero.reduce_now(boundary=False):
         reductions = counts.micro_batches
-    if gathers is None:
-        recomputed = [states.recomputes_blocks and unit.tile and unit.block for unit in layouts]
-        gathers = [3 if is_again else 2 for is_again in recomputed]
-    for unit, gathers_per_micro in zip(layouts, gathers, strict=True):
+    gathers_of = planned_gathers(layouts, states) if gathers is None else gathers
+    for unit, gathers_per_pass in zip(layouts, gathers_of, strict=True):
         num_gathers = 0
         if states.reshard_after_use(unit):
-            num_gathers = gathers_per_micro * counts.micro_batches
+            num_gathers = gathers_per_pass * passes
         elif unit.trainable:
             num_gathers = counts.refreshes
         sent = exchange.sent_bytes(

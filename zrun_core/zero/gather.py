@@ -28,6 +28,11 @@ backward, and that ends it (`_begun`).
 
 Several micro-batches may be under way. What one of them has pinned stays unsharded until it ends,
 whatever runs meanwhile.
+
+[Note: slices]
+Where all micro-batches go through a slice of the model before the next one comes, they share one
+pass per step, and what the slice has used becomes idle at its end: of it each finds all units
+unsharded, except the first. The units of the last slice stay from its forward to its backward.
 """
 
 from __future__ import annotations
@@ -71,8 +76,12 @@ class Gatherer:
         self._prefetch = prefetch
         # Stages 1 and 2: gathered once per step, all of them ahead, in one fixed order.
         self._fixed_order = [unit for unit in units if not unit.reshard_after_use]
+        # By kind: what the last pass asked for, what this one has, and how far it followed that.
         self._orders: dict[PassKind, list[FlatUnit]] = {kind: [] for kind in PassKind}
+        self._asked: dict[PassKind, list[FlatUnit]] = {kind: [] for kind in PassKind}
+        self._cursors = dict.fromkeys(PassKind, 0)
         self._idle: list[FlatUnit] = []
+        self._held: set[FlatUnit] | None = None  # in use by this slice; None: there are no slices
         self._updating: deque[FlatUnit] = deque()  # units that no forward has needed since
         self._needed: Counter[tuple[PassKind, int]] = Counter()  # most gathers of a unit in a pass
         self._begun: set[FlatUnit] = set()  # tiles whose backward is under way
@@ -102,14 +111,28 @@ class Gatherer:
     def begin_pass(self, micro: MicroPass, kind: PassKind) -> None:
         """Begin the forward, backward or evaluation of `micro`, and end what ran before."""
         self.end_pass()
+        self.switch_to(micro, kind)
+        self.active = True
+        self._refresh_stale()
+
+    def switch_to(self, micro: MicroPass, kind: PassKind) -> None:
+        """Go on with `micro` in the pass that runs, which other micro-batches share with it."""
         self.micro = micro
         self._kind = kind
         if kind is PassKind.BACKWARD:
             self._comm.phase = CommPhase.BACKWARD
         else:
             self._comm.phase = CommPhase.FORWARD
-        self.active = True
-        self._refresh_stale()
+
+    def begin_slice(self) -> None:
+        """Reshard what the last slice used. What this one uses stays until it ends."""
+        self._held = set()
+        self.reshard_idle()
+
+    def prefetch_backward(self) -> None:
+        """Begin to gather what the last backward asked for first."""
+        for unit in self._orders[PassKind.BACKWARD][: self._prefetch]:
+            unit.unshard(self._comm)
 
     def _refresh_stale(self) -> None:
         """Begin to gather the units that the last update left stale, and that are not resharded.
@@ -155,11 +178,13 @@ class Gatherer:
     def end_pass(self) -> None:
         """End what runs: record its order, and reshard what is not pinned."""
         self._refresh_up_to(None)
-        if self.micro.unshard_order:
-            self._orders[self._kind] = self.micro.unshard_order
-            self._count_gathers(self.micro.unshard_order)
-        self.micro.unshard_order = []
-        self.micro.cursor = 0
+        for kind, asked in self._asked.items():
+            if asked:
+                self._orders[kind] = asked
+                self._count_gathers(kind, asked)
+                self._asked[kind] = []
+        self._cursors = dict.fromkeys(PassKind, 0)
+        self._held = None
         self.active = False
         for unit in self._units:
             if unit.reshard_after_use:
@@ -234,8 +259,13 @@ class Gatherer:
         self.unshard(unit)
 
     def post_backward(self, unit: FlatUnit) -> None:
-        """Let `unit` be resharded, whose backward is over except where it is used as a constant."""
+        """Let `unit` be resharded, whose backward is over except where it is used as a constant.
+
+        In slices, another one may use it too.
+        """
         self._begun.discard(unit)
+        if unit.layout.keep_until_pass_ends and self._held is not None:
+            return
         if unit.reshard_after_use and unit not in self._idle:
             self._idle.append(unit)
 
@@ -248,15 +278,18 @@ class Gatherer:
                 unit.unshard(self._comm)
                 unit.wait_for_unshard()
             return
-        self._record_need(unit)
+        if self._held is not None:
+            self._held.add(unit)
         if unit.state is UnitState.UNSHARDED:
             if unit in self._idle:
                 self._idle.remove(unit)
             return
+        self._record_need(unit)
         self.reshard_idle()  # first, so that this unit can have their memory
-        step = f"{self._kind.value} {len(self.micro.unshard_order)} {unit.name}"
+        asked = self._asked[self._kind]
+        step = f"{self._kind.value} {len(asked)} {unit.name}"
         self.schedule_hash = zlib.crc32(step.encode(), self.schedule_hash)
-        self.micro.unshard_order.append(unit)
+        asked.append(unit)
         unit.unshard(self._comm)
         self._prefetch_after(unit)  # issued before the wait: both gathers are on their way
         unit.wait_for_unshard()
@@ -268,23 +301,24 @@ class Gatherer:
         at its next place, not at its first.
         """
         order = self._orders[self._kind]
-        micro = self.micro
         try:
-            micro.cursor = order.index(unit, micro.cursor) + 1
+            place = order.index(unit, self._cursors[self._kind]) + 1
         except ValueError:
             return  # this pass runs differently; its order replaces the recorded one
-        ahead = micro.cursor + self._prefetch
-        for following in order[micro.cursor : ahead]:
+        self._cursors[self._kind] = place
+        ahead = place + self._prefetch
+        for following in order[place:ahead]:
             following.unshard(self._comm)
         for following in order[ahead : ahead + 1]:
             following.begin_fetch()
 
     def reshard_idle(self) -> None:
         """Reshard the idle units. See [Note: idle units]."""
+        held = self._held or ()
         idle = self._idle
-        self._idle = []
+        self._idle = [unit for unit in idle if unit in held]
         for unit in idle:
-            if not unit.num_active and not unit.pins:
+            if unit not in held and not unit.num_active and not unit.pins:
                 unit.reshard()
 
     def unshard_on_access(self, unit: FlatUnit) -> None:
@@ -299,7 +333,8 @@ class Gatherer:
             return
         if self.in_forward:
             self.micro.num_calls[unit.index] += 1
-        self._record_need(unit)
+        if unit.state is not UnitState.UNSHARDED:
+            self._record_need(unit)
         if unit.reshard_after_use:
             is_unsharded = unit.state is UnitState.UNSHARDED and unit not in self._idle
             is_open_in_backward = self.in_backward and is_unsharded
@@ -310,7 +345,9 @@ class Gatherer:
     # Traffic that the passes cause
 
     def num_gathers(self, unit: FlatUnit) -> int:
-        """Return how often a micro-batch gathers a unit that is resharded after use.
+        """Return how often a pass gathers a unit that is resharded after use.
+
+        Passes are of a micro-batch each, or of all those of a step.
 
         Once for forward and once for backward, as far as the passes so far have needed it. Backward
         does not need a frozen unit that no gradient flows through, nor one pinned in forward; it
@@ -323,9 +360,9 @@ class Gatherer:
         if not unit.pins:  # pinned units are unsharded already
             self._needed[key] = max(1, self._needed[key])
 
-    def _count_gathers(self, order: Sequence[FlatUnit]) -> None:
+    def _count_gathers(self, kind: PassKind, order: Sequence[FlatUnit]) -> None:
         for index, count in Counter(unit.index for unit in order if unit.layout.tile).items():
-            key = (self._kind, index)
+            key = (kind, index)
             self._needed[key] = max(count, self._needed[key])
 
     # Outside of passes

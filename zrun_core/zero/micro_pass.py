@@ -35,9 +35,11 @@ class BackwardGrads:
     `turn` it is `issued`. A gradient that comes after that makes it `late`.
 
     Attributes:
+        order: of the reductions.
         boundary: it is the last backward of the optimizer step.
         reduces: its gradients are reduced over ranks; False while micro-batches accumulate locally.
         missing: by unit, the parameters that have no gradient yet.
+        awaited: units that are not complete yet, whatever comes: see `Reducer.begin_slice`.
         complete: units that expect no more gradients.
         issued: units whose reduction was issued.
         late: units that got a gradient after that.
@@ -45,9 +47,11 @@ class BackwardGrads:
         turn: position in the order of reductions of the unit that is to be issued next.
     """
 
+    order: list[FlatUnit]
     boundary: bool
     reduces: bool
     missing: dict[int, set[int]]
+    awaited: set[int]
     complete: set[int] = field(default_factory=set)
     issued: set[int] = field(default_factory=set)
     late: set[int] = field(default_factory=set)
@@ -64,16 +68,12 @@ class MicroPass:
         num_calls: by unit index, how often its forward called the unit's modules or accessed its
             parameters outside of them. A unit that it never used gets no gradient.
         open_calls: by `ModuleHooks`, the forward calls whose backward is not over.
-        unshard_order: units in the order in which the forward or backward that runs asked for them.
-        cursor: position in the order of the last pass of this kind, as far as this one followed it.
         grads: progress of its backward while that runs.
     """
 
     pinned: list[FlatUnit] = field(default_factory=list)
     num_calls: Counter[int] = field(default_factory=Counter)
     open_calls: Counter[object] = field(default_factory=Counter)
-    unshard_order: list[FlatUnit] = field(default_factory=list)
-    cursor: int = 0
     grads: BackwardGrads | None = None
 
     def on_gradient_arrival(self, *, of_param: bool) -> None:

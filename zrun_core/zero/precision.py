@@ -66,6 +66,10 @@ class LossScaler:
         self._good = torch.zeros((), dtype=torch.int64, device=device)
         self._bad = torch.zeros((), dtype=torch.int64, device=device)
 
+    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return `loss`, scaled against underflow where it has to be."""
+        return loss * self.scale if self.enabled else loss
+
     def update(self, overflow: torch.Tensor) -> None:
         """Follow one step, without the host reading anything: booleans on the device are factors.
 

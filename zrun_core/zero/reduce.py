@@ -40,7 +40,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -203,13 +203,16 @@ class Reducer:
 
     # One backward pass
 
-    def begin_backward(self, micro: MicroPass, *, boundary: bool) -> None:
+    def begin_backward(
+        self, micro: MicroPass, *, boundary: bool, awaits_slices: bool = False
+    ) -> None:
         """Begin the backward of `micro`.
 
         Args:
             micro: whose forward has run.
             boundary: it is meant to be the last of the optimizer step: after it the gradients are
                 summed over all ranks. If another one follows all the same, the sum is made anew.
+            awaits_slices: no unit is complete before its slice: see `begin_slice`.
         """
         if self._is_summed:
             counts_here = self._mesh.replicate.index == 0
@@ -221,12 +224,15 @@ class Reducer:
             self._is_summed = False
         has_peers = self._mesh.shard.size > 1 or (boundary and self._mesh.replicate.size > 1)
         grads = BackwardGrads(
+            order=self._order,
             boundary=boundary,
             reduces=has_peers and self._policy.zero.reduce_now(boundary),
             missing={unit.index: set(range(len(unit.params))) for unit in self._order},
+            awaited={unit.index for unit in self._order if awaits_slices},
         )
+        expected = grads.awaited | self._left_for_end
         for unit in self._order:
-            if not micro.num_calls[unit.index] and unit.index not in self._left_for_end:
+            if not micro.num_calls[unit.index] and unit.index not in expected:
                 grads.complete.add(unit.index)
         micro.grads = grads
         self._issue_in_order(grads)
@@ -271,11 +277,32 @@ class Reducer:
         grads = micro.grads
         if grads is None:
             return
-        if unit.index in self._left_for_end or unit.index in grads.complete:
+        if unit.index in self._left_for_end or unit.index in grads.awaited | grads.complete:
             return
         grads.seen.append(unit.index)
         grads.complete.add(unit.index)
         self._issue_in_order(grads)
+
+    def begin_slice(self, micro: MicroPass, units: Container[int]) -> None:
+        """Begin the part of a backward in which `units` get their last gradients.
+
+        Until then they are not complete: another slice may have used them too; micro-batches that
+        did not use them wait for those that did; and all ranks reduce them for one micro-batch
+        after the other, whichever modules they have run.
+
+        Args:
+            micro: whose backward runs.
+            units: indices of units, each of one slice only.
+        """
+        assert micro.grads is not None
+        micro.grads.awaited = {index for index in micro.grads.awaited if index not in units}
+
+    def end_slice(self, micro: MicroPass, units: Container[int]) -> None:
+        """Expect no more gradients of the units that `begin_slice` named."""
+        assert micro.grads is not None
+        for unit in micro.grads.order:
+            if unit.index in units:
+                self.mark_complete(micro, unit)
 
     def end_backward(self, micro: MicroPass) -> None:
         """End the backward of `micro`: reduce what is left, and wait for everything in flight."""
@@ -293,7 +320,8 @@ class Reducer:
             self._finish_alone()
         self._is_summed = grads.boundary
         if not self._is_order_recorded:
-            self._record_order(grads.seen)
+            self.use_order(grads.seen)
+            self._is_order_recorded = True
 
     def _finish_alone(self) -> None:
         """Complete the gradients of a rank that has no other to sum with."""
@@ -309,8 +337,8 @@ class Reducer:
 
     def _issue_in_order(self, grads: BackwardGrads) -> None:
         """Issue the units whose turn it is, up to the first that is not complete."""
-        while grads.turn < len(self._order):
-            unit = self._order[grads.turn]
+        while grads.turn < len(grads.order):
+            unit = grads.order[grads.turn]
             if unit.index not in grads.complete:
                 return
             grads.turn += 1
@@ -322,8 +350,7 @@ class Reducer:
         """Begin to reduce the gradient of `unit`. See [Note: late units]."""
         self._advance_in_flight()
         is_late = unit.index in grads.late
-        if is_late:
-            self._retire_sum_of(unit)  # the second sum has the same tag
+        self._retire_sum_of(unit)  # a second sum has the same tag, and is added to the first
         if unit.unsharded_grad is None:  # no parameter of it got a gradient
             if not grads.reduces and (unit.has_partial or not grads.boundary):
                 return  # nothing to add
@@ -460,20 +487,30 @@ class Reducer:
         """True once the order of reductions is known, which the first backward records."""
         return self._is_order_recorded
 
-    def _record_order(self, seen_here: Sequence[int]) -> None:
+    def use_order(self, seen_here: Iterable[int]) -> None:
         """Adopt the order in which rank 0 completed the units; those that it did not see come last.
 
         Collective over the ranks that train the same parameters.
 
         Args:
-            seen_here: indices of units, in the order in which this rank completed them.
+            seen_here: indices of units, in the order in which this rank completed them, or will.
         """
-        self._is_order_recorded = True
         by_index = {unit.index: unit for unit in self._order}
-        seen = [*seen_here, *(index for index in by_index if index not in seen_here)]
-        order = torch.tensor(seen, device=self._comm.device)
-        self._comm.broadcast(order, self._mesh.data, name="order of reductions")
-        self._order = [by_index[index] for index in order.tolist()]
+        seen = list(seen_here)
+        seen += [index for index in by_index if index not in seen]
+        self._order = [by_index[index] for index in self.agree_on(seen)]
+
+    def agree_on(self, numbers: Sequence[int]) -> list[int]:
+        """Return what rank 0 has of the ranks that train the same parameters. Collective."""
+        agreed = torch.tensor(numbers, device=self._comm.device)
+        self._comm.broadcast(agreed, self._mesh.data, name="order of reductions")
+        found: list[int] = agreed.tolist()
+        return found
+
+    @property
+    def units(self) -> Sequence[FlatUnit]:
+        """Trainable units, in one order."""
+        return self._first_order
 
     def state_dict(self) -> dict[str, Any]:
         """Return what backward passes have taught, as small JSON. See [Note: late units]."""

@@ -56,6 +56,7 @@ from zrun_core.zero.precision import LossScaler, Precision
 from zrun_core.zero.reduce import Reducer, mesh_info_of
 from zrun_core.zero.running_buffers import RunningBuffers
 from zrun_core.zero.sharded_optimizer import Decision, ShardedOptimizer
+from zrun_core.zero.sliced_passes import SlicedPasses
 from zrun_core.zero.tiling import tensors_of_tiles, tile_linears
 from zrun_core.zero.unit import FlatUnit, moves_pages, window_pool
 
@@ -80,6 +81,7 @@ class ShardingConfig:
         prefetch: units that are gathered ahead of their use.
         whole_blocks: never hook inside a repeated block, because it is compiled.
         recomputes_blocks: activation checkpointing.
+        layer_major: micro-batches go through the model slice by slice: see `sliced_passes.py`.
         exchange: the collectives of a unit.
         memory_bytes: that a rank may have on its device; None: it finds out.
         tile: linears that are tiled before the model is sharded.
@@ -102,6 +104,7 @@ class ShardingConfig:
     prefetch: int = 1
     whole_blocks: bool = False
     recomputes_blocks: bool = False
+    layer_major: bool = False
     exchange: Exchange = field(default_factory=Exchange)
     memory_bytes: int | None = None
     tile: TileConfig | None = None
@@ -120,6 +123,7 @@ class ShardingConfig:
             0,
             ownership=self.exchange,
             recomputes_blocks=self.recomputes_blocks,
+            layer_major=self.layer_major,
         )
         if self.optimizer is None:
             return states
@@ -451,6 +455,20 @@ class ShardedModel:
             accumulate,
         )
 
+    def use_slices(self) -> SlicedPasses:
+        """Let the micro-batches of a step go through the model slice by slice.
+
+        Raises:
+            JobError: the model has no repeated blocks.
+        """
+        return SlicedPasses(
+            self.module,
+            self._gatherer,
+            self.reducer,
+            lambda: self.settings.precision.autocast(self.comm.device),
+            self.comm.device,
+        )
+
     # One optimizer step
 
     def begin_step(self) -> None:
@@ -487,9 +505,7 @@ class ShardedModel:
         """
         self._gatherer.begin_pass(micro, PassKind.BACKWARD)
         self.reducer.begin_backward(micro, boundary=boundary)
-        if self.scaler.enabled:
-            loss = loss * self.scaler.scale
-        loss.backward()
+        self.scaler.scaled(loss).backward()
         self._end_backward(micro)
 
     def _end_backward(self, micro: MicroPass) -> None:

@@ -47,7 +47,7 @@ def make_keeper(tier: Tier, folder: str) -> Keeper | None:
     if tier is Tier.HOST:
         return HostKeeper(copier, arena)
     if tier is Tier.DISK:
-        return DiskKeeper(SwapFile(Path(folder), 0), copier, arena)
+        return DiskKeeper(SwapFile(Path(folder), 0), copier, arena, host_is_device=True)
     return None
 
 

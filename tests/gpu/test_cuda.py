@@ -8,7 +8,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,14 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from zrun_core.activations.checkpoint import apply_checkpointing
+from zrun_core.activations.kept import make_keeper
+from zrun_core.activations.offloaded_inputs import OffloadedInputs
 from zrun_core.distributed.comm import Comm
 from zrun_core.distributed.mesh import Mesh
 from zrun_core.distributed.named_vector import NamedVector
 from zrun_core.distributed.rng import Streams, fork_torch_rng
 from zrun_core.memory.arena import Ring, StorageMeter, StorageWindow
-from zrun_core.memory.buffers import Kind
+from zrun_core.memory.buffers import Kind, Tier
 from zrun_core.memory.state_policy import ZeroPolicy
 from zrun_core.optim.resolve import resolve_optimizer
 from zrun_core.spine.config import ActivationsConfig, OptimConfig, PrecisionConfig
@@ -399,10 +401,11 @@ def test_nothing_is_kept_from_step_to_step():
 # Blocks that recompute, and blocks that are compiled
 
 
-def peak_of(checkpoint: str) -> tuple[list[float], int]:
+def peak_of(checkpoint: str, inputs: OffloadedInputs | None = None) -> tuple[list[float], int]:
     torch.manual_seed(1)
     model = Net(depth=8)
-    apply_checkpointing(model, ActivationsConfig.model_validate({"checkpoint": checkpoint}))
+    config = ActivationsConfig.model_validate({"checkpoint": checkpoint})
+    apply_checkpointing(model, config, inputs)
     sharded = make_sharded(model, 3)
     generator = torch.Generator().manual_seed(3)
     large = (
@@ -424,6 +427,21 @@ def test_checkpointing_saves_memory_and_changes_nothing(checkpoint):
     assert peak < most
 
 
+def elsewhere(tier: Tier, folder: Path) -> OffloadedInputs:
+    return OffloadedInputs(make_keeper(tier, CUDA, folder, 1 << 28, nullcontext))
+
+
+@pytest.mark.parametrize("tier", [Tier.HOST, Tier.DISK])
+def test_inputs_of_blocks_wait_elsewhere(tier, tmp_path):
+    inputs = elsewhere(tier, tmp_path)
+    losses, peak = peak_of("full", inputs)
+    expected, most = peak_of("full")
+    assert losses == expected
+    input_bytes = (1 << 14) * DIM * 4
+    assert most - peak >= 5 * input_bytes  # of eight, all but the two around the block that runs
+    assert inputs.kept_bytes[tier] == 8 * input_bytes
+
+
 class Dropped(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -442,6 +460,19 @@ def test_recomputed_dropout_draws_the_same_mask(checkpoint):
         torch.manual_seed(7)
         losses.append(train(sharded))
     assert losses[1] == pytest.approx(losses[0], abs=1e-5)
+
+
+@pytest.mark.parametrize("tier", [Tier.HOST, Tier.DISK])
+def test_dropout_recomputed_from_elsewhere_draws_the_same_mask(tier, tmp_path):
+    losses = []
+    for inputs in (None, elsewhere(tier, tmp_path)):
+        torch.manual_seed(1)
+        model = Dropped()
+        apply_checkpointing(model, ActivationsConfig(checkpoint="full"), inputs)
+        sharded = make_sharded(model, 3)
+        torch.manual_seed(7)
+        losses.append(train(sharded))
+    assert losses[0] == losses[1]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

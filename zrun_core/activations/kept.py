@@ -197,19 +197,23 @@ class DiskKeeper(Keeper):
         copier: Copier,
         arena: HostArena,
         waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
+        *,
+        host_is_device: bool,
     ) -> None:
         """Take what the tensors pass through.
 
         Args:
             swap: the file, from which extents are reserved as they are needed.
-            copier: to host memory and, on CUDA, from there.
+            copier: to host memory, and from there.
             arena: the host memory, which nobody else uses.
             waiting: context of waiting for the disk.
+            host_is_device: the disk is read straight to where tensors are used.
         """
         super().__init__(arena)
         self.swap = swap
         self.copier = copier
         self.waiting = waiting
+        self.host_is_device = host_is_device
         self._free: list[Extent] = []
         self._reserved_bytes = 0
         self._abandoned: deque[_OnDisk] = deque()
@@ -269,10 +273,9 @@ class _OnDisk(Kept):
         self._form = _Form.of(tensor)
         self._num_bytes = tensor.nbytes
         self._extent = extent
-        self._is_on_cpu = tensor.device.type == "cpu"
         self._passing: torch.Tensor | None = keeper.take(extent.num_bytes)
         self._leaving = keeper.copier.copy(_flat(tensor), self._passing[: self._num_bytes])
-        if not self._is_on_cpu:
+        if not keeper.host_is_device:
             keeper.count(Tier.HOST, Direction.WRITTEN, self._num_bytes)
         self._coming: tuple[torch.Tensor, Transfer] | None = None
 
@@ -289,7 +292,7 @@ class _OnDisk(Kept):
     def fetch(self) -> None:
         if self._coming is not None:
             return
-        if self._is_on_cpu:
+        if self._keeper.host_is_device:
             target = _whole_pages_of_memory(self._extent.num_bytes)
         else:
             target = self._keeper.take(self._extent.num_bytes)
@@ -304,7 +307,7 @@ class _OnDisk(Kept):
             coming.wait_on_host()
         self._coming = None
         memory = memory[: self._num_bytes]
-        if self._is_on_cpu:
+        if self._keeper.host_is_device:
             return self._form.over(memory)
         target = self._form.empty()
         copied = self._keeper.copier.copy(memory, _flat(target))
@@ -320,7 +323,7 @@ class _OnDisk(Kept):
         """Return the extent, which nothing reads or writes any more."""
         if self._passing is not None:
             self._keeper.give(self._passing, self._leaving)
-        if self._coming is not None and not self._is_on_cpu:
+        if self._coming is not None and not self._keeper.host_is_device:
             self._keeper.give(*self._coming)
         return self._extent
 
@@ -351,8 +354,9 @@ def make_keeper(
     Raises:
         PreflightError: there is no such file or memory to be had.
     """
-    copier: Copier = ThreadCopier() if device.type == "cpu" else StreamCopier(device)
+    is_cpu = device.type == "cpu"
+    copier: Copier = ThreadCopier() if is_cpu else StreamCopier(device)
     arena = HostArena(host_bytes, device)
     if tier is Tier.HOST:
         return HostKeeper(copier, arena)
-    return DiskKeeper(SwapFile(folder, 0), copier, arena, waiting)
+    return DiskKeeper(SwapFile(folder, 0), copier, arena, waiting, host_is_device=is_cpu)

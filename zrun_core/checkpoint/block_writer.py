@@ -20,7 +20,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from zrun_core.errors import SaveError
-from zrun_core.spine.direct_io import past_the_cache, reserve, write_all
+from zrun_core.spine.direct_io import free_space, past_the_cache, reserve, write_all
 from zrun_core.spine.sizes import format_size
 
 Bytes = NDArray[np.uint8]
@@ -75,19 +75,11 @@ def save_error(path: Path, error: OSError, num_bytes: int | None = None) -> Save
     """
     text = f"cannot save {path}: {error.strerror or error}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        space = f"{_free(path.parent)} free"
+        space = f"{free_space(path.parent)} free"
         if num_bytes is not None:
             space = f"{format_size(num_bytes)} needed, {space}"
         return SaveError(f"{text} ({space}); free some space, or keep fewer checkpoints")
     return SaveError(f"{text}; the checkpoint before it is kept")
-
-
-def _free(folder: Path) -> str:
-    try:
-        status = os.statvfs(folder)
-    except OSError:
-        return "unknown"
-    return format_size(status.f_bavail * status.f_frsize)
 
 
 @contextmanager

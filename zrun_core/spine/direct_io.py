@@ -10,6 +10,8 @@ import secrets
 from collections.abc import Callable
 from pathlib import Path
 
+from zrun_core.spine.sizes import format_size
+
 _MOUNTS = Path("/proc/self/mountinfo")
 _PAGE_BYTES = 4096  # on whose borders direct reads and writes begin and end
 # Of a file system or kernel that has no files without a name.
@@ -145,6 +147,15 @@ def _move_pages(
         if count == 0:
             raise OSError(errno.EIO, nothing_moved)
         done += count
+
+
+def free_space(folder: Path) -> str:
+    """Return how much a disk has left for this user, in words."""
+    try:
+        status = os.statvfs(folder)
+    except OSError:
+        return "unknown"
+    return format_size(status.f_bavail * status.f_frsize)
 
 
 def file_system(folder: Path) -> str:

@@ -46,6 +46,7 @@ from zrun_core.errors import OffloadError, PreflightError
 from zrun_core.memory.layout import PAGE_BYTES, whole_pages
 from zrun_core.spine.direct_io import (
     file_system,
+    free_space,
     goes_past_the_cache,
     open_nameless,
     read_pages,
@@ -318,7 +319,8 @@ class SwapFile:
 
     def _attempt(self, task: _Task) -> str:
         """Move a block. Returns the error, or nothing."""
-        begin = time.perf_counter() if self.trace is not None else 0.0
+        trace = self.trace
+        begin = 0.0 if trace is None else time.perf_counter()
         verb = "write" if task.is_write else "read"
         what = f"{verb} {task.extent.name}"
         try:
@@ -332,9 +334,9 @@ class SwapFile:
             return str(error)
         except Exception as error:  # a bug; whoever waits must not wait for ever
             return f"cannot {what} in {self.folder}: {type(error).__name__}: {error}"
-        if self.trace is not None:
+        if trace is not None:
             thread = threading.current_thread().name
-            self.trace.append(Span(thread, what, begin, time.perf_counter()))
+            trace.append(Span(thread, what, begin, time.perf_counter()))
         return ""
 
     def _write(self, task: _Task) -> None:
@@ -450,18 +452,10 @@ def _in_words(what: str, folder: Path, error: OSError, num_bytes: int | None = N
     """
     text = f"{what} in {folder}: {error.strerror or error}"
     if error.errno in _FULL:
-        space = _free(folder)
+        space = f"{free_space(folder)} free"
         if num_bytes is not None:
             space = f"{format_size(num_bytes)} needed, {space}"
         return f"{text} ({space}); free some space, or {_ELSEWHERE}"
     if error.errno == errno.EIO:
         return f"{text}; the disk fails: look at it (dmesg, smartctl), and {_ELSEWHERE}"
     return f"{text}; {_ELSEWHERE}"
-
-
-def _free(folder: Path) -> str:
-    try:
-        status = os.statvfs(folder)
-    except OSError:
-        return "free space unknown"
-    return f"{format_size(status.f_bavail * status.f_frsize)} free"

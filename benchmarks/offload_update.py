@@ -52,7 +52,7 @@ def make(width: int) -> ShardedModel:
     mesh = Mesh.build(0, ["host"], 1)
     sharded = ShardedModel(module, lambda name, param: param.detach(), settings, mesh, comm)
     for unit in sharded.units:
-        unit.local_grad.normal_(std=1e-2)
+        unit.grad.local.normal_(std=1e-2)
     zrun(sharded)  # makes the moments
     return sharded
 
@@ -79,7 +79,7 @@ class WholeTensors:
     def step(self) -> None:
         """Update all units."""
         for unit, param, optimizer in zip(self._units, self._params, self._optimizers, strict=True):
-            param.grad = self._wide[: param.numel()].copy_(unit.local_grad)
+            param.grad = self._wide[: param.numel()].copy_(unit.grad.local)
             optimizer.step()
             unit.local_param.copy_(unit.master)
 

@@ -94,7 +94,7 @@ def watching(gathers: Counter[str], grads: list[Any]) -> Iterator[None]:
     step, unshard = ShardedModel.step, FlatUnit.unshard
 
     def watched_step(self: ShardedModel, *args: Any) -> Any:
-        grads.append({unit.name: unit.local_grad.numpy().copy() for unit in self._trained})
+        grads.append({unit.name: unit.grad.local.numpy().copy() for unit in self._trained})
         return step(self, *args)
 
     def watched_unshard(self: FlatUnit, *args: Any) -> None:

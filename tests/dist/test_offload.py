@@ -314,7 +314,7 @@ def scratch_of_threads(placement: Placement) -> tuple[set[int], set[int]]:
     sharded = sharded_at(3, placement, "", {"precision": "bf16"})
     here, beside = set(), set()
     for unit, _, update in sharded.optimizer.updated_pieces():
-        if unit.is_updated_elsewhere:
+        if unit.update_side.is_elsewhere:
             beside.add(id(update.scratch))
         else:
             here.add(id(update.scratch))

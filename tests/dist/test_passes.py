@@ -111,7 +111,7 @@ def execute(sharded: ShardedModel, actions: Actions) -> list[float]:
 
 
 def gradients(sharded: ShardedModel) -> list[Tensor]:
-    return [unit.local_grad.clone() for unit in sharded.units if unit.trainable]
+    return [unit.grad.local.clone() for unit in sharded.units if unit.trainable]
 
 
 def digest(tensors: Sequence[Tensor]) -> str:

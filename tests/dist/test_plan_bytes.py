@@ -86,7 +86,7 @@ def held(sharded: ShardedModel) -> dict[str, int]:
         else:
             see(Kind.PARAM, unit.window.full)
         if unit.trainable:
-            see(Kind.GRAD, unit.local_grad)
+            see(Kind.GRAD, unit.grad.local)
             see(Kind.OPTIM, unit.master)
     for tensor in sharded.optimizer.tensors():
         if tensor.dim():  # not a count of steps

@@ -21,9 +21,7 @@ OF_UNITS_ONLY = {
     "master",
     "param_shard",
     "local_param",
-    "unsharded_grad",
-    "local_grad",
-    "_grad_views",
+    "update_side",
 }
 OF_OTHERS_TOO = {"full", "grad", "param", "record", "moments", "window", "views", "_placeholders"}
 OUTSIDE = sorted(

@@ -146,7 +146,9 @@ class Gatherer:
         if self._kind is PassKind.FORWARD:
             self.num_refreshes += 1
         if self._sees_lookups and self._kind is PassKind.FORWARD:
-            self._updating = deque(unit for unit in self.update_order() if unit.is_updating)
+            self._updating = deque(
+                unit for unit in self.update_order() if unit.update_side.is_running
+            )
             self._updating = deque(u for u in self._updating if not u.reshard_after_use)
             waits = set(self._updating)
             stale = [unit for unit in stale if unit not in waits]

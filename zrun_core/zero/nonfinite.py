@@ -252,7 +252,7 @@ class Inspector:
         """Yield the units, and the gradient of the elements that this rank updates of each."""
         for unit in self._units:
             try:
-                yield unit, _unpadded(unit, unit.fetch_grad())
+                yield unit, _unpadded(unit, unit.grad.fetch())
             finally:
                 unit.grad.drop()
 

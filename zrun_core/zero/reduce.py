@@ -156,7 +156,7 @@ class Reducer:
         placements = {unit.name: unit.placement for unit in self._order}
         num_bytes = policy.reduce_ring_bytes(layouts, self._mesh_info, placements=placements)
         alignment = 256
-        if any(unit.sends_grad_away for unit in self._order):
+        if any(unit.grad.leaves for unit in self._order):
             alignment = PAGE_BYTES
         self.ring = Ring(num_bytes, comm.device, alignment)
         self.inspector: Inspector | None = None
@@ -189,12 +189,12 @@ class Reducer:
             recv_buffer = self._recv_buffer(unit)
             scratch = [recv_buffer]
             total = None
-            if unit.sends_grad_away:
+            if unit.grad.leaves:
                 total = self._take_scratch(unit.layout.shard_numel)
-                unit.load_grad(total)
+                unit.grad.load(total)
                 scratch.append(total)
             handle = self._exchange.all_reduce_replicas(
-                self._comm, unit, recv_buffer, unit.fetch_grad() if total is None else total
+                self._comm, unit, recv_buffer, unit.grad.fetch() if total is None else total
             )
             leaves = None if total is None else _Sum(total, accumulate=False, is_last=True)
             self._in_flight.append(_InFlight(unit, handle, None, leaves, scratch))
@@ -217,10 +217,10 @@ class Reducer:
         if self._is_summed:
             counts_here = self._mesh.replicate.index == 0
             for unit in self._order:
-                if unit.keeps_partial_sums:
+                if unit.grad.keeps_partial_sums:
                     self._reopen_partial(unit, counts_here=counts_here)
                 else:
-                    unit.reopen_grad(counts_here=counts_here)
+                    unit.grad.reopen(counts_here=counts_here)
             self._is_summed = False
         has_peers = self._mesh.shard.size > 1 or (boundary and self._mesh.replicate.size > 1)
         grads = BackwardGrads(
@@ -241,10 +241,10 @@ class Reducer:
         """Make this rank's part of the sum, and nothing else, what its micro-batches add up to."""
         whole = self._take_scratch(unit.layout.padded_numel).zero_()
         if counts_here:
-            unit.load_grad(unit.local_part(whole))
-        sent = unit.store_grad(whole, accumulate=False)
-        unit.has_partial = True
-        unit.is_reduced = False
+            unit.grad.load(unit.local_part(whole))
+        sent = unit.grad.store(whole, accumulate=False)
+        unit.grad.has_partial = True
+        unit.grad.is_reduced = False
         self._leaving.append(_Leaving(sent, [whole]))
 
     def accumulate_grad(self, micro: MicroPass, unit: FlatUnit, number: int) -> bool:
@@ -262,12 +262,12 @@ class Reducer:
         assert grads is not None
         is_issued = unit.index in grads.issued
         is_first_after_issue = is_issued and unit.index not in grads.late
-        if unit.unsharded_grad is None or is_first_after_issue:
+        if unit.grad.unsharded is None or is_first_after_issue:
             scratch = self._take_scratch(unit.layout.padded_numel)
-            unit.begin_grad(scratch, goes_on=grads.reduces and unit.has_partial)
+            unit.grad.begin(scratch, goes_on=grads.reduces and unit.grad.has_partial)
         if is_issued:
             grads.late.add(unit.index)
-        unit.accumulate_grad(number)
+        unit.grad.accumulate(number)
         missing = grads.missing[unit.index]
         missing.discard(number)
         return not missing
@@ -326,12 +326,12 @@ class Reducer:
     def _finish_alone(self) -> None:
         """Complete the gradients of a rank that has no other to sum with."""
         for unit in self._order:
-            if unit.sends_grad_away:
+            if unit.grad.leaves:
                 continue  # they left one by one
-            unsharded_grad = unit.complete_grad()
+            unsharded_grad = unit.grad.complete()
             if self.inspector is not None:
                 self.inspector.inspect(unit, unsharded_grad)
-            unit.put_grad()
+            unit.grad.put()
 
     # Reductions in flight
 
@@ -342,7 +342,7 @@ class Reducer:
             if unit.index not in grads.complete:
                 return
             grads.turn += 1
-            if grads.reduces or unit.sends_grad_away:
+            if grads.reduces or unit.grad.leaves:
                 self._issue(unit, grads)
                 grads.issued.add(unit.index)
 
@@ -351,12 +351,12 @@ class Reducer:
         self._advance_in_flight()
         is_late = unit.index in grads.late
         self._retire_sum_of(unit)  # a second sum has the same tag, and is added to the first
-        if unit.unsharded_grad is None:  # no parameter of it got a gradient
-            if not grads.reduces and (unit.has_partial or not grads.boundary):
+        if unit.grad.unsharded is None:  # no parameter of it got a gradient
+            if not grads.reduces and (unit.grad.has_partial or not grads.boundary):
                 return  # nothing to add
             begun = self._take_scratch(unit.layout.padded_numel)
-            unit.begin_grad(begun, goes_on=grads.reduces and unit.has_partial)
-        unsharded_grad = unit.complete_grad()
+            unit.grad.begin(begun, goes_on=grads.reduces and unit.grad.has_partial)
+        unsharded_grad = unit.grad.complete()
         if self.inspector is not None:
             self.inspector.inspect(unit, unsharded_grad)
         if not grads.reduces:
@@ -366,26 +366,26 @@ class Reducer:
         late_sum = None
         leaves = None
         into = unit.local_part(unsharded_grad)  # where the sum stays until it is added, or leaves
-        accumulate = unit.is_reduced
+        accumulate = unit.grad.is_reduced
         scratch = [recv_buffer]
-        if unit.sends_grad_away and is_late:
+        if unit.grad.leaves and is_late:
             leaves = _Sum(into, accumulate=True, is_last=grads.boundary)
             accumulate = False
-        elif unit.sends_grad_away:
+        elif unit.grad.leaves:
             sums_replicas = grads.boundary and unit.replicate.size > 1
-            accumulate = unit.is_reduced and sums_replicas
+            accumulate = unit.grad.is_reduced and sums_replicas
             if accumulate:  # replicas sum what the micro-batches have added up to
                 into = self._take_scratch(unit.layout.shard_numel)
-                unit.load_grad(into)
+                unit.grad.load(into)
                 scratch.append(into)
             leaves = _Sum(
-                into, accumulate=unit.is_reduced and not accumulate, is_last=grads.boundary
+                into, accumulate=unit.grad.is_reduced and not accumulate, is_last=grads.boundary
             )
         elif is_late:
             accumulate = False
             late_sum = into
         else:
-            into = unit.sum_buffer()
+            into = unit.grad.sum_buffer()
         handle = self._exchange.reduce_grad(
             self._comm,
             unit,
@@ -395,18 +395,18 @@ class Reducer:
             accumulate=accumulate,
             boundary=grads.boundary,
         )
-        if not unit.owns_buffer(unsharded_grad):
+        if not unit.grad.owns(unsharded_grad):
             scratch.append(unsharded_grad)
-        unit.is_reduced = True
-        unit.end_grad()
+        unit.grad.is_reduced = True
+        unit.grad.end()
         self._in_flight.append(_InFlight(unit, handle, late_sum, leaves, scratch))
 
     def _send_partial(self, unit: FlatUnit, unsharded_grad: torch.Tensor, *, is_last: bool) -> None:
         """Send this rank's own gradient to its home elsewhere, and add it there."""
-        accumulate = unit.has_partial
-        sent = unit.store_grad(unsharded_grad, accumulate=accumulate, is_last=is_last)
-        unit.has_partial = True
-        unit.end_grad()
+        accumulate = unit.grad.has_partial
+        sent = unit.grad.store(unsharded_grad, accumulate=accumulate, is_last=is_last)
+        unit.grad.has_partial = True
+        unit.grad.end()
         self._leaving.append(_Leaving(sent, [unsharded_grad]))
 
     def _take_scratch(self, numel: int) -> torch.Tensor:
@@ -446,12 +446,12 @@ class Reducer:
         oldest.handle.wait()
         if oldest.leaves is not None:
             values, accumulate, is_last = oldest.leaves
-            sent = oldest.unit.store_grad(values, accumulate=accumulate, is_last=is_last)
+            sent = oldest.unit.grad.store(values, accumulate=accumulate, is_last=is_last)
             self._leaving.append(_Leaving(sent, oldest.scratch))
             return
         if oldest.late_sum is not None:
-            oldest.unit.fetch_grad().add_(oldest.late_sum)
-        oldest.unit.put_grad()
+            oldest.unit.grad.fetch().add_(oldest.late_sum)
+        oldest.unit.grad.put()
         for scratch in oldest.scratch:
             self.ring.give(scratch)
 

@@ -474,7 +474,7 @@ class ShardedModel:
     def begin_step(self) -> None:
         """Forget the last step's gradients, and copy the buffers that a skipped step puts back."""
         for unit in self._trained:
-            unit.begin_step()
+            unit.grad.begin_step()
         self.reducer.begin_step()
         self._gatherer.schedule_hash = 0
         self._inspector.begin_step()
@@ -551,7 +551,7 @@ class ShardedModel:
         scale = self.scaler if scaler is None else scaler
         self.comm.phase = CommPhase.STEP
         self.settle_updates()  # those of the step before, where updates are delayed
-        has_grad = b"".join(unit.has_grad for unit in self._trained)
+        has_grad = b"".join(unit.grad.has_grad for unit in self._trained)
         own = StepContribution(sums, self._square_norm(), self._gatherer.schedule_hash, has_grad)
         reduced = all_reduce_step(own, self.mesh.data, self.mesh.world, self.comm)
 
@@ -647,7 +647,7 @@ class ShardedModel:
             norms: list[torch.Tensor] = []
             of_units: list[FlatUnit] = []
             for unit in self._counted:
-                found = [each.to(total.device) for each in unit.grad_norms(part)]
+                found = [each.to(total.device) for each in unit.grad.norms(part)]
                 norms += found
                 of_units += [unit] * len(found)
             if norms:

@@ -88,7 +88,7 @@ class ShardedOptimizer:
                 groups,
                 group_of,
                 numbers,
-                scratch_beside if unit.is_updated_elsewhere else scratch,
+                scratch_beside if unit.update_side.is_elsewhere else scratch,
             )
             for unit in trained
         ]
@@ -109,7 +109,7 @@ class ShardedOptimizer:
             groups: each has its `weight_decay`, if any has one.
         """
         for update in self._updates:
-            update.unit.wait_for_update()
+            update.unit.update_side.wait()
             update.set_options(groups)
         if self._trust is not None:
             decays = [groups[number]["weight_decay"] for number in self._groups.values()]
@@ -140,7 +140,7 @@ class ShardedOptimizer:
             self._step_layer_wise(self._trust, updates, lr, grad_scale, found_inf)
         else:
             for update, of_unit in updates:
-                if not update.unit.is_updated_elsewhere:
+                if not update.unit.update_side.is_elsewhere:
                     _update(update, of_unit, lr, grad_scale, found_inf)
         if not self._has_updated and self._comm.device.type == "cpu":
             # States that moved into the records have left holes between small ones that stay.
@@ -150,7 +150,7 @@ class ShardedOptimizer:
     @property
     def starts_updates(self) -> bool:
         """True if `start` has something to do."""
-        return self._trust is None and any(u.unit.is_updated_elsewhere for u in self._updates)
+        return self._trust is None and any(u.unit.update_side.is_elsewhere for u in self._updates)
 
     def start(
         self,
@@ -178,7 +178,7 @@ class ShardedOptimizer:
         by_unit = {
             update.unit: (update, of_unit)
             for update, of_unit in zip(self._updates, has_grad, strict=True)
-            if update.pieces and update.unit.is_updated_elsewhere
+            if update.pieces and update.unit.update_side.is_elsewhere
         }
         units = [unit for unit in order if unit in by_unit]
         for unit, following in zip(units, [*units, None][1:], strict=True):
@@ -203,7 +203,7 @@ class ShardedOptimizer:
         if decision.skipped:
             return
         start = time.perf_counter()
-        update.unit.prefetch_update()
+        update.unit.update_side.prefetch()
         with torch.no_grad():
             _update(
                 update,
@@ -212,15 +212,17 @@ class ShardedOptimizer:
                 decision.grad_scale,
                 None,
                 keeps_params=delayed,
-                meanwhile=None if following is None else following.prefetch_update,
+                meanwhile=None if following is None else following.update_side.prefetch,
             )
         tiers.counts.updating_s += time.perf_counter() - start
 
     def _fp32_grad(self, unit: FlatUnit) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the unit's gradient [updated range] in fp32, and the scratch to give back."""
-        if unit.is_updated_elsewhere:
-            return unit.update_grad().float().clone(), None  # its slot is needed by others
-        grad = unit.fetch_grad()
+        if unit.update_side.is_elsewhere:
+            proposal = unit.update_side.grad().to(torch.float32, copy=True)
+            unit.update_side.drop_grad()  # its slot is needed by others
+            return proposal, None
+        grad = unit.grad.fetch()
         if grad.dtype == torch.float32:
             return grad, None
         wide = self._ring.take(grad.numel(), torch.float32, grow=True)
@@ -255,8 +257,8 @@ class ShardedOptimizer:
         squares = self._comm.all_reduce_small(squares, self._tensor, name="trust ratios")
         ratios = trust.ratios(squares)
         for update, _ in updates:
-            update.apply(ratios, out=update.unit.update_target())
-            update.unit.end_update()
+            update.apply(ratios, out=update.unit.update_side.target())
+            update.unit.update_side.end()
             update.unit.settle()
         for scratch in borrowed:
             self._ring.give(scratch)
@@ -300,7 +302,7 @@ def _update(
     """
     unit = update.unit
     update.begin_update()
-    grad = unit.update_grad()
+    grad = unit.update_side.grad()
     if meanwhile is not None:
         meanwhile()
     update.update(
@@ -309,6 +311,6 @@ def _update(
         lr=lr,
         grad_scale=grad_scale,
         found_inf=found_inf,
-        out=None if keeps_params else unit.update_target(),
+        out=None if keeps_params else unit.update_side.target(),
     )
-    unit.end_update()
+    unit.update_side.end()

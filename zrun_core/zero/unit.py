@@ -11,7 +11,7 @@ At stage 0 the shard group is one rank, and its shard is everything.
     unshard           begin to gather the foreign shards
     wait_for_unshard  the module's parameters are views of `full` from now on
     reshard           keep the own shard only
-    accumulate_grad   move a parameter's gradient into the flat one
+    grad              its gradient, from the parameters' to the sum over ranks: see `unit_grad.py`
     mark_stale        the shard was updated: the foreign shards are those of the last step
 
 Three states live in a `Home` each: what is kept of the parameters between uses, the gradient, and
@@ -54,8 +54,8 @@ from zrun_core.tiers.transfer import DONE, Transfer
 from zrun_core.zero.exchange import Exchange
 from zrun_core.zero.home import AwayHome, Home, InPlace, OnDisk, OnHost, fetch_now
 from zrun_core.zero.record_layout import RecordLayout
-
-_NORM_CHUNK = 1 << 20  # elements that a CPU casts at a time: they stay in cache
+from zrun_core.zero.unit_grad import UnitGrad
+from zrun_core.zero.update_side import UpdateSide
 
 
 class UnitState(Enum):
@@ -114,14 +114,10 @@ class FlatUnit:
         local_param: [updated range], the parameters of these elements in compute dtype.
         record: home of what their update reads and writes beside the gradient, `record_layout`.
         moments: by name, the states that the optimizer keeps of each of these elements.
-        grad: home of the gradient, in reduce dtype: of all elements, or of the updated range.
-        has_grad: by parameter, 1 if it received a gradient on this rank in this step.
+        grad: its gradient, and the home of that.
+        update_side: what its update reads and writes, and waits for.
         num_active: calls of its modules under way.
         pins: holders that keep it unsharded until they release it.
-        is_reduced: `grad` holds this step's sum over ranks so far.
-        keeps_partial_sums: the gradient lives elsewhere, and its home has room for all elements of
-            what this rank's micro-batches add up to, before they are summed over ranks.
-        has_partial: it holds that.
     """
 
     def __init__(
@@ -168,26 +164,17 @@ class FlatUnit:
         self.replicate = replicate
         self.mesh_info = mesh_info
         self.placement = placement
-        self._tiers = tiers
+        self.tiers = tiers
         self._param_away: AwayHome | None = None
-        self._grad_away: AwayHome | None = None
-        self.keeps_partial_sums = False
-        self._norms: dict[int, list[torch.Tensor]] = {}  # of this step's gradient, by part
         leaves = shard.size > 1 or placement.param is not Tier.DEVICE
         self.reshard_after_use = leaves and layout.numel > 0 and policy.reshard_after_use(layout)
         self.state = UnitState.SHARDED if self.reshard_after_use else UnitState.UNSHARDED
         self.num_active = 0
         self.pins = 0
-        self.is_reduced = False
-        self.has_partial = False
         self._handle: Handle | None = None
         self._comm: Comm | None = None  # that gathered it
         self._fetching: Transfer = DONE
-        self._updating: Transfer | None = None
-        self._is_delayed = False
-        self._arriving: Transfer = DONE  # updated parameters, on the device
-        self._going_up: torch.Tensor | None = None  # staging of updated parameters
-        self._coming_down: torch.Tensor | None = None  # staging of a gradient
+        self.update_side = UpdateSide(self)
         self._allocate(device, pool)
 
     @property
@@ -214,7 +201,7 @@ class FlatUnit:
         # Views of a storage that is resized can only be made while it has memory.
         self.views: list[torch.Tensor] = []
         if not isinstance(self.window, StorageWindow):
-            self.views = self._views_of(self.full)
+            self.views = self.views_of(self.full)
         # Shape of the parameter, no memory, NaN wherever it is read; torch refuses to write to it.
         nowhere = torch.full((), float("nan"), dtype=layout.dtype, device=device)
         self._placeholders = [nowhere.expand(slot.shape) for slot in layout.slots]
@@ -227,21 +214,21 @@ class FlatUnit:
         if self.placement.param is Tier.DEVICE:
             self.param = InPlace(self.param_shard if self.reshard_after_use else self.full)
         else:
-            self._param_away = self._make_away(Kind.PARAM, layout.shard_numel, layout.dtype)
+            self._param_away = self.make_away(Kind.PARAM, layout.shard_numel, layout.dtype)
             self.param = self._param_away
         self.has_master = self.policy.has_master(layout, self.placement)
         if self.trainable:
             self._allocate_record(device)
-            self._allocate_grad(device)
+            self.grad = UnitGrad(self, device)
 
-    def _make_away(
+    def make_away(
         self, kind: Kind, numel: int, dtype: torch.dtype, own: tuple[int, int] | None = None
     ) -> OnHost | OnDisk:
         """Make a home elsewhere for `numel` elements of a state, of which `own` are updated."""
-        assert self._tiers is not None
+        assert self.tiers is not None
         if self.placement.tier_of(kind) is Tier.HOST:
-            return OnHost(self._tiers, kind, numel, dtype)
-        return OnDisk(self._tiers, kind, f"the {kind.value} of {self.name}", numel, dtype, own)
+            return OnHost(self.tiers, kind, numel, dtype)
+        return OnDisk(self.tiers, kind, f"the {kind.value} of {self.name}", numel, dtype, own)
 
     def _make_window(
         self, own: tuple[int, int], device: torch.device, pool: PagePool | StorageMeter
@@ -275,36 +262,14 @@ class FlatUnit:
         else:
             capacity = self._planned_bytes(Kind.OPTIM)
         self.record_layout = RecordLayout(master_numel, moment_numel, {}, alignment)
-        self.record = self._make_away(Kind.OPTIM, capacity, torch.uint8)
+        self.record = self.make_away(Kind.OPTIM, capacity, torch.uint8)
         self.record.grow(self.record_layout.num_bytes)
-
-    def _allocate_grad(self, device: torch.device) -> None:
-        layout = self.layout
-        dtype = self.policy.reduce_dtype
-        # Stages 2 and 3 reduce after each micro-batch: each fills scratch of the reducer, and only
-        # the updated range of the sum is kept here.
-        reduces_each = self.policy.zero.reduce_now(boundary=False)
-        self._keeps_unsharded_grad = not reduces_each or self.shard.size == 1
-        numel = layout.padded_numel if self._keeps_unsharded_grad else layout.shard_numel
-        self.grad: Home
-        if self.placement.grad is Tier.DEVICE:
-            self.grad = InPlace(flat_buffer(numel, dtype, device))
-        else:
-            own = self.updated_range if self._keeps_unsharded_grad else None
-            self._keeps_unsharded_grad = False
-            self.keeps_partial_sums = own is not None
-            self._grad_away = self._make_away(Kind.GRAD, numel, dtype, own)
-            self.grad = self._grad_away
-        self._seen_grad: torch.Tensor | None = None
-        self.unsharded_grad: torch.Tensor | None = None
-        self._grad_views: list[torch.Tensor] = []
-        self.begin_step()
 
     def _planned_bytes(self, kind: Kind) -> int:
         planned = self.policy.buffers(self.layout, self.mesh_info, self.placement)
         return sum(buffer.num_bytes for buffer in planned if buffer.kind is kind)
 
-    def _views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
+    def views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return the parameters' views of `flat` [padded_numel], in the shapes of the slots."""
         return [_view(flat, slot) for slot in self.layout.slots]
 
@@ -364,7 +329,7 @@ class FlatUnit:
         """Begin to bring the own shard from its home, if that is elsewhere and it is not here."""
         if self._param_away is None or self.state is not UnitState.SHARDED:
             return
-        self._wait_to_unshard()
+        self.update_side.wait_to_unshard()
         self.window.acquire()
         self.state = UnitState.FETCHING
         self._fetching = self._param_away.load(self._own_slice())
@@ -376,8 +341,8 @@ class FlatUnit:
     def _end_fetch(self) -> None:
         """Wait for the own shard."""
         if self._fetching is not DONE:
-            assert self._tiers is not None
-            self._tiers.wait(self._fetching, self.placement.param)
+            assert self.tiers is not None
+            self.tiers.wait(self._fetching, self.placement.param)
             self._fetching = DONE
 
     def unshard(self, comm: Comm) -> None:
@@ -387,7 +352,7 @@ class FlatUnit:
         """
         if self.state not in (UnitState.SHARDED, UnitState.FETCHING):
             return
-        self._wait_to_unshard()
+        self.update_side.wait_to_unshard()
         if self._param_away is None:
             self.window.acquire()
         else:
@@ -395,7 +360,7 @@ class FlatUnit:
             if self.shard.size > 1:  # the others are sent what has come
                 self._end_fetch()
         if not self.views:
-            self.views = self._views_of(self.full)
+            self.views = self.views_of(self.full)
         self.state = UnitState.UNSHARDING
         self._comm = comm
         self._handle = self.exchange.all_gather(comm, self)
@@ -423,14 +388,13 @@ class FlatUnit:
             self._handle = None
         self.state = UnitState.SHARDED
         self.set_param_data()
-        if self._param_away is not None and self.shard.size > 1:
-            assert self._comm is not None
+        if self._param_away is not None and self._comm is not None:
             self._comm.settle()  # other ranks may still read the own shard, which goes
         self.window.release()
 
     def mark_stale(self) -> None:
         """After an update of the local elements: those that other ranks update must be gathered."""
-        if not self.exchange.goes_stale(self.mesh_info) and self._updating is None:
+        if not self.exchange.goes_stale(self.mesh_info) and not self.update_side.is_running:
             return
         assert self._handle is None
         if self.reshard_after_use:
@@ -518,73 +482,6 @@ class FlatUnit:
         """True if a state is not on the device. Values of few such units are here at a time."""
         return self.placement is not ON_DEVICE
 
-    @property
-    def is_updated_elsewhere(self) -> bool:
-        """True if the update runs beside training, where the record is."""
-        return self.placement.optimizer is not Tier.DEVICE
-
-    @property
-    def _is_updated_apart(self) -> bool:
-        """True if the update runs in other memory than the device's."""
-        if self._tiers is None or self._tiers.host_is_device:
-            return False
-        return self.is_updated_elsewhere
-
-    def prefetch_update(self) -> None:
-        """Begin to fetch what the next update needs."""
-        self.record.fetch()
-        if not self.has_master:
-            self.param.fetch()
-        if self._grad_away is not None:
-            self.grad.fetch()
-
-    def update_grad(self) -> torch.Tensor:
-        """Return the gradient [updated range] where the update runs."""
-        if self._grad_away is not None or not self._is_updated_apart:
-            return self.fetch_grad()
-        assert self._tiers is not None
-        grad = self.local_grad
-        self._coming_down = self._tiers.gradients_down.take(grad.nbytes).view(grad.dtype)
-        self._tiers.copy_down(grad, self._coming_down, Kind.GRAD).wait_on_host()
-        return self._coming_down
-
-    def update_target(self) -> torch.Tensor | None:
-        """Return where the update casts the masters to, [updated range] in compute dtype.
-
-        None: the parameters are their own masters.
-        """
-        if not self.has_master:
-            return None
-        if self._param_away is not None or not self._is_updated_apart:
-            return self.local_param
-        assert self._tiers is not None
-        size = self._device_param.nbytes
-        self._going_up = self._tiers.parameters_up.take(size).view(self.layout.dtype)
-        return self._going_up
-
-    def end_update(self) -> None:
-        """Store what an update has written in its homes, and let its memory go."""
-        self.grad.drop()
-        self.record.put()
-        self.record.drop()
-        self.param.put()
-        self.param.drop()
-        if self._tiers is None:
-            return
-        if self._coming_down is not None:
-            self._tiers.gradients_down.give(self._coming_down)
-            self._coming_down = None
-        if self._going_up is not None:
-            up = self._tiers.copy_up(self._going_up, self._device_param, Kind.PARAM)
-            self._tiers.parameters_up.give(self._going_up, after=up)
-            self._arriving = up
-            self._going_up = None
-
-    @property
-    def is_updating(self) -> bool:
-        """True while an update beside training is not known to be over."""
-        return self._updating is not None
-
     def begin_updating(self, updating: Transfer, *, delayed: bool) -> None:
         """Have `unshard` wait for an update that runs beside training.
 
@@ -592,38 +489,15 @@ class FlatUnit:
             updating: is over when the update is.
             delayed: only `settle` waits, which casts the updated masters to the parameters.
         """
-        self._updating = updating
-        self._is_delayed = delayed
+        self.update_side.begin(updating, delayed=delayed)
         if not delayed:
             self.mark_stale()
 
-    def _wait_to_unshard(self) -> None:
-        if not self._is_delayed:
-            self.wait_for_update()
-
-    def wait_for_update(self) -> None:
-        """Wait for the update that runs beside training, if there is one. It raises its errors."""
-        if self._updating is None:
-            return
-        assert self._tiers is not None
-        updating = self._updating
-        self._tiers.wait_for_update(updating)
-        self._updating = None
-        self._wait_for_arrival()
-
-    def _wait_for_arrival(self) -> None:
-        """Wait for updated parameters on their way to the device."""
-        if self._arriving is not DONE:
-            assert self._tiers is not None
-            self._tiers.wait(self._arriving, Tier.HOST)
-            self._arriving = DONE
-
     def settle(self) -> None:
         """Wait for the update, so that whoever looks between two steps finds its result."""
-        self.wait_for_update()
-        self._wait_for_arrival()
-        if self._is_delayed:
-            self._is_delayed = False
+        self.update_side.wait()
+        if self.update_side.is_delayed:
+            self.update_side.is_delayed = False
             self.fetch_record()
             self.values_changed()
             return
@@ -674,10 +548,10 @@ class FlatUnit:
             self.param.put()
             self.param.drop()
             return
-        if (target := self.update_target()) is not None:
+        if (target := self.update_side.target()) is not None:
             target.copy_(self.master)
-        self.end_update()
-        self._wait_for_arrival()
+        self.update_side.end()
+        self.update_side.wait_for_arrival()
         self.mark_stale()
 
     def drop_values(self) -> None:
@@ -705,174 +579,10 @@ class FlatUnit:
                 yield value
         homes = [self.param]
         if self.trainable:
-            homes += [self.grad, self.record]
+            homes += [self.grad.home, self.record]
         for home in homes:
             if isinstance(home, InPlace):
                 yield home.at()
-
-    # Gradients
-    #
-    #   param.grad --accumulate_grad--> unsharded_grad --Exchange.reduce_grad--> sum_buffer()
-    #
-    # `unsharded_grad` is the unit's own memory where micro-batches are added up before they are
-    # reduced (stages 0 and 1), and scratch of the reducer elsewhere.
-
-    @property
-    def local_grad(self) -> torch.Tensor:
-        """[updated range] in reduce dtype: the elements of `grad` that this rank updates."""
-        grad = self.grad.at()
-        if grad is not self._seen_grad:
-            self._seen_grad = grad
-            is_whole = self._keeps_unsharded_grad or self.keeps_partial_sums
-            self._local_grad = self.local_part(grad) if is_whole else grad
-        return self._local_grad
-
-    def fetch_grad(self) -> torch.Tensor:
-        """Fetch the gradient, and return the elements that this rank updates."""
-        self.grad.fetch()
-        return self.local_grad
-
-    @property
-    def sends_grad_away(self) -> bool:
-        """True if the home of the gradient is elsewhere: `store_grad` brings it there."""
-        return self._grad_away is not None
-
-    def store_grad(
-        self, values: torch.Tensor, *, accumulate: bool, is_last: bool = False
-    ) -> Transfer:
-        """Begin to store a sum, or this rank's gradient so far, in the home elsewhere.
-
-        Args:
-            values: [updated range] or [padded_numel], on the device.
-            accumulate: add it to what is there.
-            is_last: that is the step's gradient: its norms are taken in passing.
-
-        Returns:
-            What to wait for before `values` is written again.
-        """
-        assert self._grad_away is not None
-        self.wait_for_update()  # it reads the gradient of the step before
-        self._norms.clear()
-        look = self._keep_norms if is_last and self.placement.grad is Tier.DISK else None
-        return self._grad_away.store(
-            values, self._first_of(values), accumulate=accumulate, look=look
-        )
-
-    def load_grad(self, target: torch.Tensor) -> None:
-        """Copy what `store_grad` has stored of as many elements to `target`, and wait for it."""
-        assert self._grad_away is not None
-        assert self._tiers is not None
-        coming = self._grad_away.load(target, self._first_of(target))
-        self._tiers.wait(coming, self.placement.grad)
-
-    def _first_of(self, values: torch.Tensor) -> int:
-        """Return where all of the gradient, or the updated range of it, begins in its home."""
-        is_whole = values.numel() == self.layout.padded_numel
-        return 0 if is_whole or not self.keeps_partial_sums else self.updated_range[0]
-
-    def sum_buffer(self) -> torch.Tensor:
-        """Return where the sum over ranks goes; it holds an earlier sum if there is one."""
-        return self.fetch_grad() if self.is_reduced else self.local_grad
-
-    def put_grad(self) -> None:
-        """Store the gradient, which was written, in its home."""
-        self.grad.put()
-        self.grad.drop()
-
-    def begin_step(self) -> None:
-        """Forget the gradients of the last optimizer step."""
-        self.has_grad = bytearray(len(self.params))
-        self.is_reduced = False
-        self.has_partial = False
-        self._norms.clear()
-        self._written = bytearray(len(self.params))  # by parameter: its view of the flat gradient
-        self._use_own_grad()
-
-    def begin_grad(self, scratch: torch.Tensor, *, goes_on: bool = False) -> None:
-        """Use `scratch` [padded_numel] as the flat gradient until `end_grad`.
-
-        Args:
-            goes_on: begin with what this rank's micro-batches have added up to.
-        """
-        self._written = bytearray(len(self.params))
-        if goes_on:
-            self.load_grad(scratch)
-            self._written = bytearray(b"\1" * len(self.params))
-            self.has_partial = False
-        self._use_grad(scratch)
-
-    def end_grad(self) -> None:
-        """Leave the flat gradient to the reduction: what comes from now on is apart from it."""
-        self._use_own_grad()
-
-    def _use_own_grad(self) -> None:
-        """Use the unit's own flat gradient, if it has one of all elements."""
-        if self._keeps_unsharded_grad:
-            self._use_grad(self.grad.at())
-        else:
-            self.unsharded_grad = None
-            self._grad_views = []
-
-    def _use_grad(self, flat: torch.Tensor) -> None:
-        if flat is self.unsharded_grad:
-            return
-        self.unsharded_grad = flat
-        self._grad_views = self._views_of(flat)
-        flat[self.layout.numel :].zero_()  # the padding is summed too
-
-    def reopen_grad(self, *, counts_here: bool) -> None:
-        """Prepare for more gradients after the step's sum over ranks was made.
-
-        The next sum must contain this one once: one of the ranks that hold it keeps it, and the
-        others start from zero.
-
-        Args:
-            counts_here: this rank keeps it.
-        """
-        total = self.fetch_grad()
-        if not counts_here:
-            total.zero_()
-        if not self._keeps_unsharded_grad:
-            self.put_grad()
-            return
-        # The sum lies in the flat gradient itself, which is reduced again: outside of the updated
-        # range there are this rank's addends, which the sum contains already.
-        self._use_own_grad()
-        assert self.unsharded_grad is not None
-        start, stop = self.updated_range
-        self.unsharded_grad[:start].zero_()
-        self.unsharded_grad[stop:].zero_()
-        self._written = bytearray(b"\1" * len(self.params))  # what comes next is added
-        self.is_reduced = False
-
-    def owns_buffer(self, flat: torch.Tensor) -> bool:
-        """Return whether the flat gradient `flat` is the unit's own, not scratch."""
-        return self._keeps_unsharded_grad and flat is self.grad.at()
-
-    def accumulate_grad(self, number: int) -> None:
-        """Move the gradient of parameter `number` into the flat one."""
-        param = self.params[number]
-        view = self._grad_views[number]
-        grad = param.grad
-        param.grad = None
-        assert grad is not None
-        if grad.is_sparse:
-            grad = grad.to_dense()
-        with torch.no_grad():
-            if self._written[number]:
-                view.add_(grad)
-            else:
-                view.copy_(grad)
-        self._written[number] = 1
-        self.has_grad[number] = 1
-
-    def complete_grad(self) -> torch.Tensor:
-        """Return this rank's flat gradient [padded_numel], with zeros where there was none."""
-        assert self.unsharded_grad is not None, "begin_grad comes first where gradients are sharded"
-        for number, view in enumerate(self._grad_views):
-            if not self._written[number]:
-                view.zero_()
-        return self.unsharded_grad
 
     def local_part(self, flat: torch.Tensor) -> torch.Tensor:
         """Return the elements that this rank updates of `flat` [padded_numel]."""
@@ -889,41 +599,16 @@ class FlatUnit:
             return self.exchange.counted_parts(self.layout, self.mesh_info), self.replicate
         return self.layout.parts_of_shard(self.shard.index), self.shard
 
-    def grad_norms(self, part: int) -> list[torch.Tensor]:
-        """Return the 2-norms of pieces of the gradient in `part`, 0-d fp32 where it lives."""
-        if self._grad_away is not None:
-            self._grad_away.settle()
-        if not self._norms:
-            self._keep_norms(self.fetch_grad())
-            self.grad.drop()
-        return self._norms[part]
-
-    def _keep_norms(self, grad: torch.Tensor) -> None:
-        """Take the norms of the whole sum: of all of it, or of the updated range."""
-        if grad.numel() == self.layout.padded_numel:
-            grad = self.local_part(grad)
-        first = self.updated_range[0]
-        for part in self.exchange.counted_parts(self.layout, self.mesh_info):
-            start, stop = self.layout.part_range(part)
-            self._norms[part] = _norms(grad[start - first : stop - first])
-
     def allocated(self) -> list[Buffer]:
         """Return the permanent buffers as allocated. Moments come with the first update."""
         sizes = {Kind.PARAM: self.param.num_bytes}
         if self.trainable:
-            sizes[Kind.GRAD] = whole_pages(self.grad.num_bytes)
+            sizes[Kind.GRAD] = whole_pages(self.grad.home.num_bytes)
             sizes[Kind.OPTIM] = self.record.num_bytes
         return [
             Buffer(f"{self.name}/{kind.value}", kind, size, self.placement.tier_of(kind))
             for kind, size in sizes.items()
         ]
-
-
-def _norms(part: torch.Tensor) -> list[torch.Tensor]:
-    """Return the 2-norms of pieces of `part`, 0-d fp32: of all of it, except on a CPU."""
-    if part.device.type == "cpu":
-        return [torch.linalg.vector_norm(chunk.float()) for chunk in part.split(_NORM_CHUNK)]
-    return [torch.linalg.vector_norm(part, dtype=torch.float32)]
 
 
 def moves_pages(device: str) -> bool:

@@ -38,7 +38,7 @@ class UnitOptimizer:
     """The optimizer of one unit.
 
     It moves nothing between homes: whoever updates calls `begin_update` before, and
-    `FlatUnit.end_update` after it.
+    `UpdateSide.end` after it.
 
     Attributes:
         unit: whose updated range it updates.

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from plan_rows import Event, Op, events_of, trace_of
 
 from zrun_core.plan.trace.peak import Peak, peak_of
 from zrun_core.plan.trace.profile import ModuleInfo, ParamInfo, Profile, Trace
 from zrun_core.plan.trace.rows import Affine, TracePhase
+from zrun_core.plan.trace.waiting_inputs import input_bytes
 
 F, B = TracePhase.FORWARD, TracePhase.BACKWARD
 
@@ -85,6 +87,41 @@ def test_stages_of_a_pipeline() -> None:
         peak_of(trace(), 1, blocks=range(1, 2), steady={F: 500, TracePhase.LOSS: 500}).phase
         is TracePhase.LOSS
     )
+
+
+def recomputed(blocks: int) -> Trace:
+    """A tensor of 100 bytes from block to block, and 10 bytes of each block's own work."""
+    size, work = Affine(0.0, 100.0), Affine(10.0, 0.0)
+    forward, backward = TracePhase.FORWARD, TracePhase.BACKWARD
+    events = [Event(0, size, True, forward, "embedding", -1, "activation")]
+    for block in range(blocks):
+        name = f"blocks.{block}"
+        events += [
+            Event(100 + block, work, True, forward, name, block, "temp"),
+            Event(block + 1, size, True, forward, name, block, "activation"),
+            Event(100 + block, work, False, forward, name, block, "temp"),
+        ]
+    for block in reversed(range(blocks)):
+        name = f"blocks.{block}"
+        events += [
+            Event(200 + block, work, True, backward, name, block, "temp"),
+            Event(200 + block, work, False, backward, name, block, "temp"),
+            Event(block, size, False, backward, name, block, "activation"),
+        ]
+    return trace_of(events)
+
+
+@pytest.mark.parametrize(("every", "gone"), [(1, 6 - 2), (2, 3 - 1)])
+def test_inputs_that_wait_elsewhere_are_two_at_a_time(every: int, gone: int) -> None:
+    trace = recomputed(6)
+    before = trace.events.copy()
+    here = peak_of(trace, 1, steady={})
+    away = peak_of(trace.with_inputs_away(every), 1, steady={})
+    assert here.num_bytes - away.num_bytes == gone * 100
+    assert input_bytes(trace.events, every, 2).tolist() == [200.0] * (6 // every)
+    balance = np.where(trace.with_inputs_away(every).events["alloc"], 1, -1)
+    assert balance.sum() == 1, "the output of the last block stays"
+    assert (trace.events == before).all()
 
 
 def test_micro_batches_in_flight_hold_what_forward_kept() -> None:

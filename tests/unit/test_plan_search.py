@@ -321,6 +321,34 @@ def test_what_a_step_moves_is_in_the_estimate() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("hardware", "tier", "tiers"),
+    [
+        ("1xA100-80G", HOST, {"host"}),
+        ("1xA100-80G", DISK, {"host", "disk"}),
+        ("1xCPU", DISK, {"disk"}),
+    ],
+)
+def test_inputs_of_blocks_are_planned_where_they_wait(
+    hardware: str, tier: Tier, tiers: set[str]
+) -> None:
+    planner = Planner(MIDDLE, parse_simulate(hardware))
+    here = planner.estimate(Candidate(0, ONE, 2, 3, "full"))
+    asked = replace(here.candidate, placement=Placement(activation=tier))
+    away = planner.estimate(asked)
+    each = 2 * 2 * 2048 * 4096  # bytes, samples, tokens, width
+    slots = 2 * each if hardware == "1xCPU" else 0
+    assert here.ranks[0].allocated - away.ranks[0].allocated == (8 - 2) * each - slots
+    assert away.moved.keys() == tiers
+    for directions in away.moved.values():
+        assert directions == {
+            "written": {"activations": 3 * 8 * each},
+            "read": {"activations": 3 * 7 * each},
+        }
+    added = away.ranks[0].disk if tier is DISK else away.ranks[0].pinned
+    assert added == 8 * each
+
+
 @pytest.mark.parametrize("hardware", ["1xA100-40G", "1xCPU"])
 def test_no_unit_leaves_that_need_not(hardware: str) -> None:
     fast = parse_simulate(hardware)

@@ -18,7 +18,8 @@ from typing import Any
 from zrun_core.errors import JobError
 from zrun_core.hardware.hardware import GB, MIB, Hardware
 from zrun_core.memory.buffers import Buffer, Kind, Tier
-from zrun_core.memory.layout import UnitLayout
+from zrun_core.memory.layout import UnitLayout, whole_pages
+from zrun_core.memory.tier_traffic import Direction, Move
 from zrun_core.plan.answer.outcome import FROM_DATA_SHEETS, Estimate, RankMemory, offloaded_bytes
 from zrun_core.plan.answer.state_model import StageStates, StateModel
 from zrun_core.plan.memory import rank_memory
@@ -45,6 +46,8 @@ from zrun_core.zero.sharded_model import ShardingConfig
 _PROCESS_BYTES = {"cuda": 1800 * MIB, "cpu": 0}
 _LOADER_BYTES = 220 * MIB  # of a process that reads data
 _SEGMENT_BYTES = 2 * MIB  # in multiples of which CUDA's allocator reserves memory
+_INPUT_SLOTS = "slots of inputs of blocks"
+_INPUT_WRITES = 2  # of them are on their way to a disk at a time
 _TOKEN_BYTES = 2.0 * 8  # of a token and its label, int64
 
 
@@ -135,6 +138,7 @@ class Planner:
         stage = PipelineStage.of(candidate.dims, index, self.num_blocks, candidate.accumulation)
         states = self._states.of_stage(candidate, index)
         others = self._others(candidate)
+        waiting = self._waiting_inputs(candidate, stage)
         beside = sum(buffer.num_bytes for buffer in others)
         steady = {phase: num_bytes + beside for phase, num_bytes in states.steady.items()}
         peak = self.peak(candidate, stage, steady)
@@ -146,14 +150,14 @@ class Planner:
             outside += self._kernels(candidate)
         return RankMemory(
             role=_role(candidate.dims, index),
-            buffers=(*states.buffers, *others),
+            buffers=(*states.buffers, *others, *waiting),
             peak=peak,
             allocated=peak.num_bytes,
             reserved=reserved,
             device_used=reserved + outside,
-            pinned=states.pinned,
+            pinned=states.pinned + _on_tier(waiting, Tier.HOST),
             pageable=states.pageable + _PROCESS_BYTES[self.device_type],
-            disk=states.disk,
+            disk=states.disk + _on_tier(waiting, Tier.DISK),
         )
 
     def _others(self, candidate: Candidate) -> list[Buffer]:
@@ -166,6 +170,39 @@ class Planner:
         workspace = self.hardware.device.workspace_bytes
         if workspace:
             found.append(Buffer("workspace of matrix products", Kind.TEMP, workspace))
+        if self.device_type == "cpu" and candidate.placement.activation is Tier.DISK:
+            found.append(Buffer(_INPUT_SLOTS, Kind.RING, self._input_slots(candidate)))
+        return found
+
+    def _input_sizes(self, candidate: Candidate) -> list[int]:
+        """Return the bytes of the inputs of all recomputed blocks, if they wait elsewhere."""
+        if not rank_memory.moves_inputs(candidate):
+            return []
+        profile = None
+        if not self.cost_model.uses_formula(candidate.key):
+            assert isinstance(self.subject, Profile)
+            if candidate.checkpoint not in self.subject.traces:
+                raise self._untraced(candidate)
+            profile = self.subject
+        shape = self.cost_model.formula
+        return rank_memory.input_bytes(profile, shape, candidate, self._every(candidate))
+
+    def _input_slots(self, candidate: Candidate) -> int:
+        """Return the bytes of host memory in which inputs are on their way to a disk."""
+        return _INPUT_WRITES * whole_pages(max(self._input_sizes(candidate), default=0))
+
+    def _waiting_inputs(self, candidate: Candidate, stage: PipelineStage) -> list[Buffer]:
+        """Return what the inputs of a stage's recomputed blocks take where they wait."""
+        tier = candidate.placement.activation
+        share = stage.held * stage.blocks / max(1, self.num_blocks)
+        num_bytes = round(share * sum(map(whole_pages, self._input_sizes(candidate))))
+        if not num_bytes:
+            return []
+        name = "inputs of recomputed blocks"
+        found = [Buffer(name, Kind.ACTIVATION, num_bytes, tier, pinned=tier is Tier.HOST)]
+        if tier is Tier.DISK and self.device_type == "cuda":
+            slots = self._input_slots(candidate)
+            found.append(Buffer(_INPUT_SLOTS, Kind.RING, slots, Tier.HOST, pinned=True))
         return found
 
     def _batch_bytes(self, micro: int) -> float:
@@ -201,6 +238,7 @@ class Planner:
             stage.first,
             stage.last,
             tuple(beyond.values()),
+            rank_memory.moves_inputs(candidate),
         )
         found = self._peaks.get(key)
         if found is None:
@@ -219,7 +257,12 @@ class Planner:
         if candidate.checkpoint not in self.subject.traces:
             raise self._untraced(candidate)
         cuda = self.device_type == "cuda"
-        return rank_memory.traced(self.subject, candidate, stage, beyond, cuda=cuda)
+        every = self._every(candidate)
+        return rank_memory.traced(self.subject, candidate, stage, beyond, every=every, cuda=cuda)
+
+    def _every(self, candidate: Candidate) -> int:
+        """Return of how many blocks one is recomputed."""
+        return self.job.activations.n if candidate.checkpoint == "every_n" else 1
 
     def _reserved_beyond(self, candidate: Candidate, peak: Peak, states: StageStates) -> int:
         """Return the bytes that the allocator holds beyond those in use at the peak."""
@@ -227,12 +270,17 @@ class Planner:
             return rank_memory.formula_slack(peak.dynamic)
         assert isinstance(self.subject, Profile)
         late = () if self.device_type == "cuda" else states.moments
-        key = (candidate.checkpoint, candidate.micro, min(2, candidate.accumulation), late)
+        away = rank_memory.moves_inputs(candidate)
+        passes = min(2, candidate.accumulation)
+        key = (candidate.checkpoint, candidate.micro, passes, late, away)
+        every = self._every(candidate)
         if key not in self._beyond:
             if self.device_type == "cuda":
-                self._beyond[key] = rank_memory.reserved_beyond(self.subject, candidate)
+                self._beyond[key] = rank_memory.reserved_beyond(self.subject, candidate, every)
             else:
-                self._beyond[key] = rank_memory.heap_beyond(self.subject, candidate, peak, late)
+                self._beyond[key] = rank_memory.heap_beyond(
+                    self.subject, candidate, peak, late, every
+                )
         return self._beyond[key]
 
     def _kernels(self, candidate: Candidate) -> int:
@@ -376,10 +424,30 @@ class Planner:
         if not candidate.offloads:
             return {}
         found: dict[str, dict[str, dict[str, int]]] = {}
-        for move, num_bytes in self._states.moved(candidate).items():
+        moves = self._states.moved(candidate) | self._moved_inputs(candidate)
+        for move, num_bytes in moves.items():
             kinds = found.setdefault(move.tier.value, {}).setdefault(move.direction.value, {})
             kinds[move.kind.value] = num_bytes
         return found
+
+    def _moved_inputs(self, candidate: Candidate) -> dict[Move, int]:
+        """Return the bytes of inputs of recomputed blocks that move: the last one does not return.
+
+        Of a pipeline they are those of all its stages.
+        """
+        sizes = self._input_sizes(candidate)
+        if not sizes:
+            return {}
+        by_direction = {Direction.WRITTEN: sum(sizes), Direction.READ: sum(sizes[:-1])}
+        tiers = [candidate.placement.activation]
+        if self.device_type == "cuda" and tiers == [Tier.DISK]:
+            tiers.append(Tier.HOST)
+        return {
+            Move(tier, direction, Kind.ACTIVATION): candidate.accumulation * num_bytes
+            for tier in tiers
+            for direction, num_bytes in by_direction.items()
+            if num_bytes
+        }
 
     def paper_bytes(self, candidate: Candidate) -> dict[str, float]:
         """Return the states of a rank as papers count them, by kind.
@@ -533,6 +601,10 @@ def _without_activations(rank: RankMemory) -> RankMemory:
 def _stages(dims: ParallelDims) -> list[int]:
     """Return a pipeline stage of each class; in the middle the one with most micro-batches."""
     return sorted({0, min(1, dims.pp - 1), dims.pp - 1})
+
+
+def _on_tier(buffers: Iterable[Buffer], tier: Tier) -> int:
+    return sum(buffer.num_bytes for buffer in buffers if buffer.tier is tier)
 
 
 def _role(dims: ParallelDims, index: int) -> str:

@@ -7,13 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from zrun_core.memory.buffers import Tier
 from zrun_core.pipeline.schedule import max_in_flight, stage_order
 from zrun_core.plan.memory.allocator import heap_bytes, simulate
 from zrun_core.plan.question.candidate import Candidate, stage_blocks
 from zrun_core.plan.question.transformer import TransformerShape
 from zrun_core.plan.timing.micro_batch_cost import BYTES
+from zrun_core.plan.trace import waiting_inputs
 from zrun_core.plan.trace.peak import Peak, peak_of
-from zrun_core.plan.trace.profile import Profile
+from zrun_core.plan.trace.profile import Profile, Trace
 from zrun_core.plan.trace.rows import TracePhase
 from zrun_core.spine.parallel_dims import ParallelDims
 
@@ -28,6 +30,7 @@ _MAX_KERNELS = 256
 # Modules of torch that a CPU rank imports by building on meta, as all do but the first one of a
 # host; measured.
 BUILDS_ON_META = 80 << 20
+_INPUTS_HERE = 2  # of recomputed blocks, where the others wait elsewhere
 _FORMULA_SLACK = 0.03  # reserved beyond allocated, where no timeline tells
 
 
@@ -94,12 +97,48 @@ def adds_gradients(candidate: Candidate) -> bool:
     return candidate.accumulation > 1 and not reduces_each
 
 
+def moves_inputs(candidate: Candidate) -> bool:
+    """Return whether the inputs of recomputed blocks wait elsewhere than on the device."""
+    return candidate.placement.activation is not Tier.DEVICE
+
+
+def input_bytes(
+    profile: Profile | None, shape: TransformerShape | None, candidate: Candidate, every: int
+) -> list[int]:
+    """Return the bytes of each input of a recomputed block of the model, on one rank.
+
+    Args:
+        profile: of the model; None: `shape` answers.
+        shape: of the model.
+        candidate: how it is trained.
+        every: one block in so many is recomputed.
+    """
+    if profile is not None:
+        events = profile.traces[candidate.checkpoint].of(candidate.micro).events
+        return [round(size) for size in waiting_inputs.input_bytes(events, every, candidate.micro)]
+    assert shape is not None
+    return [_block_input(shape, candidate)] * -(-shape.layers // every)
+
+
+def _block_input(shape: TransformerShape, candidate: Candidate) -> int:
+    """Return the bytes of what one block of a transformer hands to the next."""
+    divided = candidate.dims.tp if candidate.sequence_parallel else 1
+    tokens = candidate.micro * shape.seq
+    return BYTES[candidate.precision] * tokens * shape.hidden // divided
+
+
+def _trace_of(profile: Profile, candidate: Candidate, every: int) -> Trace:
+    trace = profile.traces[candidate.checkpoint]
+    return trace.with_inputs_away(every) if moves_inputs(candidate) else trace
+
+
 def traced(
     profile: Profile,
     candidate: Candidate,
     stage: PipelineStage,
     steady: Mapping[TracePhase, int],
     *,
+    every: int,
     cuda: bool,
 ) -> Peak:
     """Return the peak of a stage of a traced model.
@@ -109,13 +148,14 @@ def traced(
         candidate: how it is trained.
         stage: of the pipeline.
         steady: bytes that are in use anyway, by phase.
+        every: one block in so many is recomputed.
         cuda: whether the device is a GPU.
 
     Raises:
         KeyError: it was not traced with this kind of checkpointing.
     """
     return peak_of(
-        profile.traces[candidate.checkpoint],
+        _trace_of(profile, candidate, every),
         candidate.micro,
         blocks=stage.range(profile.num_blocks),
         in_flight=math.ceil(stage.held),
@@ -125,10 +165,16 @@ def traced(
     )
 
 
-def reserved_beyond(profile: Profile, candidate: Candidate) -> int:
-    """Return what the caching allocator takes from the device beyond the peak's bytes in use."""
+def reserved_beyond(profile: Profile, candidate: Candidate, every: int) -> int:
+    """Return what the caching allocator takes from the device beyond the peak's bytes in use.
+
+    Args:
+        profile: of the model.
+        candidate: how it is trained.
+        every: one block in so many is recomputed.
+    """
     found = simulate(
-        profile.traces[candidate.checkpoint],
+        _trace_of(profile, candidate, every),
         candidate.micro,
         (),
         accumulation=candidate.accumulation,
@@ -137,7 +183,9 @@ def reserved_beyond(profile: Profile, candidate: Candidate) -> int:
     return max(0, found.reserved - found.allocated)
 
 
-def heap_beyond(profile: Profile, candidate: Candidate, peak: Peak, late: Sequence[int]) -> int:
+def heap_beyond(
+    profile: Profile, candidate: Candidate, peak: Peak, late: Sequence[int], every: int
+) -> int:
     """Return the bytes of a CPU's heap beyond those in use at `peak`: what of it is holes.
 
     Args:
@@ -145,11 +193,11 @@ def heap_beyond(profile: Profile, candidate: Candidate, peak: Peak, late: Sequen
         candidate: how it is trained.
         peak: of its micro-batches.
         late: bytes of what the first update makes.
+        every: one block in so many is recomputed.
     """
     built = [4 * param.numel for param in profile.params]
-    found = heap_bytes(
-        profile.traces[candidate.checkpoint], candidate.micro, built, late, candidate.accumulation
-    )
+    trace = _trace_of(profile, candidate, every)
+    found = heap_bytes(trace, candidate.micro, built, late, candidate.accumulation)
     return max(0, round((1 + _HEAP_SLACK) * found) - peak.dynamic - sum(late))
 
 
@@ -202,6 +250,10 @@ def by_formula(
         )
 
     kept = stage.held * stage.blocks * of_block(policy)
+    if moves_inputs(candidate):
+        recomputed = -(-stage.blocks // every) if policy == "every_n" else stage.blocks
+        gone = max(0.0, stage.held * recomputed - _INPUTS_HERE)
+        kept = max(0.0, kept - gone * _block_input(shape, candidate))
     again = 0.0
     if policy != "none":
         of_recomputed = "full" if policy == "every_n" else policy

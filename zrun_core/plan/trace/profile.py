@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -26,6 +26,7 @@ from zrun_core.plan.trace.rows import (
     distinct,
     same_but,
 )
+from zrun_core.plan.trace.waiting_inputs import without_waiting_inputs
 
 FORMAT = 8  # of the JSON
 # Columns of the JSON's tables; of the others, all values are those of `EMPTY_ROW`.
@@ -91,6 +92,23 @@ class Trace:
     def of(self, micro: int) -> Trace:
         """Return the trace that holds for `micro` samples."""
         return self.exact.get(micro, self)
+
+    def with_inputs_away(self, every: int) -> Trace:
+        """Return the same with the inputs of recomputed blocks elsewhere until backward.
+
+        Args:
+            every: one block in so many is recomputed.
+        """
+        found = self._away.get(every)
+        if found is None:
+            exact = {micro: trace.with_inputs_away(every) for micro, trace in self.exact.items()}
+            events = without_waiting_inputs(self.events, every)
+            found = self._away[every] = replace(self, events=events, exact=exact)
+        return found
+
+    @cached_property
+    def _away(self) -> dict[int, Trace]:
+        return {}
 
     @cached_property
     def lifetimes(self) -> Lifetimes:

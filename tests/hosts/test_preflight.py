@@ -19,6 +19,7 @@ from rig import Host, Rig
 
 from zrun.hosts.backend import Backend, HostEntry
 from zrun.hosts.cluster_env import NONE
+from zrun.hosts.offload_disk import SwapFolder
 from zrun.hosts.probe import HostReport, software
 from zrun.launch.bring_up import bring_up
 from zrun.preflight.host_checks import HostRequirements
@@ -115,8 +116,8 @@ def test_everything_that_is_wrong_is_said_at_once(
     isolated_rig: Rig, tmp_path: Path, old_torch: str
 ) -> None:
     rig = isolated_rig
-    job, run = tmp_path / "job", tmp_path / "run"
-    for folder in (job, run):
+    job, run, swap = tmp_path / "job", tmp_path / "run", tmp_path / "swap"
+    for folder in (job, run, swap):
         folder.mkdir()
     (job / "train.py").touch()
     node1, node2, node3 = rig.hosts.values()
@@ -124,12 +125,20 @@ def test_everything_that_is_wrong_is_said_at_once(
         mounted(node1, str(run)),
         mounted(node2, "/dev/shm", "-o", "size=1M"),
         mounted(node2, str(job)),
+        mounted(node3, str(swap)),
         few_files(node3, 64),
         agents(rig, SshAgent(HostEntry("refusing"), rig.ssh), python={"node1": old_torch}) as all_,
         pytest.raises(PreflightError) as caught,
     ):
         check_hosts(
-            all_, HostRequirements(job_dir=job, shared=(run,), shm_bytes=64 << 20, nofile=500)
+            all_,
+            HostRequirements(
+                job_dir=job,
+                shared=(run,),
+                shm_bytes=64 << 20,
+                nofile=500,
+                swap=SwapFolder(str(swap), is_made=False),
+            ),
         )
     assert str(caught.value).startswith("4 of 4 hosts cannot be used:\n  host ")
     expected = [
@@ -141,6 +150,7 @@ def test_everything_that_is_wrong_is_said_at_once(
         f"node2:{job}/",
         "node2: /dev/shm has 1.0 MiB free, 64.0 MiB are needed: mount -o remount,size=64M "
         "/dev/shm, or",
+        f"node3: states on disk: {swap} is memory, not a disk (tmpfs), and they would stay in it",
         "node3: ulimit -n (open files) is 64, 500 are needed",
         "refusing: the connection was refused",
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -24,14 +25,21 @@ class Slots:
         num_bytes: of all pieces.
     """
 
-    def __init__(self, pieces: Sequence[torch.Tensor], check: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        pieces: Sequence[torch.Tensor],
+        check: Callable[[], None],
+        waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         """Take the memory.
 
         Args:
             pieces: uint8 [size] each, on borders of pages.
             check: raises the error of whoever may have pieces, if there is one.
+            waiting: around each wait for a piece.
         """
         self._check = check
+        self._waiting = waiting
         self._free: deque[tuple[torch.Tensor, Transfer]] = deque((each, DONE) for each in pieces)
         self._pieces = {each.data_ptr(): each for each in pieces}
         self._changed = threading.Condition()
@@ -54,9 +62,9 @@ class Slots:
             Exception: of a transfer or an update that has failed.
         """
         with self._changed:
-            while not self._free:
-                self._check()
-                self._changed.wait(_LOOK_S)
+            if not self._free:
+                with self._waiting():
+                    self._wait()
             piece, leaving = self._free.popleft()
         try:
             leaving.wait_on_host()
@@ -68,6 +76,11 @@ class Slots:
             piece = byte_buffer(num_bytes, torch.device("cpu"))
             self._pieces[piece.data_ptr()] = piece
         return piece[:num_bytes]
+
+    def _wait(self) -> None:
+        while not self._free:
+            self._check()
+            self._changed.wait(_LOOK_S)
 
     def give(self, part: torch.Tensor, after: Transfer = DONE) -> None:
         """Take back a piece, or a view of its beginning.

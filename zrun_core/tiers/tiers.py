@@ -13,9 +13,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -49,11 +49,30 @@ class _Task:
         self._future.result()
 
 
+class _Watched:
+    """A transfer for which training waits in sight: on its page, and timed."""
+
+    def __init__(self, transfer: Transfer, tier: Tier, tiers: Tiers) -> None:
+        self._transfer = transfer
+        self._tier = tier
+        self._tiers = tiers
+
+    def is_completed(self) -> bool:
+        return self._transfer.is_completed()
+
+    def wait(self) -> None:
+        self._tiers.wait(self._transfer, self._tier)
+
+    def wait_on_host(self) -> None:
+        self._tiers.wait_on_host(self._transfer, self._tier)
+
+
 class Worker:
     """A thread that adds gradients and updates units on the host, in the order of the calls."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._ident = 0  # of the thread
         self._pool: ThreadPoolExecutor | None = None
         self._failure: BaseException | None = None
 
@@ -61,6 +80,11 @@ class Worker:
         """Raise the first error of a task, if there is one."""
         if self._failure is not None:
             raise self._failure
+
+    @property
+    def is_current(self) -> bool:
+        """True in the thread itself."""
+        return threading.get_ident() == self._ident
 
     def submit(self, task: Callable[[], None]) -> Transfer:
         """Have `task` run after those before it. Whoever waits for it gets its error."""
@@ -77,6 +101,7 @@ class Worker:
             raise
 
     def _begin(self, num_threads: int) -> None:
+        self._ident = threading.get_ident()
         # Each thread of Python has a number of its own. The same one: the parts that threads divide
         # a chunk into then end where they end in the thread that trains, and have the same bits.
         torch.set_num_threads(num_threads)
@@ -145,6 +170,7 @@ class Tiers:
         self.notes: list[str] = []
         self._lock = threading.Lock()  # of the counts
         self._board = board
+        self._is_waiting = False
         self._folder = folder
         self._file: SwapFile | None = None
         self._file = self._open_file(buffers)
@@ -171,7 +197,7 @@ class Tiers:
         if not num_bytes:
             return Slots([], self.check)
         pieces = [self._arena.take(num_bytes, torch.uint8) for _ in range(number)]
-        return Slots(pieces, self.check)
+        return Slots(pieces, self.check, self._until_computed)
 
     def check(self) -> None:
         """Raise the first error of the disk or of the worker, if there is one."""
@@ -216,19 +242,23 @@ class Tiers:
     def _copy(self, source: torch.Tensor, target: torch.Tensor, move: Move) -> Transfer:
         assert self._copier is not None, "the device computes in the host's memory"
         self._count(move, source.nbytes)
-        return self._copier.copy(source, target)
+        return _Watched(self._copier.copy(source, target), Tier.HOST, self)
 
     def read(self, extent: Extent, target: torch.Tensor, kind: Kind) -> Transfer:
         """Begin to read the beginning of an extent into `target`, uint8 in whole pages."""
         assert self._file is not None
         self._count(Move(Tier.DISK, Direction.READ, kind), target.nbytes)
-        return self._file.read(extent, target)
+        return _Watched(self._file.read(extent, target), Tier.DISK, self)
 
     def write(self, extent: Extent, source: torch.Tensor, kind: Kind) -> Transfer:
         """Begin to write `source`, uint8 in whole pages, to the beginning of an extent."""
         assert self._file is not None
         self._count(Move(Tier.DISK, Direction.WRITTEN, kind), source.nbytes)
-        return self._file.write(extent, source)
+        return _Watched(self._file.write(extent, source), Tier.DISK, self)
+
+    def submit(self, task: Callable[[], None]) -> Transfer:
+        """Have the worker run `task` after those before it."""
+        return _Watched(self.worker.submit(task), self._slowest, self)
 
     def read_stored(self, extent: Extent, target: torch.Tensor, start: int) -> Transfer:
         """Begin to read blocks for a save: it is no traffic of the step.
@@ -256,14 +286,28 @@ class Tiers:
         self._wait(transfer.wait_on_host, transfer, tier)
 
     def _wait(self, wait: Callable[[], None], transfer: Transfer, tier: Tier) -> None:
-        is_training = threading.current_thread() is threading.main_thread()
-        if not is_training or transfer.is_completed():
+        if transfer.is_completed():
             wait()
             return
-        start = time.perf_counter()
-        with self._shown(tier):
+        with self._timed(tier):
             wait()
-        self.counts.waited_s[tier] += time.perf_counter() - start
+
+    def _until_computed(self) -> AbstractContextManager[None]:
+        """Return what shows and times a wait for the worker."""
+        return self._timed(self._slowest)
+
+    @contextmanager
+    def _timed(self, tier: Tier) -> Iterator[None]:
+        """Show and time a wait of the thread that trains, once where one is part of another."""
+        if self.worker.is_current or self._is_waiting:
+            yield
+            return
+        start = time.perf_counter()
+        try:
+            with self._shown(tier):
+                yield
+        finally:
+            self.counts.waited_s[tier] += time.perf_counter() - start
 
     def wait_for_update(self, updated: Transfer) -> None:
         """Wait in the thread that trains for an update that runs beside it."""
@@ -271,16 +315,24 @@ class Tiers:
             updated.wait()
             return
         start = time.perf_counter()
-        tier = Tier.HOST if self._file is None else Tier.DISK
-        with self._shown(tier):
+        with self._shown(self._slowest):
             updated.wait()
         self.counts.lag_s += time.perf_counter() - start
 
-    def _shown(self, tier: Tier) -> AbstractContextManager[None]:
-        if self._board is None:
-            return nullcontext()
+    @property
+    def _slowest(self) -> Tier:
+        """The tier for which the worker waits, if it does."""
+        return Tier.HOST if self._file is None else Tier.DISK
+
+    @contextmanager
+    def _shown(self, tier: Tier) -> Iterator[None]:
         what = "its host memory" if tier is Tier.HOST else f"its disk ({self._folder})"
-        return self._board.wait_for_tier(what)
+        self._is_waiting = True
+        try:
+            with nullcontext() if self._board is None else self._board.wait_for_tier(what):
+                yield
+        finally:
+            self._is_waiting = False
 
     def take_counts(self) -> TierCounts:
         """Return what was counted since the last call."""

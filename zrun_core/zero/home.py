@@ -237,7 +237,7 @@ class OnHost:
             if look is not None:
                 look(part)
 
-        self._coming = self._tiers.worker.submit(add)
+        self._coming = self._tiers.submit(add)
         return down
 
 
@@ -423,7 +423,7 @@ class OnDisk:
             if not accumulate:
                 self._merging.wait_on_host()
                 return self._write_from(source, start)
-            self._merging = self._tiers.worker.submit(partial(self._add, source, start, look))
+            self._merging = self._tiers.submit(partial(self._add, source, start, look))
             return self._merging
         values = self._tiers.gradients_down.take(source.nbytes).view(source.dtype)
         down = self._tiers.copy_down(source, values, self._kind)
@@ -436,7 +436,7 @@ class OnDisk:
             else:
                 self._tiers.gradients_down.give(values, after=self._write_from(values, start))
 
-        self._merging = self._tiers.worker.submit(arrive)
+        self._merging = self._tiers.submit(arrive)
         return down
 
     def _add(

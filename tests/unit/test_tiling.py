@@ -319,18 +319,34 @@ def test_each_tile_is_a_unit_and_the_rest_of_its_block_another() -> None:
     blocks = repeated_blocks(model)
     tiled(model, 64 * 256)
     assert repeated_blocks(model) == blocks  # not the tiled linears of a Sequential
-    divided = layouts(model)
-    assert [unit.name for unit in divided[:9]] == [
-        "blocks.0.{norm,mix}",
-        *(f"blocks.0.mlp.0.{tile}" for tile in range(4)),
-        *(f"blocks.0.mlp.2.{tile}" for tile in range(4)),
-    ]
-    assert [unit.tile for unit in divided[:9]] == [False] + [True] * 8
-    assert {unit.block for unit in divided} == {"blocks.0", "blocks.1", ""}
-    compiled = layouts(model, whole_blocks=True)
-    assert [unit.name for unit in compiled[:2]] == ["blocks.0", "blocks.0.mlp.0.0"]
-    assert compiled[0].numel == 2 * 64 + 64 * 65
-    assert not any(unit.keep_until_pass_ends for unit in [*divided, *compiled])
+    tiles = [*(f"mlp.0.{tile}" for tile in range(4)), *(f"mlp.2.{tile}" for tile in range(4))]
+    whole, compiled = layouts(model), layouts(model, whole_blocks=True, bucket=1)
+    for units in (whole, compiled):
+        assert [unit.name for unit in units[:9]] == ["blocks.0", *(f"blocks.0.{t}" for t in tiles)]
+        assert [unit.tile for unit in units[:9]] == [False] + [True] * 8
+        assert {unit.around for unit in units[1:9]} == {"blocks.0"}
+        assert units[0].numel == 2 * 64 + 64 * 65
+        assert {unit.block for unit in units} == {"blocks.0", "blocks.1", ""}
+        assert not any(unit.keep_until_pass_ends for unit in units)
+    divided = layouts(model, bucket=1)
+    assert [unit.name for unit in divided[:3]] == ["blocks.0.norm", "blocks.0.mix", divided[2].name]
+    assert {unit.around for unit in divided} == {""}
+
+
+def test_a_ring_has_room_for_tiles_beside_what_is_in_use_around_them() -> None:
+    model = stack()
+    tiled(model, 64 * 256)
+    for bucket, recomputes, rest, tiles in (
+        (1 << 20, False, 2 * 64 + 64 * 65, 1 + 1),  # one in use, and one that is prefetched
+        (1 << 20, True, 2 * 64 + 64 * 65, 2 + 1),
+        (1, False, 0, 1 + 1),
+    ):
+        chosen = settings(bucket=bucket, recomputes_blocks=recomputes)
+        units = [unit.layout for unit in wrap_plan(model, chosen, MeshInfo(shard_size=2)).units]
+        tile = max(unit.padded_numel for unit in units if unit.tile)
+        padded = next((u.padded_numel for u in units if u.numel == rest), 0)
+        found = chosen.states.gather_ring_bytes(units, 1, moves_pages=False)
+        assert found == 4 * (padded + tiles * tile), (bucket, recomputes)
 
 
 def test_a_plan_knows_the_tiles_of_a_profile() -> None:

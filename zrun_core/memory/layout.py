@@ -107,6 +107,7 @@ class UnitLayout:
         block: the repeated block that these lie in, or are.
         tile: of a tiled linear: never in use together with the other tiles, also in a block that is
             recomputed.
+        around: of a tile: `modules` of the unit that is in use while the tile is; empty: of none.
         numel: of the parameters together.
         part_numel: of one part, padding included.
     """
@@ -122,6 +123,7 @@ class UnitLayout:
     modules: str = ""
     block: str = ""
     tile: bool = False
+    around: str = ""
     numel: int = field(init=False)
     part_numel: int = field(init=False)
 
@@ -217,6 +219,7 @@ def lay_out(
     modules: str = "",
     block: str = "",
     tile: bool = False,
+    around: str = "",
     table: Mapping[str, TensorPart] = NO_PARTS,
 ) -> UnitLayout:
     """Place parameters in one unit. Each optimizer group becomes a contiguous range.
@@ -233,7 +236,7 @@ def lay_out(
         keep_until_pass_ends: tied to modules of other units.
         modules: that the unit was cut from; empty: `name`.
         block: the repeated block around them.
-        tile: they are of a tile, see `UnitLayout`.
+        tile, around: see `UnitLayout`.
         table: by parameter name, what it is of a tensor; those without an entry are all of one.
 
     Raises:
@@ -264,6 +267,7 @@ def lay_out(
         modules=modules or name,
         block=block,
         tile=tile,
+        around=around,
     )
 
 

@@ -400,18 +400,17 @@ class StatePolicy:
 
         Args:
             sizes: of units.
-            num_tiles: of those of a block, or outside of blocks, that are in use together.
+            num_tiles: that are in use together.
         """
         sums: Counter[str] = Counter()
-        tiles: Counter[tuple[str, str]] = Counter()  # by block and tile
+        tiles: Counter[tuple[str, str]] = Counter()  # by what is in use around them, and by name
         for unit, size in sizes:
             is_recomputed = self.recomputes_blocks and unit.block
             if unit.tile:
-                tiles[unit.block, unit.modules] += size
+                tiles[unit.block if is_recomputed else unit.around, unit.modules] += size
             else:
                 sums[unit.block if is_recomputed else unit.modules] += size
-        # Beside its tiles a block has units in use if it is recomputed, or is one unit itself.
-        with_tiles = [sums[block] + num_tiles * size for (block, _), size in tiles.items()]
+        with_tiles = [sums[around] + num_tiles * size for (around, _), size in tiles.items()]
         return max([*sums.values(), *with_tiles], default=0)
 
     def _most_of_a_slice(self, sizes: Sequence[tuple[UnitLayout, int]]) -> int:

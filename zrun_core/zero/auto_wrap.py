@@ -14,7 +14,8 @@ the targets get hooks. The plan does not depend on the ZeRO stage, so that stage
       .mlp        7      blocks.1.mlp            blocks.1.mlp           7
     head          tied   head                    (needs embed)
 
-The tiles of a tiled linear (`tiling.py`) are targets wherever they are, and units of their own.
+The tiles of a tiled linear (`tiling.py`) are targets of their own inside of a target, which is what
+is left of its modules: a block of 1 and a linear of 20 in tiles of 5 is five units.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ class WrapTarget:
         block: name of the repeated block that it is, or lies in.
         recurse: with the parameters of its children; False: the module's own ones only.
         tile: of a tiled linear.
+        around: of a tile: the target that it lies in.
     """
 
     name: str
@@ -60,6 +62,7 @@ class WrapTarget:
     block: str = ""
     recurse: bool = True
     tile: bool = False
+    around: WrapTarget | None = None
 
 
 @dataclass
@@ -187,7 +190,14 @@ class _TargetCollector:
         self._seen: set[int] = set()
         self._visit("", model, "", "")
 
-    def _visit(self, name: str, module: nn.Module, parent: str, block: str) -> None:
+    def _visit(
+        self,
+        name: str,
+        module: nn.Module,
+        parent: str,
+        block: str,
+        around: WrapTarget | None = None,
+    ) -> None:
         if id(module) in self._seen:  # a module registered twice
             return
         self._seen.add(id(module))
@@ -196,9 +206,9 @@ class _TargetCollector:
             block = name
         children = [(n, child) for n, child in module.named_children() if _has_params(child)]
         if self._is_target(name, module, children):
-            self._add_target(name, module, parent, block, is_block=is_block)
-            for inner_name, tiled in tiled_linears(module):  # in a block that is not divided
-                self._visit(_join(name, inner_name), tiled, parent=name, block=block)
+            target = self._add_target(name, module, parent, block, around, is_block=is_block)
+            for inner_name, tiled in tiled_linears(module):
+                self._visit(_join(name, inner_name), tiled, name, block, target)
             return
         if _has_params(module, recurse=False):
             # The module's own parameters are in use for as long as it runs: a unit apart from its
@@ -210,24 +220,33 @@ class _TargetCollector:
             )
             self.targets.append(own)
         for child_name, child in children:
-            self._visit(_join(name, child_name), child, parent=name, block=block)
+            self._visit(_join(name, child_name), child, name, block, around)
 
     def _add_target(
-        self, name: str, module: nn.Module, parent: str, block: str, *, is_block: bool
-    ) -> None:
+        self,
+        name: str,
+        module: nn.Module,
+        parent: str,
+        block: str,
+        around: WrapTarget | None,
+        *,
+        is_block: bool,
+    ) -> WrapTarget | None:
+        """Add a module, without the tiles inside; return None if it has nothing else."""
         is_tile = id(module) in self._tiles
         params = list(module.parameters())
         names = self._owned_names(name, module, recurse=True)
         if not is_tile:
             params = [param for param in params if id(param) not in self._params_of_tiles]
         if not params:
-            return
+            return None
         is_leaf = _matches(self._leaf_names, name)
         is_alone = is_leaf or is_block or is_tile or _matches(self._unit_names, name)
         target = WrapTarget(
-            name, module, params, names, is_leaf, is_alone, parent, block, tile=is_tile
+            name, module, params, names, is_leaf, is_alone, parent, block, True, is_tile, around
         )
         self.targets.append(target)
+        return target
 
     def _is_target(
         self, name: str, module: nn.Module, children: list[tuple[str, nn.Module]]
@@ -235,6 +254,8 @@ class _TargetCollector:
         """Return whether the module is called as a whole; else it is divided into its children."""
         if _matches(self._leaf_names, name) or not children:
             return True
+        if isinstance(module, TiledLinear):
+            return False
         if self._whole_blocks and id(module) in self._blocks:
             return True
         if id(module) in self._divided:
@@ -248,8 +269,8 @@ class _TargetCollector:
 
     def _holds_forced(self, name: str, module: nn.Module) -> bool:
         forced = [*self._unit_names, *self._leaf_names]
-        inside = ((_join(name, key), inner) for key, inner in module.named_modules() if key)
-        return any(id(inner) in self._tiles or _matches(forced, path) for path, inner in inside)
+        inside = (inner for inner, _ in module.named_modules() if inner)
+        return any(_matches(forced, _join(name, inner)) for inner in inside)
 
     def _owned_names(self, name: str, module: nn.Module, recurse: bool) -> list[str]:
         """Return the parameters that no module before this one has; of others than tiles."""
@@ -348,6 +369,7 @@ def auto_wrap(
         keep_unsharded: bool,
         block: str,
         tile: bool = False,
+        around: str = "",
     ) -> None:
         """Add a unit for each kind of parameter among `names`."""
         for traits, chosen in _alike(names, params, dtypes, dtype, table):
@@ -363,6 +385,7 @@ def auto_wrap(
                 modules=name,
                 block=block,
                 tile=tile,
+                around=around,
                 table=table,
             )
             for n in chosen:
@@ -372,11 +395,14 @@ def auto_wrap(
     def size_of(target: WrapTarget) -> int:
         return sum(param_bytes[n] for n in target.param_names if n not in small)
 
+    titles: dict[int, str] = {}  # of the units of targets, by their identity
     for run in _merge(targets, size_of, bucket):
         title = _title([target.name for target in run])
         names = [n for target in run for n in target.param_names if n not in small]
+        titles |= {id(target): title for target in run}
         first = run[0]
-        add_units(title, names, first.leaf, False, first.block, first.tile)
+        around = "" if first.around is None else titles[id(first.around)]
+        add_units(title, names, first.leaf, False, first.block, first.tile, around)
     persistent = [name for name in params if name in small]
     add_units("small parameters", persistent, leaf=False, keep_unsharded=True, block="")
     hooked = []

@@ -284,6 +284,53 @@ def test_room_follows_shapes_that_vary(keeper: Keeper) -> None:
         assert keeper.kept_bytes[Tier.HOST] <= 2 * largest
 
 
+class _Watched(HostKeeper):
+    """Notes whether what is asked for was on its way."""
+
+    def __init__(self) -> None:
+        super().__init__(ThreadCopier(late()), HostArena(1 << 28, CPU))
+        self.were_ahead: list[bool] = []
+
+    def keep(self, tensor: Tensor) -> Kept:
+        kept: Any = super().keep(tensor)
+        began: list[bool] = []
+        fetch, get = kept.fetch, kept.get
+        kept.fetch = lambda: (began.append(True), fetch())
+
+        def watched() -> Tensor:
+            self.were_ahead.append(len(began) > 1)  # the first one ahead, the second by itself
+            found: Tensor = get()
+            return found
+
+        kept.get = watched
+        return kept
+
+
+def test_inputs_come_back_ahead_of_their_use() -> None:
+    keeper = _Watched()
+    model = make(keeper)
+    walk(model, "F0 B0 F1 F2 B1 B2", torch.float, autocast=False)
+    # 4, but for the last one, which stays; 5 of the micro-batch that others followed; 4.
+    assert keeper.were_ahead == [True] * 4 + [False, *[True] * 4] + [True] * 4
+
+
+def test_inputs_come_back_ahead_where_micro_batches_go_block_by_block() -> None:
+    keeper, num_micros = _Watched(), 4
+    model = make(keeper)
+    outputs: list[list[Tensor]] = []
+    current = [batch(number) for number in range(num_micros)]
+    for block in model.blocks:
+        given = [x.detach().requires_grad_() * 1 for x in current]
+        outputs.append([block(x) for x in given])
+        current = outputs[-1]
+    for row in reversed(outputs):
+        while row:
+            row.pop(0).sum().backward()
+    assert len(keeper.were_ahead) == 5 * num_micros - 1
+    # One in each block is not: where backward turns from it to the block before.
+    assert keeper.were_ahead.count(False) <= 5 + 1
+
+
 # What blocks are given
 
 

@@ -9,9 +9,10 @@ handle in place of that input, so that nothing else holds it:
                 block i begins        its input is there; that of block i - 1 begins to come back
 
 So at most two inputs are on the device in forward, and two in backward. The last one before
-backward begins, which backward needs first, stays. Each handle knows the one before it, whatever
-pass that belongs to: with several micro-batches under way, one that belongs to another pass is
-either over, or will be needed next.
+backward begins, which backward needs first, stays. Inputs are numbered as they leave, and backward
+goes back through the numbers: with several micro-batches under way too, but for the first input of
+each. Where all micro-batches go through a block before the next one comes (layer-major), it goes
+forward through those of a block; so the next number is guessed from the last two.
 
 What moves is the first floating tensor that requires a gradient. The others, such as masks and
 rotary tables, are the same for all blocks.
@@ -21,10 +22,10 @@ from __future__ import annotations
 
 import functools
 import itertools
-import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -42,7 +43,10 @@ class OffloadedInputs:
     def __init__(self, keeper: Keeper) -> None:
         """Take who keeps them meanwhile."""
         self._keeper = keeper
-        self._newest: Callable[[], _Input | None] = _nothing
+        self._inputs: WeakValueDictionary[int, _Input] = WeakValueDictionary()  # by number
+        self._num_inputs = 0
+        self._newest_back = 0
+        self._direction = -1
 
     @property
     def kept_bytes(self) -> dict[Tier, int]:
@@ -98,20 +102,25 @@ class OffloadedInputs:
 
     def _begin(self, name: str, tensor: torch.Tensor) -> _Input:
         """Have an input begin to leave, and the one before it be gone."""
-        before = self._newest()
+        before = self._inputs.get(self._num_inputs)
         if before is not None:
             before.leave()
-        handle = _Input(name, tensor, self._keeper.keep(tensor), self._newest)
-        self._newest = weakref.ref(handle)
+        kept = self._keeper.keep(tensor)
+        self._num_inputs += 1
+        handle = _Input(name, tensor, kept, functools.partial(self._after, self._num_inputs))
+        self._inputs[self._num_inputs] = handle
         return handle
+
+    def _after(self, number: int) -> _Input | None:
+        """Return the input that backward is likely to ask for after input `number`."""
+        if abs(number - self._newest_back) == 1:
+            self._direction = number - self._newest_back
+        self._newest_back = number
+        return self._inputs.get(number + self._direction)
 
     def __deepcopy__(self, memo: Any) -> OffloadedInputs:
         """A copy of a model moves its inputs by the same means."""
         return self
-
-
-def _nothing() -> None:
-    return None
 
 
 def _place_of_input(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | str | None:
@@ -151,7 +160,7 @@ class _Input:
         name: str,
         tensor: torch.Tensor,
         kept: Kept,
-        before: Callable[[], _Input | None],
+        after: Callable[[], _Input | None],
     ) -> None:
         """Hold on to an input until it has left.
 
@@ -159,14 +168,14 @@ class _Input:
             name: of the block.
             tensor: its input.
             kept: the same, elsewhere.
-            before: returns the handle of the input before it, while that lives.
+            after: returns the handle of the input that is likely to be needed after it.
         """
         self._name = name
         self._in_forward: torch.Tensor | None = tensor
         self._here: torch.Tensor | None = tensor.detach()
         self._version = tensor._version
         self._kept = kept
-        self._before = before
+        self._after = after
 
     def end_forward(self) -> None:
         """Let go of the tensor that belongs to the graph of forward."""
@@ -188,20 +197,21 @@ class _Input:
             return self._back().requires_grad_()
 
     def _back(self) -> torch.Tensor:
-        """Return the values, and have those of the input before this one come back too."""
+        """Return the values, and have those of the next input come back too."""
         tensor = self._here
         if tensor is not None:
             self._refuse_change(tensor)
         else:
             self._kept.fetch()
-        before = self._before()
-        if before is not None:
-            before._come()
+        following = self._after()
+        if following is not None:
+            following.come()
         if tensor is None:
             tensor = self._kept.get()
         return tensor.detach()
 
-    def _come(self) -> None:
+    def come(self) -> None:
+        """Begin to come back, ahead of use."""
         if self._here is None:
             self._kept.fetch()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
@@ -74,6 +75,7 @@ def shard(
     precision: str | Mapping[str, Any] = "fp32",
     accumulate: int = 1,
     activations: Mapping[str, Any] | None = None,
+    offload: str | Mapping[str, Any] | None = None,
     compile: bool = False,
     init: Literal["factory", "meta"] = "factory",
 ) -> Model:
@@ -94,12 +96,16 @@ def shard(
             costs traffic, never the result.
         activations: keys of a job's `activations` section, such as `{"checkpoint": "full"}`. What
             waits on a disk does so in the run directory, or else in the current one.
+        offload: "host" or "disk", where the optimizer's states and the gradients live between uses,
+            or keys of a job's `offload` section. Its file is made in `offload.dir`, or else in the
+            run directory or the current one.
         compile: torch.compile each repeated block.
         init: meta makes a factory's parameters shard by shard, by each module's own
             `reset_parameters`.
 
     Raises:
         JobError: an argument is wrong, or asks for what this model cannot do.
+        PreflightError: the disk or the host has no room for states that are to live there.
         UserCodeError: the factory raised, or returned something else.
         HangError: not every rank called it.
     """
@@ -107,6 +113,11 @@ def shard(
     zero_config = _section(ZeroConfig, zero, "zero")
     precision_config = _section(PrecisionConfig, precision, "precision")
     activations_config = _section(ActivationsConfig, activations or {}, "activations")
+    offload_config = _offload(offload, zero_config)
+    placement = placement_of(offload_config, activations_config, run.device.type)
+    folder = run.run_dir or Path.cwd()
+    if offload_config.dir is not None:
+        folder = Path(offload_config.dir)
     write = "how many backward calls make a step, 1 or more"
     accumulate = arguments.whole("shard", "accumulate", accumulate, 1, write)
     if init not in ("factory", "meta"):
@@ -114,17 +125,18 @@ def shard(
     run._meet("shard()")
     shard_size = resolve_shard_size(zero_config, run.world_size, run._ranks_per_host)
     mesh = run._mesh(shard_size)
-    settings = parallelize.shard_settings(
-        zero_config, precision_config, activations_config, run.device, compile=compile
+    settings = replace(
+        parallelize.shard_settings(
+            zero_config, precision_config, activations_config, run.device, compile=compile
+        ),
+        placement=placement,
+        schedule=offload_config.schedule,
+        delay_after=offload_config.delay_after,
+        disk_folder=str(folder),
     )
     with rng.fork_torch_rng(run.device):
         built = _build(model, init, run, mesh)
-        inputs = parallelize.offloaded_inputs(
-            placement_of(OffloadConfig(), activations_config, run.device.type).activation,
-            mesh,
-            run._comm,
-            run.run_dir or Path.cwd(),
-        )
+        inputs = parallelize.offloaded_inputs(placement.activation, mesh, run._comm, folder)
         parallelize.transform(
             built.module,
             zero_config,
@@ -194,6 +206,26 @@ def evaluation(model: Model) -> Iterator[Model]:
     finally:
         for inner, mode in modes:
             inner.training = mode
+
+
+def _offload(offload: Any, zero: ZeroConfig) -> OffloadConfig:
+    """Return the argument `offload` as a section of a job.
+
+    Raises:
+        JobError: it is not one, or asks for what only a job or another stage can have.
+    """
+    config = _section(OffloadConfig, {} if offload is None else offload, "offload")
+    if config.fraction == "auto":
+        raise JobError(
+            f"shard(offload={offload!r}): auto needs an estimate, which a job has; write the share "
+            "of the states, such as 0.5"
+        )
+    if config.param != "device" and zero.stage != 3:
+        raise JobError(
+            f"shard(offload={offload!r}): parameters elsewhere than on the device need zero=3, "
+            "which unshards them when they are used"
+        )
+    return config
 
 
 def _section(section: type[_Section], value: Any, name: str) -> _Section:

@@ -20,7 +20,9 @@ from zrun_core.library import arguments
 from zrun_core.library.model import ModelHandle
 from zrun_core.library.optimizer_choice import choose, make_groups
 from zrun_core.library.skips import LoopSkips
+from zrun_core.memory.buffers import Tier
 from zrun_core.optim import lightweight
+from zrun_core.optim.where import check_placed
 from zrun_core.telemetry.step_totals import StepTotals
 from zrun_core.train.step_runner import StepRunner, modules_differ
 from zrun_core.zero.precision import LossScaler
@@ -326,7 +328,12 @@ def optimizer(
             "optimizer", "replica_every", replica_every, 1, "1 or more steps, or None"
         )
     made = make_groups(model, groups)
-    chosen = choose(name, options, made, moments, handle.run.device)
+    placement = handle.sharded.settings.placement
+    device = handle.run.device
+    if placement.optimizer is not Tier.DEVICE and placement.fraction == 1:
+        device = torch.device("cpu")
+    chosen = choose(name, options, made, moments, device)
+    check_placed(chosen, getattr(name, "__name__", str(name)), placement)
     number_of = {
         id(param): number for number, group in enumerate(made) for param in group["params"]
     }

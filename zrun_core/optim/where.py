@@ -43,13 +43,27 @@ def resolve_where_placed(
             f"offload.optimizer: {tier}: its states are updated on the CPU, and {problem}; leave "
             "out what only a GPU can do, or write offload.optimizer: device"
         ) from None
-    if on_host.layer_wise and tier is Tier.DISK:
-        raise JobError(
-            f"offload.optimizer: disk: {config.name} proposes the updates of all layers before it "
-            "applies any, so each step would read its states from the disk twice; write "
-            "optimizer: host, or optim.name: adamw"
-        )
+    check_placed(on_host, config.name, placement)
     if placement.fraction == 1 or device.type == "cpu":
         return on_host
     both = (resolve_optimizer(config, load, device), on_host)
     return min(both, key=lambda each: bool(each.kwargs.get("fused")))  # fused if it is on both
+
+
+def check_placed(optimizer: OptimizerSpec, name: str, placement: Placement) -> None:
+    """Refuse an optimizer whose states cannot live where they are to.
+
+    Args:
+        optimizer: as resolved.
+        name: as the user wrote it.
+        placement: where the states live.
+
+    Raises:
+        JobError: its states cannot live on a disk.
+    """
+    if optimizer.layer_wise and placement.optimizer is Tier.DISK:
+        raise JobError(
+            f"offload.optimizer: disk: {name} proposes the updates of all layers before it applies "
+            "any, so each step would read its states from the disk twice; write optimizer: host, "
+            "or optim.name: adamw"
+        )

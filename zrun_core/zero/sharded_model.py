@@ -116,11 +116,14 @@ class ShardingConfig:
 
     @property
     def states(self) -> StatePolicy:
-        """The rule for the bytes of a unit. Without an optimizer it has no moments."""
+        """The rule for the bytes of a unit.
+
+        Without an optimizer there are no moments; where it will be elsewhere, room for two.
+        """
         states = StatePolicy(
             self.zero,
             self.precision.reduce,
-            0,
+            0 if self.placement.optimizer is Tier.DEVICE else 2,
             ownership=self.exchange,
             recomputes_blocks=self.recomputes_blocks,
             layer_major=self.layer_major,

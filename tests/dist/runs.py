@@ -29,6 +29,7 @@ from zrun_core.errors import UserCodeError, ZrunError
 from zrun_core.spine.config import JobConfig
 from zrun_core.spine.parallel_dims import ParallelDims
 from zrun_core.spine.spec import LaunchPlan, RankPlace, ResumeSpec, RunSpec, resolve_batch
+from zrun_core.tiers.stored import BlockReader, Stored
 from zrun_core.train.rank_phase import RankPhase
 from zrun_core.train.trainer import Trainer
 from zrun_core.train.user_hooks import HookContext
@@ -403,17 +404,26 @@ def look(keys: dict[str, Any], run_dir: str, resume: dict[str, Any] | None) -> d
     return {"error": "", **contents(trainer)}
 
 
+def in_memory(data: torch.Tensor | Stored) -> torch.Tensor:
+    """What a rank writes, read from where it lives."""
+    if isinstance(data, torch.Tensor):
+        return data
+    read = [part.clone() for part in data.read(BlockReader())]
+    return torch.cat(read).view(data.dtype)
+
+
 def contents(trainer: Trainer) -> dict[str, Any]:
     """What this rank would save, and a digest of it."""
     state = ModelState(trainer.sharded)
     parts = {
-        (p.tensor, p.state, p.start): p.data.float().numpy().copy() for p in state.write_items()
+        (p.tensor, p.state, p.start): in_memory(p.data).float().numpy().copy()
+        for p in state.write_items()
     }
     digest = hashlib.sha256()
     for part in state.write_items():
         digest.update(
             f"{part.key} {part.stop}".encode()
-            + part.data.contiguous().view(torch.uint8).numpy().tobytes()
+            + in_memory(part.data).contiguous().view(torch.uint8).numpy().tobytes()
         )
     digest.update(repr(sorted(state.scalars().items())).encode())
     return {

@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
+import errno
+import math
+import os
 import tempfile
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from runs import job, losses, run
 from test_offload import DISK, HOST, Ranks, late_copies, parts_of
 from toys import build, data, make_sharded, train_sharded
 
 from zrun_core.checkpoint.checkpointer import Checkpointer
 from zrun_core.checkpoint.folder import CheckpointFolder, read_step
+from zrun_core.checkpoint.initial_weights import load_weights
 from zrun_core.checkpoint.manifest import Manifest
+from zrun_core.checkpoint.manifest_fields import RANK
 from zrun_core.checkpoint.model_state import ModelState
 from zrun_core.checkpoint.rank_save import RunInfo
+from zrun_core.checkpoint.reader import Reader, Target
+from zrun_core.checkpoint.snapshot import LateCopies, Snapshot
 from zrun_core.distributed.rng import Streams
+from zrun_core.distributed.transport import Group
+from zrun_core.errors import ExitCode, OffloadError, SaveError
 from zrun_core.memory.buffers import ON_DEVICE, Placement
-from zrun_core.spine.config import CheckpointConfig
+from zrun_core.spine.config import CheckpointConfig, InitFromConfig
 from zrun_core.zero.sharded_model import ShardedModel
 
 PLACEMENTS: dict[str, tuple[int, Placement]] = {  # with a stage
@@ -38,6 +50,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "lamb": {"optim": {"name": "lamb"}},
 }
 SAVED_AT = 3
+ALONE = Group("host", (0,), 0, None)
 
 
 def make(place: str, disk: str, settings: dict[str, Any], **more: Any) -> ShardedModel:
@@ -126,22 +139,23 @@ def same(left: Any, right: Any) -> None:
     assert [key for key, value in left[1].items() if not torch.equal(value, right[1][key])] == []
 
 
-def places_for(settings: str) -> list[str]:
-    """Of LAMB, the records of all units are needed at once: none may be on disk."""
-    return [
-        name
-        for name, (_, placement) in PLACEMENTS.items()
-        if settings != "lamb" or placement.optimizer is not DISK
-    ]
+# Every placement with mixed precision; of the other settings those that treat states otherwise. Of
+# LAMB, the records of all units are needed at once: none may be on disk.
+CASES = {
+    "bf16": list(PLACEMENTS),
+    "fp32": ["device, 0", "device, 3", "disk, 0", "disk, all, 3", "disk parameters, 3"],
+    "lion": ["device, 1", "device, 3", "apart, 1", "disk, all, 3"],
+    "lamb": ["device, 1", "device, 2", "apart, 1", "apart, half, 2"],
+}
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("settings", CASES)
 def test_every_placement_writes_the_same_files_and_goes_on_from_them(
     ranks: Ranks, tmp_path: Path, num_ranks: int, settings: str
 ) -> None:
     pool = ranks(num_ranks)
-    places = places_for(settings)
+    places = CASES[settings]
     for number, place in enumerate(places):
         folder = str(tmp_path / place)
         went_on = pool.run(save, place, SETTINGS[settings], folder, number % 2 == 0)
@@ -156,3 +170,182 @@ def test_every_placement_writes_the_same_files_and_goes_on_from_them(
         after = pool.run(resume, other, SETTINGS[settings], folder)
         for one, two in zip(went_on, after, strict=True):
             same(one, two)
+
+
+@pytest.mark.parametrize("place", ["apart, all, 3", "disk, all, 3"])
+def test_delayed_updates_are_settled_and_stay_delayed(
+    ranks: Ranks, tmp_path: Path, place: str
+) -> None:
+    """Updates count from the beginning of the run: some before the save are delayed, or none."""
+    for delay_after in (1, 4):
+        folder = str(tmp_path / str(delay_after))
+        keys = {"schedule": "delayed", "delay_after": delay_after}
+        went_on = ranks(1).run(run_delayed, save, place, folder, keys)
+        after = ranks(1).run(run_delayed, resume, place, folder, keys)
+        same(went_on[0], after[0])
+        serial = ranks(1).run(resume, place, SETTINGS["bf16"], folder)
+        assert serial[0][0] != after[0][0]
+
+
+def run_delayed(function: Any, place: str, folder: str, keys: dict[str, Any]) -> Any:
+    more = [False] if function is save else []
+    return function(place, SETTINGS["bf16"], folder, *more, **keys)
+
+
+def states_in(folder: str) -> dict[tuple[str, str], torch.Tensor]:
+    """Every state of every tensor, whole, as the files of a step have it."""
+    path, manifest = step_of(folder)
+    known = {info.name: info for info in manifest.tensors}
+    targets = []
+    for each in {(each.tensor, each.state): each for each in manifest.fragments}.values():
+        if each.state != RANK:
+            info = known[each.tensor]
+            memory = torch.empty(math.prod(info.shape), dtype=getattr(torch, each.dtype))
+            targets.append(Target((info.name,), each.state, info.shape, info.stride, 0, memory))
+    Reader(path, manifest, ALONE).fill(targets)
+    return {(target.names[0], target.state): target.memory for target in targets}
+
+
+def load_and_save(place: str, settings: dict[str, Any], source: str, folder: str) -> None:
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as disk:
+        sharded = make(place, disk, settings)
+        path, manifest = step_of(source)
+        ModelState(sharded).load(path, manifest)
+        saves = saver(sharded, folder)
+        saves.save(SAVED_AT, dict, "due")
+        saves.close()
+        check_slots(sharded)
+
+
+def test_other_numbers_of_ranks_have_the_same_states(ranks: Ranks, tmp_path: Path) -> None:
+    settings = SETTINGS["lion"]
+    source = str(tmp_path / "source")
+    ranks(2).run(save, "disk, all, 3", settings, source, False)
+    before = states_in(source)
+    assert {state for _, state in before} == {"value", "exp_avg"}
+    for num_ranks, place in [(1, "disk, 0"), (3, "mixed, 3"), (1, "device, 1"), (2, "apart, 1")]:
+        folder = str(tmp_path / f"{num_ranks} {place}")
+        ranks(num_ranks).run(load_and_save, place, settings, source, folder)
+        after = states_in(folder)
+        assert after.keys() == before.keys()
+        assert [key for key, value in before.items() if not torch.equal(value, after[key])] == []
+
+
+@pytest.mark.parametrize("place", ["apart, all, 3", "disk, all, 3", "mixed, 3"])
+@pytest.mark.parametrize("how", ["update", "gathered"])
+def test_what_changes_states_elsewhere_waits_for_a_save_that_reads_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, how: str
+) -> None:
+    """The save reads once the change has begun, and has had the time to end without it."""
+    begun = threading.Event()
+    wait_for_readers = ShardedModel.wait_for_readers
+    make_copies = LateCopies.make
+
+    def tell(sharded: ShardedModel) -> None:
+        begun.set()
+        wait_for_readers(sharded)
+
+    def make_late(copies: LateCopies) -> None:
+        begun.wait(3.0)
+        time.sleep(0.2)
+        make_copies(copies)
+
+    sharded = make(place, str(tmp_path), {})
+    train_sharded(sharded, data(SAVED_AT))
+    saves = saver(sharded, str(tmp_path / "before"))
+    saves.save(SAVED_AT, dict, "due")
+    saves.close()
+    monkeypatch.setattr(ShardedModel, "wait_for_readers", tell)
+    monkeypatch.setattr(LateCopies, "make", make_late)
+    saves = saver(sharded, str(tmp_path / "after"))
+    saves.save(SAVED_AT, dict, "due", wait=False)
+    if how == "update":
+        train_sharded(sharded, data(1))
+        sharded.settle_updates()
+    else:
+        with sharded.gathered() as module:
+            for param in module.parameters():
+                param.fill_(7.0)
+    saves.finish()
+    saves.close()
+    before, after = (step_of(str(tmp_path / each))[1].fragments for each in ("before", "after"))
+    assert before == after
+    assert sharded.tiers is not None
+    assert sharded.tiers.slots_taken == {}
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_disk_that_fails_during_a_save_is_a_failed_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wait: bool
+) -> None:
+    sharded = make("disk, all, 3", str(tmp_path), {})
+    train_sharded(sharded, data(1))
+    sharded.settle_updates()
+
+    def failing(*_: object) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    saves = saver(sharded, str(tmp_path / "saved"))
+    monkeypatch.setattr(os, "preadv", failing)
+
+    def save() -> None:
+        saves.save(SAVED_AT, dict, "due", wait=wait)
+        saves.finish()
+
+    with pytest.raises(SaveError, match=r"^step 3 is not saved: cannot read the .* Input/output"):
+        save()
+    assert SaveError.exit_code is ExitCode.SAVE
+    sharded.wait_for_readers()  # nobody reads any more
+    with pytest.raises(OffloadError, match="the disk fails"):
+        train_sharded(sharded, data(1))
+    saves.close()
+
+
+def test_a_save_in_the_background_copies_nothing_that_is_elsewhere(tmp_path: Path) -> None:
+    sharded = make("disk, all, 3", str(tmp_path), {})
+    train_sharded(sharded, data(1))
+    items = ModelState(sharded).write_items()
+    assert items
+    assert {item.state for item in items} == {"value", "exp_avg", "exp_avg_sq"}
+    assert not any(isinstance(item.data, torch.Tensor) for item in items)
+    snapshot = Snapshot(sharded.comm.device)
+    kept, late = snapshot.take(items)
+    assert kept == items
+    assert (late.pairs, late.reads_elsewhere) == ([], True)
+    assert snapshot._memory is not None
+    assert snapshot._memory.numel() == 0
+
+
+def test_weights_from_elsewhere_fill_every_placement(tmp_path: Path) -> None:
+    """`init_from` fills units one after the other; what it has no value for stays."""
+    torch.manual_seed(2)
+    state = build().state_dict()
+    missing = state.pop("last.weight")
+    source = tmp_path / "weights.pt"
+    torch.save({name: torch.full_like(value, 0.25) for name, value in state.items()}, source)
+    config = InitFromConfig(path=str(source), strict=False)
+    for place in ("disk, all, 3", "apart, all, 3", "disk parameters, 3"):
+        sharded = make(place, str(tmp_path), SETTINGS["bf16"])
+        train_sharded(sharded, data(2))
+        own = on_device(parts_of(sharded))["last.weight"]
+        assert not torch.equal(own, missing)
+        load_weights(config, ModelState(sharded), ALONE)
+        check_slots(sharded)
+        found = on_device(parts_of(sharded))
+        assert torch.equal(found.pop("last.weight"), own)
+        assert all((value == 0.25).all() for value in found.values())
+
+
+def test_a_job_goes_on_from_a_disk_on_the_device_and_back(ranks: Ranks, tmp_path: Path) -> None:
+    """A model with tied and frozen parameters and with running statistics, through the trainer."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    away = {"optimizer": "disk", "grad": "disk", "param": "disk", "dir": str(disk)}
+    keys = {"zero": 3, "precision": "bf16", "checkpoint": {"every": 1, "async": True}}
+    whole = ranks(2).run(run, job(**keys), str(tmp_path / "whole"))
+    for name, first, second in (("down", away, {}), ("up", {}, away)):
+        cut = ranks(2).run(run, job(**keys, offload=first), str(tmp_path / name), None, 5)
+        rest = ranks(2).run(run, job(**keys, offload=second), str(tmp_path / name), {})
+        assert [each["error"] for each in (*cut, *rest)] == [""] * 4
+        assert {**losses(cut[0]), **losses(rest[0])} == losses(whole[0])
+        assert [each["digest"] for each in rest] == [each["digest"] for each in whole]

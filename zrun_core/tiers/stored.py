@@ -122,11 +122,10 @@ class StoredOnDisk:
 
     def read(self, reader: BlockReader) -> Iterator[torch.Tensor]:
         blocks = list(self._blocks())
-        following = [*(block for block, _, _ in blocks[1:]), None]
-        for (block, low, high), ahead in zip(blocks, following, strict=True):
+        for number, (block, low, high) in enumerate(blocks):
             memory = reader.get(block)
-            if ahead is not None:
-                reader.begin(ahead)
+            for following, _, _ in blocks[number + 1 : number + 2]:
+                reader.begin(following)
             yield memory[low:high]
 
     def _blocks(self) -> Iterator[tuple[_Block, int, int]]:

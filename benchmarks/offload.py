@@ -3,6 +3,7 @@
     python benchmarks/offload.py                       all parts
     python benchmarks/offload.py --parts disk          the file of a rank, beside the disk itself
     python benchmarks/offload.py --parts update        an update on a core, beside torch's
+    python benchmarks/offload.py --parts saves         memory of a save of states on the disk
     python benchmarks/offload.py --dir /mnt/nvme --rounds 10
     python benchmarks/offload.py --quick               little of everything: a test of the harness
 
@@ -23,6 +24,7 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # zrun without installing it
 
 import offload_disk
+import offload_saves
 import offload_update
 
 Rows = list[dict[str, Any]]
@@ -43,6 +45,7 @@ class Part(NamedTuple):
 PARTS = {
     "disk": Part(offload_disk.measure, offload_disk.table),
     "update": Part(offload_update.measure, offload_update.table),
+    "saves": Part(offload_saves.measure, offload_saves.table),
 }
 
 

@@ -20,6 +20,7 @@ import hybrid  # noqa: E402
 import launch  # noqa: E402
 import offload  # noqa: E402
 import offload_disk  # noqa: E402
+import offload_saves  # noqa: E402
 import offload_update  # noqa: E402
 import planner_time  # noqa: E402
 import render  # noqa: E402
@@ -130,6 +131,14 @@ def test_updates_are_compared_inside_each_round() -> None:
     assert lines[3].split() == ["loop", "0.30", "0.10-0.50", "7.00", "4.00-10.00"]
     assert lines[4].split()[-4:] == ["1.00", "1.00-1.00", "1.50", "1.00-2.00"]
     assert [line.rpartition(" ")[2] for line in lines[5:]] == ["met"] * 3
+
+
+def test_memory_of_a_save_is_measured(tmp_path: Path) -> None:
+    row = offload_saves.save_once("disk", "goes on", 256, 2, str(tmp_path))
+    assert row["file_mib"] == pytest.approx(12 * 2 * 256**2 / 2**20, rel=0.05)
+    assert row["without_mib"] > 100
+    *_, line = offload_saves.table([row]).splitlines()
+    assert line.split()[:4] == ["disk", "goes", "on", "2"]
 
 
 def test_a_disk_is_compared_inside_each_round() -> None:

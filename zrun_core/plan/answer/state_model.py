@@ -29,7 +29,7 @@ from zrun_core.plan.trace.profile import Profile
 from zrun_core.plan.trace.rows import TracePhase
 from zrun_core.spine.config import JobConfig, PrecisionConfig
 from zrun_core.spine.parallel_dims import Coordinates
-from zrun_core.zero.exchange import StepCounts, expected_traffic
+from zrun_core.zero.exchange import StepCounts, expected_traffic, planned_gathers
 from zrun_core.zero.precision import Precision
 from zrun_core.zero.sharded_model import ShardingConfig
 
@@ -150,13 +150,17 @@ class StateModel:
         settings = self._settings_of(candidate)
         mesh_info = mesh_info_of_rank(settings, candidate.dims, FIRST, self._device_type)
         layouts = self.of_stage(candidate, 0).layouts
+        passes = 1 if settings.layer_major else candidate.accumulation
+        gathers = planned_gathers(layouts, settings.states)
         return step_traffic(
             layouts,
             place(layouts, candidate.placement),
             settings.states,
             mesh_info,
             micro_batches=candidate.accumulation,
-            gathers={unit.name: 2 * candidate.accumulation for unit in layouts},
+            gathers={
+                unit.name: passes * number for unit, number in zip(layouts, gathers, strict=True)
+            },
             host_is_device=self._device_type == "cpu",
         )
 

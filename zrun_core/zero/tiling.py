@@ -35,6 +35,7 @@ from zrun_core.spine.sizes import format_size
 
 _ALIGN = 64  # output features: matrix products are fastest in multiples of it
 _TENSORS = ("weight", "bias")
+_REGISTERED = ("_parameters", "_buffers", "_modules")  # what is not copied from a linear
 # They hand the weights of their linears to functions and kernels of their own.
 _READ_WEIGHTS = (nn.TransformerEncoderLayer, nn.MultiheadAttention)
 
@@ -125,9 +126,6 @@ class TiledLinear(nn.Module):
             for number, part in enumerate(value.split(self.sizes, self._dim_of(key))):
                 state_dict[f"{prefix}{number}.{key}"] = part
         super()._load_from_state_dict(state_dict, prefix, *args)
-
-
-_REGISTERED = ("_parameters", "_buffers", "_modules")
 
 
 def _tile(linear: nn.Module, dim: int, start: int, size: int) -> nn.Module:

@@ -203,6 +203,15 @@ def test_where_the_host_is_the_device_nothing_moves_to_it(
     assert make_plan(asked, GPU_HOST).notes == ()
 
 
+def test_states_on_a_host_that_may_lock_little_memory_are_remarked_on() -> None:
+    host = replace(GPU_HOST, memlock_bytes=8 << 20)
+    (note,) = make_plan(job(offload="host"), host).notes
+    assert note.startswith("ulimit -l (locked memory) is 8.0 MiB on ")
+    assert "set memlock unlimited in /etc/security/limits.conf" in note
+    assert make_plan(job(), host).notes == ()
+    assert make_plan(job(offload="disk"), host).notes == ()
+
+
 def test_gpus_are_not_replaced_by_cpus() -> None:
     with pytest.raises(PreflightError) as missing:
         check_gpus(2, job(), Cluster((CPU_HOST,)))

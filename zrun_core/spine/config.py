@@ -548,7 +548,8 @@ class OffloadConfig(Section):
     )
     dir: str | None = Field(
         default=None,
-        description="folder on the disk that states on disk lie on; null: the run directory",
+        description="folder on the disk that states on disk lie on, relative to the job file; "
+        "null: the run directory",
         examples=["/scratch"],
     )
     host_memory: Annotated[Bytes, Field(gt=0)] | None = Field(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -92,6 +94,30 @@ def test_a_piece_outlives_its_arena() -> None:
 def test_the_system_refuses() -> None:
     with pytest.raises(PreflightError, match=r"does not reserve .* TiB .*offload\.host_memory"):
         HostArena(1 << 62, CPU)
+
+
+def test_what_is_not_handed_out_counts_towards_no_limit() -> None:
+    code = """
+import resource, torch
+from zrun_core.errors import OffloadError
+from zrun_core.spine import memory_limits
+from zrun_core.tiers.host_arena import HostArena
+torch.ones(1) + 1
+memory_limits.limit_growth(64 << 20)
+arena = HostArena(1 << 40, torch.device("cpu"))
+assert arena.take(32 << 20, torch.uint8).fill_(1)[-1] == 1
+try:
+    arena.take(128 << 20, torch.uint8)
+except OffloadError as error:
+    print(error)
+assert arena.used_bytes == 32 << 20
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "no more than 32.0 MiB of host memory" in done.stdout
+    assert "ulimit -d" in done.stdout
 
 
 def test_memory_is_pinned_as_it_is_handed_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,12 +74,23 @@ def _check(failed: bool, what: str) -> None:
 class Region:
     """A range of addresses, unmapped when the last tensor over it is gone."""
 
-    def __init__(self, num_bytes: int, *, huge: bool = True) -> None:
+    def __init__(self, num_bytes: int, *, huge: bool = True, protected: bool = False) -> None:
+        """Reserve addresses.
+
+        Args:
+            num_bytes: rounded up to whole pages.
+            huge: let it lie in huge pages as far as these fit.
+            protected: it is unreadable, and counts towards no limit, until `unprotect`.
+
+        Raises:
+            MemoryError: the system does not reserve so much.
+        """
         self.num_bytes = whole_pages(num_bytes)
         # Aligned to huge pages, so that moving whole huge pages moves one entry each.
         self._mapped_bytes = self.num_bytes + _HUGE_PAGE_BYTES
         self._base: int | None = None
-        base = _libc().mmap(None, self._mapped_bytes, _PROT_RW, _RESERVE, -1, 0)
+        access = _PROT_NONE if protected else _PROT_RW
+        base = _libc().mmap(None, self._mapped_bytes, access, _RESERVE, -1, 0)
         _check(base == _MAP_FAILED, f"cannot reserve {num_bytes} bytes of memory")
         self._base = base
         self.address = _round_up(base, _HUGE_PAGE_BYTES)
@@ -99,6 +110,15 @@ class Region:
         Use of a unit that is not unsharded stops at once instead of computing on zeros.
         """
         _check(_libc().mprotect(self.address + offset, num_bytes, _PROT_NONE) != 0, "mprotect")
+
+    def unprotect(self, offset: int, num_bytes: int) -> None:
+        """Make a range readable and writable.
+
+        Raises:
+            MemoryError: this process may not have so much.
+        """
+        failed = _libc().mprotect(self.address + offset, num_bytes, _PROT_RW) != 0
+        _check(failed, f"cannot have {num_bytes} bytes of memory")
 
     def tensor(self, num_bytes: int | None = None) -> torch.Tensor:
         """Return the first `num_bytes` of the region, or all of it, as uint8.

@@ -12,7 +12,7 @@ import sys
 import torch
 
 from zrun_core.errors import OffloadError, PreflightError
-from zrun_core.memory.arena import byte_buffer
+from zrun_core.memory.arena import Region, byte_buffer
 from zrun_core.memory.layout import whole_pages
 from zrun_core.spine.sizes import format_size
 
@@ -31,7 +31,7 @@ class HostArena:
     """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
-        """Reserve addresses. Memory comes with the first use of a page, or when it is pinned.
+        """Reserve addresses. What is not handed out takes no memory, and counts towards no limit.
 
         Args:
             num_bytes: rounded up to whole pages.
@@ -46,8 +46,13 @@ class HostArena:
         self._device = device
         self._taken: dict[int, int] = {}  # first byte of a piece -> the one behind its last
         self._pinned: list[int] = []  # addresses
+        self._region: Region | None = None
         try:
-            self._memory = byte_buffer(self.num_bytes, torch.device("cpu"))
+            if sys.platform.startswith("linux"):
+                self._region = Region(self.num_bytes, protected=True)
+                self._memory = self._region.tensor(self.num_bytes)
+            else:
+                self._memory = byte_buffer(self.num_bytes, torch.device("cpu"))
         except MemoryError as error:
             raise PreflightError(
                 f"offload: the system does not reserve {format_size(num_bytes)} of host memory "
@@ -75,9 +80,7 @@ class HostArena:
                 "(offload.fraction)"
             )
         if stop > self.used_bytes:
-            if self._device.type == "cuda" and not self.note:
-                self._pin(self._memory[self.used_bytes : stop])
-            self.used_bytes = stop
+            self._grow(stop)
         if num_bytes:
             self._taken[start] = stop
         return self._memory[start : start + num_bytes].view(dtype)
@@ -86,6 +89,22 @@ class HostArena:
         """Take back what `take` returned; nothing may read or write it any more."""
         if piece.numel():
             del self._taken[piece.data_ptr() - self._memory.data_ptr()]
+
+    def _grow(self, stop: int) -> None:
+        """Make the memory up to `stop` usable."""
+        start = self.used_bytes
+        try:
+            if self._region is not None:
+                self._region.unprotect(start, stop - start)
+        except MemoryError as error:
+            raise OffloadError(
+                f"offload: no more than {format_size(start)} of host memory are to be had "
+                f"({error}): ulimit -d says what a process may take; let fewer states leave the "
+                "device"
+            ) from None
+        if self._device.type == "cuda" and not self.note:
+            self._pin(self._memory[start:stop])
+        self.used_bytes = stop
 
     def _gap(self, num_bytes: int) -> int:
         """Return where the first gap of `num_bytes` begins; the last one has no end."""

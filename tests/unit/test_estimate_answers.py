@@ -312,13 +312,11 @@ def test_a_job_that_is_too_big_for_a_cpu_moves_to_its_disk(
     _, searched = estimate_of_fix(zrun, limit)
     assert found == searched
     assert "optim" in found["moved"]["disk"]["read"]
-    # The least share: with one unit less it does not fit.
-    whole = [*("job.yaml", limit), "offload=disk"]
-    status, least = estimate(*whole, "offload.fraction=auto")
+    status, least = estimate("fits.yaml", "offload.fraction=auto")
     assert status == 0
     share = least["candidate"]["placement"]["fraction"]
     assert 0 < share <= found["candidate"]["placement"]["fraction"]
-    assert estimate(*whole, f"offload.fraction={share}")[1] == least
+    assert estimate("fits.yaml", f"offload.fraction={share}")[1] == least
 
 
 def estimate_of_fix(zrun: Zrun, limit: str) -> tuple[int, dict[str, Any]]:

@@ -72,3 +72,21 @@ def test_what_does_not_fit_is_refused_and_trains_as_it_is_told_to(tmp_path, monk
     assert checked.returncode == 0, checked.stdout
     line = r"peak +\S+ MiB predicted +\S+ MiB measured +\S+% +\(at most 2%, or 1\.0 MiB\) +ok"
     assert re.search(line, checked.stdout)
+
+
+def test_one_rank_that_has_too_little_memory_is_told_to_use_its_disk(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    job = JOB | {"slots": 1, "limits": {"memory": "760MiB"}}
+    (tmp_path / "job.yaml").write_text(
+        "".join(f"{key}: {json.dumps(value)}\n" for key, value in job.items())
+    )
+    (tmp_path / "some.txt").write_text("It was the best of times, it was the worst of times. " * 40)
+    refused = zrun(tmp_path, "train", "job.yaml", "--ui", "plain")
+    assert refused.returncode == 3, refused.stderr
+    found = re.search(r"^on the command line: (.*)$", refused.stderr, re.MULTILINE)
+    assert found is not None, refused.stderr
+    keys = found[1].split()
+    assert "offload.optimizer=disk" in keys
+    trained = zrun(tmp_path, "train", "job.yaml", *keys, "--ui", "plain")
+    assert trained.returncode == 0, trained.stderr
+    assert "step 2/2" in trained.stdout

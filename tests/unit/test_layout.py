@@ -20,7 +20,9 @@ from zrun_core.memory.state_policy import (
     StatePolicy,
     ZeroPolicy,
     module_buffers,
+    slices_of,
 )
+from zrun_core.zero.exchange import planned_gathers
 from zrun_core.zero.server import ParameterServer
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -245,6 +247,19 @@ def test_units_of_a_block_that_is_recomputed_are_whole_together():
     leaving_and_arriving = [page + page // 2 for page in (2, 8, 4)]
     assert apart.reduce_ring_bytes(units, peers) == 2 * 12 * PAGE_BYTES
     assert together.reduce_ring_bytes(units, peers) == (sum(leaving_and_arriving) + 12) * PAGE_BYTES
+
+
+def test_the_units_of_a_slice_are_unsharded_together_in_layer_major_order():
+    blocks = ["", "b0", "b0", "b1", "", ""]
+    units = [unit((8, 1024), name=f"u{number}", num_shards=2) for number in range(len(blocks))]
+    units = [replace(each, block=block) for each, block in zip(units, blocks, strict=True)]
+    units[0] = replace(units[0], keep_until_pass_ends=True)
+    apart, sliced = policy(3), replace(policy(3), layer_major=True)
+    assert slices_of(units) == ["", "b0", "b0", "b1", "b1", "b1"]
+    assert apart.gather_ring_bytes(units, 0) // PAGE_BYTES == 4 + 4
+    assert sliced.gather_ring_bytes(units, 0) // PAGE_BYTES == 3 * 4 + 4
+    assert planned_gathers(units, apart) == [2] * 6
+    assert planned_gathers(units, sliced) == [1, 2, 2, 1, 1, 1]
 
 
 def test_sums_of_copies_have_room_also_where_nothing_is_divided():

@@ -132,6 +132,12 @@ def test_micro_batches_in_flight_hold_what_forward_kept() -> None:
     assert three == one + 2 * kept
 
 
+def test_micro_batches_that_wait_before_the_last_block_hold_the_blocks_before_it() -> None:
+    whole = peak_of(trace(), 1, steady={}).num_bytes
+    waiting = peak_of(trace(), 1, waiting=range(1), in_flight=3, steady={}).num_bytes
+    assert waiting == whole + 2 * (5 + 10)
+
+
 def test_a_second_micro_batch_is_added_to_the_first() -> None:
     cast = [
         Event(9, Affine(64, 0), come, B, "blocks.0", 0, "grad", accumulates=True)

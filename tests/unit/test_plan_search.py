@@ -23,7 +23,7 @@ from zrun_core.plan.answer.search import SearchResult, SearchSpace, _Search, cha
 from zrun_core.plan.answer.search_space import candidates, offload_chains
 from zrun_core.plan.question.candidate import Candidate
 from zrun_core.plan.question.transformer import TransformerShape
-from zrun_core.spine.config import JobConfig, OptimConfig, ParallelConfig
+from zrun_core.spine.config import JobConfig, OptimConfig
 from zrun_core.spine.parallel_dims import ParallelDims
 from zrun_core.spine.spec import BatchPlan
 
@@ -322,17 +322,16 @@ def test_what_a_step_moves_is_in_the_estimate() -> None:
 
 
 def test_layer_by_layer_parameters_come_twice_per_step() -> None:
-    asked = Candidate(3, ONE, 1, 4, placement=Placement(param=HOST))
+    planner = Planner(SMALL, parse_simulate("1xA100-40G"))
 
-    def read(schedule: str) -> int:
-        parallel = ParallelConfig.model_validate({"schedule": schedule})
-        job = job_of_size().model_copy(update={"parallel": parallel})
-        found = Planner(SMALL, parse_simulate("1xA100-40G"), job).estimate(asked)
-        return found.moved["host"]["read"]["params"]
+    def read(layer_major: bool) -> int:
+        placement = Placement(param=HOST)
+        asked = Candidate(3, ONE, 1, 4, placement=placement, layer_major=layer_major)
+        return planner.estimate(asked).moved["host"]["read"]["params"]
 
-    in_turn = read("1f1b")
+    in_turn = read(layer_major=False)
     assert in_turn == pytest.approx(4 * 2 * 2 * SMALL.num_params, rel=1e-3)
-    assert in_turn / 8 < read("layer-major") < in_turn / 4, "the last slice once"
+    assert in_turn / 8 < read(layer_major=True) < in_turn / 4, "the last slice once"
 
 
 @pytest.mark.parametrize(

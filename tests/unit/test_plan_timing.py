@@ -168,6 +168,21 @@ def test_bytes_per_link_are_the_stages_traffic() -> None:
     )
 
 
+def test_layers_first_gathers_twice_per_step() -> None:
+    def first(count: int, layer_major: bool) -> StepTime:
+        hardware = "4x8xA100-80G@1x10G"
+        return timed(hardware, 3, ParallelDims(32), count, layer_major=layer_major)
+
+    plain, layers = first(4, False), first(4, True)
+    share = 31 / 32
+    saved = 2 * 2 * GPT.num_params * share * 3
+    assert sum(plain.link_bytes.values()) - sum(layers.link_bytes.values()) == pytest.approx(
+        saved, rel=1e-6
+    )
+    assert layers.seconds < plain.seconds
+    assert first(1, True).seconds == first(1, False).seconds
+
+
 def test_a_slow_network_shows_and_a_fast_one_hides() -> None:
     fast, slow = (timed(f"4x8xA100-80G@{link}", 3, ParallelDims(32)) for link in ("NDR", "1x10G"))
     assert fast.parts.get("exposed transfers", 0) < 0.2 * fast.seconds

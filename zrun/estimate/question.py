@@ -367,6 +367,7 @@ def _candidate(job: JobConfig, batch: BatchPlan, hardware: Hardware) -> Candidat
         placement=placement_of(job.offload, job.activations, hardware.device.kind),
         sequence_parallel=dims.tp > 1,
         init=job.init,
+        layer_major=parallel.schedule == "layer-major" and parallel.pp == 1,
     )
 
 

@@ -142,7 +142,7 @@ class Bounds:
         update = device_update_seconds(
             self._hardware.device, owned, self._settings, candidate.precision
         )
-        first = PipelineStage.of(dims, 0, self._planner.num_blocks, candidate.accumulation)
+        first = PipelineStage.of(candidate, 0, self._planner.num_blocks)
         # Of the model's parameters the first stage has at least those of its blocks.
         share = 1.0
         if dims.pp > 1:
@@ -192,7 +192,8 @@ class Bounds:
         """Return the seconds of all gathers and reductions of an average stage."""
         dims = candidate.dims
         count = candidate.accumulation
-        by_stage = {0: (0, 1), 1: (1, 1), 2: (1, count), 3: (2 * count, count)}
+        times = 1 if candidate.layer_major else 2 * count  # at least
+        by_stage = {0: (0, 1), 1: (1, 1), 2: (1, count), 3: (times, count)}
         gathers, reductions = by_stage[candidate.stage]
         shard_group = LinkedGroup(self._hardware, shard_ranks, dims.tp)
         replicas = dims.dp // shard_ranks

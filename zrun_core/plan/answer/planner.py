@@ -135,7 +135,7 @@ class Planner:
         Raises:
             JobError: it is impossible.
         """
-        stage = PipelineStage.of(candidate.dims, index, self.num_blocks, candidate.accumulation)
+        stage = PipelineStage.of(candidate, index, self.num_blocks)
         states = self._states.of_stage(candidate, index)
         others = self._others(candidate)
         waiting = self._waiting_inputs(candidate, stage)
@@ -318,7 +318,7 @@ class Planner:
         beside = others + self.outside(candidate.dims)
         used = 0
         for index in _stages(candidate.dims):
-            stage = PipelineStage.of(candidate.dims, index, self.num_blocks, candidate.accumulation)
+            stage = PipelineStage.of(candidate, index, self.num_blocks)
             steady = self._states.of_stage(candidate, index).steady
             in_use = self.peak(candidate, stage, steady).num_bytes + beside
             if in_use <= capacity:

@@ -135,6 +135,7 @@ class _Enumeration:
         samples, rest = divmod(self._space.global_batch, dims.dp)  # of a data-parallel rank
         if rest:
             return
+        layer_major = self._base is not None and self._base.layer_major
         init = "meta"
         if self._planner.can_build(dims.world_size):
             init = "factory" if self._base is None else self._base.init
@@ -153,6 +154,7 @@ class _Enumeration:
                         precision,
                         sequence_parallel=dims.tp > 1,
                         init=init,
+                        layer_major=layer_major and dims.pp == 1,
                     )
 
     def _worlds(self) -> list[int]:

@@ -150,7 +150,7 @@ class StateModel:
         settings = self._settings_of(candidate)
         mesh_info = mesh_info_of_rank(settings, candidate.dims, FIRST, self._device_type)
         layouts = self.of_stage(candidate, 0).layouts
-        passes = 1 if settings.layer_major else candidate.accumulation
+        passes = 1 if candidate.layer_major else candidate.accumulation
         gathers = planned_gathers(layouts, settings.states)
         return step_traffic(
             layouts,
@@ -159,7 +159,7 @@ class StateModel:
             mesh_info,
             micro_batches=candidate.accumulation,
             gathers={
-                unit.name: passes * number for unit, number in zip(layouts, gathers, strict=True)
+                unit.name: passes * times for unit, times in zip(layouts, gathers, strict=True)
             },
             host_is_device=self._device_type == "cpu",
         )
@@ -167,7 +167,13 @@ class StateModel:
     def _settings_of(self, candidate: Candidate) -> ShardingConfig:
         """Return how a job with this candidate's keys would be sharded."""
         recomputes = candidate.checkpoint != "none"
-        key = (candidate.stage, candidate.precision, recomputes, candidate.placement)
+        key = (
+            candidate.stage,
+            candidate.precision,
+            recomputes,
+            candidate.placement,
+            candidate.layer_major,
+        )
         found = self._settings.get(key)
         if found is None:
             precision = PrecisionConfig(
@@ -179,6 +185,7 @@ class StateModel:
                 zero=ZeroPolicy(candidate.stage),
                 precision=Precision.of(precision),
                 recomputes_blocks=recomputes,
+                layer_major=candidate.layer_major,
                 placement=candidate.placement,
             )
         return found

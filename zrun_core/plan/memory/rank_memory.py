@@ -17,7 +17,6 @@ from zrun_core.plan.trace import waiting_inputs
 from zrun_core.plan.trace.peak import Peak, peak_of
 from zrun_core.plan.trace.profile import Profile, Trace
 from zrun_core.plan.trace.rows import TracePhase
-from zrun_core.spine.parallel_dims import ParallelDims
 
 ALIGN = 512  # bytes to which CUDA's allocator rounds
 # Of a CPU's heap beyond its simulation, in which no small thing that lasts lies between tensors;
@@ -48,6 +47,8 @@ class PipelineStage:
         index: its number.
         blocks: how many of the model's it has.
         held: micro-batches whose activations it holds at most, in units of all its blocks.
+        waiting: blocks of which the others wait, in layer-major order, while one of them turns
+            round in the last block; None: none waits before others.
         first: whether it is the first stage.
         last: whether it is the last one.
     """
@@ -57,19 +58,22 @@ class PipelineStage:
     held: float
     first: bool
     last: bool
+    waiting: range | None = None
 
     @classmethod
-    def of(
-        cls, dims: ParallelDims, index: int, num_blocks: int, accumulation: int
-    ) -> PipelineStage:
-        """Return a stage of 1F1B, or of its interleaved form.
+    def of(cls, candidate: Candidate, index: int, num_blocks: int) -> PipelineStage:
+        """Return a stage of 1F1B, or of its interleaved form; or the model in layer-major order.
 
         Args:
-            dims: of which the pipeline counts.
+            candidate: of which the pipeline, the order, and the micro-batches of a step count.
             index: number of the stage.
             num_blocks: of the model.
-            accumulation: micro-batches per step.
         """
+        dims = candidate.dims
+        accumulation = candidate.accumulation
+        if candidate.layer_major and num_blocks > 1:
+            waiting = range(num_blocks - 1)
+            return cls(0, num_blocks, accumulation, True, True, waiting)
         if dims.pp == 1:
             return cls(0, num_blocks, 1.0, True, True)
         blocks = sum(map(len, stage_blocks(num_blocks, dims, index)))
@@ -158,11 +162,20 @@ def traced(
         _trace_of(profile, candidate, every),
         candidate.micro,
         blocks=stage.range(profile.num_blocks),
-        in_flight=math.ceil(stage.held),
+        waiting=stage.waiting,
+        in_flight=_in_flight(stage),
         steady=steady,
         accumulating=adds_gradients(candidate),
         align=ALIGN if cuda else 1,
     )
+
+
+def _in_flight(stage: PipelineStage) -> float:
+    """Return the micro-batches whose activations are held, as `peak_of` counts them."""
+    if stage.waiting is None:
+        return math.ceil(stage.held)
+    # What waits has the last block's input too, which is counted like a block of them.
+    return 1 + (stage.held - 1) * stage.blocks / len(stage.waiting)
 
 
 def reserved_beyond(profile: Profile, candidate: Candidate, every: int) -> int:

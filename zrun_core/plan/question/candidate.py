@@ -29,6 +29,7 @@ class Candidate:
         checkpoint: "none", "full", "every_n" or "selective".
         precision: "fp32", "bf16" or "fp16".
         sequence_parallel: tensor-parallel ranks divide what lies between their products, too.
+        layer_major: all micro-batches go through a block before the next one comes.
         init: "factory": a node holds the whole model while it is built; "meta": none does.
     """
 
@@ -41,6 +42,7 @@ class Candidate:
     placement: Placement = ON_DEVICE
     sequence_parallel: bool = False
     init: str = "factory"
+    layer_major: bool = False
 
     @property
     def global_batch(self) -> int:

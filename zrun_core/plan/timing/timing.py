@@ -94,6 +94,10 @@ class _StepModel:
         self.shard_group = LinkedGroup(self.hardware, shard_ranks, dims.tp)
         self.replica_group = LinkedGroup(self.hardware, replicas, dims.tp * shard_ranks)
         placement = candidate.placement
+        # In layer-major order all micro-batches of a step use what was unsharded for the first.
+        self._share_of_unshard = 1.0
+        if candidate.layer_major and candidate.stage == 3:
+            self._share_of_unshard /= candidate.accumulation
         self.host_share = 0.0  # of the update that runs on the host
         if placement.optimizer is not Tier.DEVICE:
             self.host_share = placement.fraction
@@ -159,6 +163,10 @@ class _StepModel:
             cost += self.replica_group.all_reduce(num_bytes / self.shard_group.ranks)
         return cost
 
+    def _seconds_to_unshard(self, segment: SegmentCost) -> float:
+        """Return the seconds of unsharding a segment, as the share of a micro-batch."""
+        return self._share_of_unshard * self.gather(segment).seconds
+
     # Passes
 
     def forward(self, segments: Sequence[SegmentCost], *, first: bool) -> PassTime:
@@ -172,7 +180,7 @@ class _StepModel:
         stage = self.candidate.stage
         gathers: list[float] = []
         if stage == 3 or (first and stage > 0):
-            gathers = [self.gather(segment).seconds for segment in segments]
+            gathers = [self._seconds_to_unshard(segment) for segment in segments]
         streams = [
             Stream(before=gathers, contention=self.device.contention),
             Stream(before=self._fetches(segments), contention=_COPY_CONTENTION),
@@ -197,7 +205,7 @@ class _StepModel:
     def _backward(self, segments: Sequence[SegmentCost], *, boundary: bool) -> PassTime:
         gathers: list[float] = []
         if self.candidate.stage == 3:
-            gathers = [self.gather(segment).seconds for segment in segments]
+            gathers = [self._seconds_to_unshard(segment) for segment in segments]
         reductions = [self.reduce(segment, boundary=boundary).seconds for segment in segments]
         fetches = self._fetches(segments) or [0.0] * len(segments)
         if self.candidate.placement.activation is not Tier.DEVICE:
@@ -268,7 +276,8 @@ class _StepModel:
             rate = min(rate, self._disk_share(self.hardware.disk_read))
         divided = self.shard_group.ranks if self.candidate.stage == 3 else 1
         size = BYTES[self.candidate.precision] * placement.fraction / divided
-        return [segment.params * size / rate for segment in segments]
+        share = self._share_of_unshard
+        return [share * segment.params * size / rate for segment in segments]
 
     # The update
 
@@ -412,7 +421,8 @@ class _StepModel:
         """Return the bytes that a rank of a stage sends in a step, by class of link."""
         count = self.candidate.accumulation
         segments = self.segments_of_stage(stage)
-        gathers = {0: 0, 1: 1, 2: 1, 3: 2 * count}[self.candidate.stage]
+        passes = 1 if self.candidate.layer_major else count
+        gathers = {0: 0, 1: 1, 2: 1, 3: 2 * passes}[self.candidate.stage]
         node = network = 0.0
         for segment, number in Counter(segments).items():
             total = self.gather(segment).times(gathers)

@@ -242,7 +242,8 @@ def peak_of(
     micro: int,
     *,
     blocks: range | None = None,
-    in_flight: int = 1,
+    waiting: range | None = None,
+    in_flight: float = 1,
     steady: Mapping[TracePhase, int],
     accumulating: bool = False,
     align: int = 1,
@@ -254,6 +255,8 @@ def peak_of(
         micro: samples of it.
         blocks: those of a pipeline stage. The first stage also has what comes before them, the
             last what comes after. None: all.
+        waiting: of these blocks, those whose activations are held of earlier micro-batches. None:
+            all of them.
         in_flight: micro-batches whose activations are held when the last of them runs.
         steady: bytes that are in use anyway, by phase. A phase that is missing there and has no
             events is left out.
@@ -264,47 +267,60 @@ def peak_of(
     events = trace.lifetimes.stage(blocks, accumulating)
     best = Peak(-1, TracePhase.FORWARD, "", ())
     if len(events.tensor):
-        sizes = values_at(events.size, micro)
-        if align > 1:
-            sizes = np.ceil(sizes / align) * align
-        best = _peak_of_events(trace.lifetimes, events, sizes, in_flight, steady)
+        others = events if waiting is None else trace.lifetimes.stage(waiting, accumulating)
+        held = np.zeros(len(trace.lifetimes.groups))
+        if in_flight > 1:
+            held = (in_flight - 1) * _kept(trace.lifetimes, others, _sizes(others, micro, align))
+        sizes = _sizes(events, micro, align)
+        best = _peak_of_events(trace.lifetimes, events, sizes, held, steady)
     for phase, num_bytes in steady.items():
         if num_bytes > best.num_bytes:
             best = Peak(num_bytes, phase, "", ())
     return best
 
 
+def _sizes(events: StageEvents, micro: int, align: int) -> NDArray[np.float64]:
+    """Return the bytes of each tensor."""
+    sizes = values_at(events.size, micro)
+    return np.ceil(sizes / align) * align if align > 1 else sizes
+
+
+def _kept(
+    lifetimes: Lifetimes, events: StageEvents, sizes: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """Return by group the bytes that a micro-batch keeps from its forward pass."""
+    is_kept = (events.alloc < events.forward_end) & (events.free >= events.forward_end)
+    kept = np.zeros(len(lifetimes.groups))
+    np.add.at(kept, events.group[is_kept], sizes[is_kept])
+    return kept
+
+
 def _peak_of_events(
     lifetimes: Lifetimes,
     events: StageEvents,
     sizes: NDArray[np.float64],
-    in_flight: int,
+    held: NDArray[np.float64],
     steady: Mapping[TracePhase, int],
 ) -> Peak:
-    """Return the largest moment while the last of `in_flight` micro-batches runs.
+    """Return the largest moment while the last micro-batch that is under way runs.
 
     Args:
         lifetimes: of which `events` are.
         events: at least one.
         sizes: [tensors], in bytes.
-        in_flight: as of `peak_of`.
+        held: [groups], bytes of the other micro-batches.
         steady: as of `peak_of`.
     """
     in_use = np.cumsum(sizes[events.tensor] * events.sign)
-    held_by_others = 0.0  # what the other micro-batches keep from their forward passes
-    if events.forward_end:
-        held_by_others = float(in_use[events.forward_end - 1]) * (in_flight - 1)
+    held_by_others = float(held.sum())
     steady_by_phase = np.array([float(steady.get(phase, 0)) for phase in PHASES])
     total = in_use + held_by_others + steady_by_phase[events.phase]
     moment = int(np.argmax(total))
 
     is_alive = (events.alloc <= moment) & (events.free > moment)
     names = lifetimes.groups
-    sums = np.bincount(events.group[is_alive], weights=sizes[is_alive], minlength=len(names))
-    if in_flight > 1:
-        is_kept = (events.alloc < events.forward_end) & (events.free >= events.forward_end)
-        kept = sizes[is_kept] * (in_flight - 1)
-        sums += np.bincount(events.group[is_kept], weights=kept, minlength=len(names))
+    alive = np.bincount(events.group[is_alive], weights=sizes[is_alive], minlength=len(names))
+    sums = held + alive
     largest_first = sorted(range(len(sums)), key=lambda group: (-sums[group], names[group]))
     return Peak(
         num_bytes=round(total[moment]),

@@ -15,7 +15,7 @@ from plan_rows import Event, trace_of
 
 from zrun.job.environment import WORKER_DEFAULTS
 from zrun_core.plan.memory import allocator as allocator_module
-from zrun_core.plan.memory.allocator import MIB, CachingAllocator, Heap, pinned_bytes, simulate
+from zrun_core.plan.memory.allocator import MIB, CachingAllocator, Heap, simulate
 from zrun_core.plan.trace.rows import Affine, TracePhase
 
 KIB = 1024
@@ -198,13 +198,6 @@ def test_a_pass_that_changes_nothing_is_not_repeated(monkeypatch: pytest.MonkeyP
             for block in blocks.values():
                 one.free(block)
         assert (found.allocated, found.reserved) == (one.peak_allocated, one.peak_reserved)
-
-
-def test_pinned_memory_is_rounded_to_powers_of_two() -> None:
-    assert [pinned_bytes(size) for size in (0, 1, 3, 4096, 4097)] == [0, 1, 4, 4096, 8192]
-    assert pinned_bytes(int(2.25 * 2**30)) == 4 * 2**30
-    assert pinned_bytes(int(2.25 * 2**30), round_threshold=2**30) == int(2.25 * 2**30)
-    assert pinned_bytes(600 * KIB, round_threshold=MIB) == MIB
 
 
 _ON_GLIBC = """

@@ -8,11 +8,10 @@ from typing import NamedTuple
 
 from zrun_core.errors import JobError
 from zrun_core.memory.buffers import Buffer, Tier
-from zrun_core.memory.layout import UnitLayout
+from zrun_core.memory.layout import UnitLayout, whole_pages
 from zrun_core.memory.placement import place
 from zrun_core.memory.state_policy import ZeroPolicy
 from zrun_core.memory.tier_traffic import Move, step_traffic
-from zrun_core.plan.memory.allocator import pinned_bytes
 from zrun_core.plan.memory.states import (
     FIRST,
     PlannedModel,
@@ -129,7 +128,7 @@ class StateModel:
                 for buffer in buffers
                 if buffer.is_moment and buffer.tier is Tier.DEVICE
             ),
-            pinned=sum(pinned_bytes(each.num_bytes) for each in on_host if each.pinned),
+            pinned=sum(whole_pages(each.num_bytes) for each in on_host if each.pinned),
             pageable=sum(each.num_bytes for each in on_host if not each.pinned),
             disk=sum(each.num_bytes for each in on_disk),
         )

@@ -485,18 +485,3 @@ def heap_bytes(
         for num_bytes in sizes:
             heap.allocate(num_bytes)
     return heap.num_bytes
-
-
-def pinned_bytes(num_bytes: int, round_threshold: int | None = None) -> int:
-    """Return what a pinned host buffer takes: torch rounds it up to a power of two.
-
-    Args:
-        num_bytes: of the buffer.
-        round_threshold: bytes above which it rounds no more (`pinned_max_round_threshold_mb` of
-            PYTORCH_ALLOC_CONF); None: it always does.
-    """
-    if num_bytes <= 0:
-        return 0
-    if round_threshold is not None and num_bytes > round_threshold:
-        return num_bytes
-    return 1 << (num_bytes - 1).bit_length()

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from runs import job, losses, run
-from test_offload import DISK, HOST, Ranks, late_copies, parts_of
+from test_offload import DISK, HOST, Ranks, check_slots, late_copies, parts_of
 from toys import build, data, make_sharded, train_sharded
 
 from zrun_core.checkpoint.checkpointer import Checkpointer
@@ -86,13 +86,6 @@ def saver(sharded: ShardedModel, folder: str) -> Checkpointer:
 def on_device(kept: dict[Any, torch.Tensor]) -> dict[str, torch.Tensor]:
     """What `parts_of` gives of the whole model, which is alike at every placement."""
     return {name: value for name, value in kept.items() if isinstance(name, str)}
-
-
-def check_slots(sharded: ShardedModel) -> None:
-    """Nobody has kept a piece of host memory."""
-    sharded.settle_updates()
-    if sharded.tiers is not None:
-        assert sharded.tiers.slots_taken == {}
 
 
 def step_of(folder: str) -> tuple[Path, Manifest]:
@@ -270,8 +263,7 @@ def test_what_changes_states_elsewhere_waits_for_a_save_that_reads_them(
     saves.close()
     before, after = (step_of(str(tmp_path / each))[1].fragments for each in ("before", "after"))
     assert before == after
-    assert sharded.tiers is not None
-    assert sharded.tiers.slots_taken == {}
+    check_slots(sharded)
 
 
 @pytest.mark.parametrize("wait", [True, False])

@@ -29,11 +29,11 @@ from zrun_core.library.model import ModelHandle
 class Duel:
     """A GAN, its optimizers, schedule and scaler."""
 
-    def __init__(self, stage: int, precision: str) -> None:
+    def __init__(self, stage: int, precision: str, offload: dict[str, Any] | None = None) -> None:
         start()
-        zero = {"stage": stage, "bucket": 1 << 13}
-        self.made = zrun_core.shard(generator, zero=zero, precision=precision)
-        self.judge = zrun_core.shard(discriminator, zero=zero, precision=precision)
+        keys = {"zero": {"stage": stage, "bucket": 1 << 13}, "offload": offload}
+        self.made = zrun_core.shard(generator, precision=precision, **keys)
+        self.judge = zrun_core.shard(discriminator, precision=precision, **keys)
         self.for_made = zrun_core.optimizer(self.made, "adamw", lr=1e-3)
         self.for_judge = zrun_core.optimizer(self.judge, "sgd", lr=1e-2, momentum=0.9)
         self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.for_made, 0.9)
@@ -76,15 +76,21 @@ class Duel:
         return saved.step
 
 
-def whole(stage: int, precision: str, folder: str) -> list[float]:
-    duel = Duel(stage, precision)
+def whole(
+    stage: int, precision: str, folder: str, offload: dict[str, Any] | None = None
+) -> list[float]:
+    duel = Duel(stage, precision, offload)
     duel.train(0, 4)
-    duel.save(folder, 4)
-    return duel.train(4, 8)
+    duel.save(folder, 4, wait=offload is None)
+    losses = duel.train(4, 8)
+    zrun_core.finish()
+    return losses
 
 
-def resumed(stage: int, precision: str, folder: str) -> list[float]:
-    duel = Duel(stage, precision)
+def resumed(
+    stage: int, precision: str, folder: str, offload: dict[str, Any] | None = None
+) -> list[float]:
+    duel = Duel(stage, precision, offload)
     assert zrun_core.load(f"{folder}-none", duel.models) is None
     duel.train(0, 1)  # what it does before does not matter
     return duel.train(duel.load(folder), 8)
@@ -99,9 +105,24 @@ def test_two_models_go_on_bit_for_bit(ranks, tmp_path, stage, precision):
     )
 
 
-def roll_back(stage: int, folder: str) -> None:
+def on_disk(stage: int, folder: Path) -> dict[str, Any]:
+    """All states that a stage can have on a disk."""
+    away = {"optimizer": "disk", "grad": "disk", "dir": str(folder)}
+    return {**away, "param": "disk"} if stage == 3 else away
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_two_models_with_states_on_disk_go_on_bit_for_bit(ranks, tmp_path, stage):
+    away = on_disk(stage, tmp_path)
+    for name, first, second in (("down", None, away), ("up", away, None)):
+        folder = str(tmp_path / name)
+        losses = ranks(2).run(whole, stage, "fp32", folder, first)
+        assert ranks(2).run(resumed, stage, "fp32", folder, second) == losses
+
+
+def roll_back(stage: int, folder: str, offload: dict[str, Any] | None = None) -> None:
     """Begin again in the process that has trained; nothing of that may be left."""
-    duel = Duel(stage, "fp32")
+    duel = Duel(stage, "fp32", offload)
     duel.save(folder, 0)
     first = duel.train(0, 3)
     assert duel.load(folder) == 0
@@ -111,6 +132,8 @@ def roll_back(stage: int, folder: str) -> None:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_loop_goes_back_to_before_its_first_update(ranks, tmp_path, stage):
     ranks(2).run(roll_back, stage, str(tmp_path / "duel"))
+    if stage in (0, 3):
+        ranks(2).run(roll_back, stage, str(tmp_path / "there"), on_disk(stage, tmp_path))
 
 
 def weights(stage: int, folder: str) -> dict[str, Any]:

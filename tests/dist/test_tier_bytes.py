@@ -1,66 +1,76 @@
-"""The bytes that a step moves between tiers are those that a plan states, on every rank."""
+"""The bytes that a step moves between tiers, and holds there, are those of the plan, exactly."""
 
 from __future__ import annotations
 
+import itertools
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from test_offload import PLACEMENTS, WITH_PARAMETERS, sharded_at
+import torch
+from test_offload import PLACEMENTS, SETTINGS, WITH_PARAMETERS, sharded_at
 from toys import data, train_sharded
 
-from zrun_core.memory.buffers import Placement
-from zrun_core.memory.placement import place
-from zrun_core.memory.tier_traffic import Move, step_traffic
-from zrun_core.zero.sharded_model import mesh_info_of
+from zrun_core.memory.buffers import Placement, Tier
+from zrun_core.memory.tier_traffic import Move
 
 Ranks = Callable[[int], Any]
+STEPS = [
+    (3, "overlap", SETTINGS["bf16, clipped"]),
+    (1, "serial", SETTINGS["sgd"]),
+    (1, "overlap", SETTINGS["lion, bf16"]),
+    (2, "overlap", SETTINGS["fp32"]),
+]
 
 
 def moved_and_planned(
-    stage: int, placement: Placement, accumulation: int, precision: str
+    stage: int, placement: Placement, accumulation: int, schedule: str, settings: dict[str, Any]
 ) -> tuple[dict[Move, int], dict[Move, int]]:
     with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
-        sharded = sharded_at(stage, placement, folder, {"precision": precision})
+        sharded = sharded_at(stage, placement, folder, settings, schedule=schedule)
         assert sharded.tiers is not None
-        train_sharded(sharded, data(1), accumulation=accumulation)  # makes the moments
-        sharded.settle_updates()
-        sharded.tiers.take_counts()
-        train_sharded(sharded, data(2)[1:], accumulation=accumulation)
-        sharded.settle_updates()
-        counts = sharded.tiers.take_counts()
-        gathers = {
-            unit.name: accumulation * sharded._gatherer.num_gathers(unit) for unit in sharded.units
-        }
-        planned = step_traffic(
-            sharded.layouts,
-            place(sharded.layouts, placement),
-            sharded.settings.states,
-            mesh_info_of(sharded.comm, sharded.mesh),
-            micro_batches=accumulation,
-            gathers=gathers,
-            host_is_device=sharded.tiers.host_is_device,
+        train_sharded(sharded, data(2), accumulation=accumulation)  # the first makes the moments
+        with sharded.evaluation(), torch.no_grad():
+            sharded.module(*data(1)[0])  # is no traffic of a step
+        with sharded.gathered():
+            pass
+        train_sharded(sharded, data(3)[2:], accumulation=accumulation)
+        moved = {move: size for move, size in sharded.step_counts.moved.items() if size}
+        planned, allocated = sharded.planned_memory(), sharded.allocated_memory()
+        assert planned.by_kind == allocated.by_kind
+        assert +planned.elsewhere == +allocated.elsewhere
+        assert any(
+            tier is not Tier.DEVICE and size for (tier, _), size in planned.elsewhere.items()
         )
-        return {move: size for move, size in counts.moved.items() if size}, planned
+        return moved, sharded.planned_moves(accumulation)
 
 
-def cases() -> list[Any]:
-    everywhere = PLACEMENTS | WITH_PARAMETERS
-    return [
-        pytest.param(stage, placement, id=f"{stage}-{name}")
-        for name, placement in everywhere.items()
-        for stage in ((0, 1, 2, 3) if name in PLACEMENTS else (3,))
-    ]
+def cases() -> Iterator[Any]:
+    """Every placement at every stage, on one rank and on two, with another step each."""
+    steps = itertools.cycle(STEPS)
+    for num_ranks in (1, 2):
+        next(steps)
+        for name, placement in (PLACEMENTS | WITH_PARAMETERS).items():
+            for stage in (0, 1, 2, 3) if name in PLACEMENTS else (3,):
+                step = next(steps)
+                kind = "-".join(map(str, (num_ranks, stage, name, *step[:2])))
+                yield pytest.param(num_ranks, stage, placement, *step, id=kind)
 
 
-@pytest.mark.parametrize(("stage", "placement"), cases())
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_step_moves_what_is_planned(
-    ranks: Ranks, num_ranks: int, stage: int, placement: Placement
+@pytest.mark.parametrize(
+    ("num_ranks", "stage", "placement", "accumulation", "schedule", "settings"), list(cases())
+)
+def test_a_step_moves_and_holds_what_is_planned(
+    ranks: Ranks,
+    num_ranks: int,
+    stage: int,
+    placement: Placement,
+    accumulation: int,
+    schedule: str,
+    settings: dict[str, Any],
 ) -> None:
-    for accumulation, precision in ((3, "bf16"), (1, "fp32")):
-        results = ranks(num_ranks).run(moved_and_planned, stage, placement, accumulation, precision)
-        for moved, planned in results:
-            assert moved == planned, (accumulation, precision)
-            assert planned
+    arguments = stage, placement, accumulation, schedule, settings
+    for moved, planned in ranks(num_ranks).run(moved_and_planned, *arguments):
+        assert planned
+        assert moved == planned

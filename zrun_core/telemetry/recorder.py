@@ -27,6 +27,8 @@ from zrun_core.telemetry.metrics import StepClock, StepPhase, peak_flops, proces
 from zrun_core.telemetry.peak_memory import PeakMemory
 from zrun_core.telemetry.progress import Progress
 from zrun_core.telemetry.step_totals import StepTotals
+from zrun_core.telemetry.tier_fields import memory_beside_plan, memory_by_tier, moves_of_step
+from zrun_core.tiers.tiers import TierCounts
 from zrun_core.zero.sharded_model import ShardedModel
 
 _METRIC = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./@%-]{0,63}")
@@ -48,6 +50,8 @@ class IssuedStep(NamedTuple):
         waited: seconds of waiting for other ranks, by phase.
         sent: bytes, by kind of collective.
         flops: of this rank; 0 if they are not known.
+        micro_batches: of this rank.
+        tier_counts: what moved between tiers.
     """
 
     step: int
@@ -56,6 +60,8 @@ class IssuedStep(NamedTuple):
     waited: Mapping[StepPhase, float]
     sent: Mapping[TrafficKey, int]
     flops: float
+    micro_batches: int
+    tier_counts: TierCounts
 
 
 def checked_name(name: object) -> str:
@@ -170,7 +176,11 @@ class Recorder:
         if self._device.type == "cuda":
             device = torch.cuda.get_device_name(self._device)
         layouts = self._sharded.layouts
-        planned = self._sharded.planned_memory().by_kind
+        planned = self._sharded.planned_memory()
+        elsewhere = {}
+        if self._sharded.tiers is not None:
+            notes = [*notes, *self._sharded.tiers.notes]
+            elsewhere["planned_tiers"] = memory_by_tier(planned)
         self._emitter.emit(
             "start",
             job=self.job.name,
@@ -182,7 +192,8 @@ class Recorder:
             batch=self.spec.batch.model_dump(),
             total_steps=total_steps,
             pauses=_pauses(self.job),
-            planned_bytes={kind.value: size for kind, size in planned.items()},
+            planned_bytes={kind.value: size for kind, size in planned.by_kind.items()},
+            **elsewhere,
             units=len(layouts),
             versions={
                 "zrun": metadata.version("zrun"),
@@ -302,7 +313,23 @@ class Recorder:
             mfu=mfu,
             split=split,
             traffic={"sent_bytes": sum(issued.sent.values())},
+            **self._moves(issued),
         )
+
+    def _moves(self, issued: IssuedStep) -> dict[str, Any]:
+        """Return what moved between tiers beside the plan, if states live elsewhere."""
+        if self._sharded.tiers is None:
+            return {}
+        planned = self._sharded.planned_moves(issued.micro_batches)
+        return moves_of_step(issued.tier_counts, planned)
+
+    def _tiers(self) -> dict[str, Any]:
+        """Return the memory of each tier beside the plan, if states live elsewhere."""
+        sharded = self._sharded
+        if sharded.tiers is None:
+            return {}
+        allocated = sharded.allocated_memory()
+        return {"tiers": memory_beside_plan(sharded.planned_memory(), allocated)}
 
     def _emit_memory(self, step: int) -> None:
         """Emit this rank's memory, and its mean seconds by phase since the last such event."""
@@ -319,6 +346,7 @@ class Recorder:
             **process_memory(self._device),
             kept_bytes={tier.value: size for tier, size in kept.items()},
             split=mean,
+            **self._tiers(),
         )
 
     def warn_of_growth(self) -> None:
@@ -411,5 +439,6 @@ class Recorder:
             memory={
                 "planned_bytes": sum(self._sharded.planned_memory().by_kind.values()),
                 "measured_bytes": sum(self._sharded.allocated_memory().by_kind.values()),
+                **self._tiers(),
             },
         )

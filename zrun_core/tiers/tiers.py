@@ -68,13 +68,20 @@ class _Watched:
 
 
 class Worker:
-    """A thread that adds gradients and updates units on the host, in the order of the calls."""
+    """A thread that adds gradients and updates units on the host, in the order of the calls.
+
+    Attributes:
+        is_in_step: what training asks for is of a step, and not of an evaluation or of whoever
+            looks between two steps.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._ident = 0  # of the thread
         self._pool: ThreadPoolExecutor | None = None
         self._failure: BaseException | None = None
+        self._task_is_of_step = False
+        self.is_in_step = False
 
     def check(self) -> None:
         """Raise the first error of a task, if there is one."""
@@ -91,14 +98,20 @@ class Worker:
         if self._pool is None:  # not before there is something to do: the rank may fork until then
             threads = torch.get_num_threads()
             self._pool = ThreadPoolExecutor(1, "zrun-update", self._begin, (threads,))
-        return _Task(self._pool.submit(self._run, task))
+        return _Task(self._pool.submit(self._run, task, self.is_in_step))
 
-    def _run(self, task: Callable[[], None]) -> None:
+    def _run(self, task: Callable[[], None], is_of_step: bool) -> None:
+        self._task_is_of_step = is_of_step
         try:
             task()
         except BaseException as error:
             self._failure = self._failure or error
             raise
+
+    @property
+    def is_for_step(self) -> bool:
+        """True if who asks, a task or training, works for a step."""
+        return self._task_is_of_step if self.is_current else self.is_in_step
 
     def _begin(self, num_threads: int) -> None:
         self._ident = threading.get_ident()
@@ -112,7 +125,7 @@ class Worker:
 
 @dataclass
 class TierCounts:
-    """What has moved between tiers, and what waited for it.
+    """What has moved between tiers for training, and what waited for it.
 
     Attributes:
         moved: bytes by kind of transfer.
@@ -136,7 +149,7 @@ class Tiers:
         gradients_down: host memory for gradients on their way from the device.
         parameters_up: host memory for updated parameters on their way to it.
         worker: does what the host computes.
-        counts: since `take_counts`.
+        counts: of steps, since `take_counts`.
         notes: for the user.
     """
 
@@ -272,6 +285,8 @@ class Tiers:
         return self._file.read(extent, target, start=start)
 
     def _count(self, move: Move, num_bytes: int) -> None:
+        if not self.worker.is_for_step:
+            return
         with self._lock:
             self.counts.moved[move] += num_bytes
 
@@ -307,7 +322,8 @@ class Tiers:
             with self._shown(tier):
                 yield
         finally:
-            self.counts.waited_s[tier] += time.perf_counter() - start
+            if self.worker.is_in_step:
+                self.counts.waited_s[tier] += time.perf_counter() - start
 
     def wait_for_update(self, updated: Transfer) -> None:
         """Wait in the thread that trains for an update that runs beside it."""
@@ -317,7 +333,8 @@ class Tiers:
         start = time.perf_counter()
         with self._shown(self._slowest):
             updated.wait()
-        self.counts.lag_s += time.perf_counter() - start
+        if self.worker.is_in_step:
+            self.counts.lag_s += time.perf_counter() - start
 
     @property
     def _slowest(self) -> Tier:

@@ -324,6 +324,8 @@ class Trainer:
             waited=passes.waited,
             sent=self.comm.drain(),
             flops=passes.flops(micro_batches),
+            micro_batches=len(micro_batches),
+            tier_counts=self.sharded.step_counts,
         )
         ends_soon = self._numeric_problem is not None or self._numeric.is_close
         if not self.steps.reads_late or ends_soon:

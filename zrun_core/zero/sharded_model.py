@@ -40,11 +40,12 @@ from zrun_core.memory.placement import place
 from zrun_core.memory.room import Room
 from zrun_core.memory.state_policy import MeshInfo, StatePolicy, ZeroPolicy, module_buffers
 from zrun_core.memory.tensors import TensorPart
+from zrun_core.memory.tier_traffic import Move, step_traffic
 from zrun_core.optim.resolve import OptimizerSpec, Options
 from zrun_core.spine.config import TileConfig
 from zrun_core.spine.sizes import format_size
 from zrun_core.tiers.copies import Copier
-from zrun_core.tiers.tiers import Tiers
+from zrun_core.tiers.tiers import TierCounts, Tiers
 from zrun_core.zero.auto_wrap import WrapPlan, WrapUnit, auto_wrap, repeated_blocks
 from zrun_core.zero.autograd_driver import ImplicitPasses
 from zrun_core.zero.exchange import Exchange, StepCounts, expected_traffic
@@ -299,6 +300,9 @@ class ShardedModel:
         optimizer: of their shards.
         scaler: of the loss in fp16.
         num_updates: made or skipped so far; `delay_after` counts them.
+        tiers: what the rank has beside its device; None if no state lives there.
+        step_counts: what the newest step has moved between tiers. The updates that a step begins
+            run beside the next one, and are counted there.
     """
 
     def __init__(
@@ -341,6 +345,7 @@ class ShardedModel:
         self._is_apart = apart is not None
         self._placements = place(self.layouts, settings.placement)
         self.tiers = self._make_tiers(apart)
+        self.step_counts = TierCounts()
         pool_bytes = states.gather_ring_bytes(
             self.layouts, settings.prefetch, moves_pages=moves, placements=self._placements
         )
@@ -476,6 +481,8 @@ class ShardedModel:
 
     def begin_step(self) -> None:
         """Forget the last step's gradients, and copy the buffers that a skipped step puts back."""
+        if self.tiers is not None:
+            self.tiers.worker.is_in_step = True
         for unit in self._trained:
             unit.grad.begin_step()
         self.reducer.begin_step()
@@ -568,6 +575,8 @@ class ShardedModel:
         has_grad_anywhere = self._has_grad_anywhere(has_grad, reduced.num_with_grad)
         self._update(lr, divisor.float(), skipped, has_grad_anywhere)
         self._running.end_step(skipped)
+        if self.tiers is not None:
+            self.tiers.worker.is_in_step = False
         if scaler is None:
             self.scaler.update(overflow)
         return StepResult(reduced.sums, norm, skipped, overflow, reduced.agreed)
@@ -615,6 +624,8 @@ class ShardedModel:
             elif not bool(skipped):
                 is_one = float(divisor) == 1.0
                 self.optimizer.step(lr, has_grad, None if is_one else divisor, None)
+        if self.tiers is not None:
+            self.step_counts = self.tiers.take_counts()
         if self.optimizer.starts_updates:
             self._start_updates(lr, divisor, skipped, has_grad)
         for unit in self._trained:
@@ -767,6 +778,26 @@ class ShardedModel:
             StepCounts(num_steps, num_micro_batches, self._gatherer.num_refreshes),
             mesh_info_of(self.comm, self.mesh),
             gathers=[self._gatherer.num_gathers(unit) for unit in self.units],
+        )
+
+    def planned_moves(self, micro_batches: int) -> dict[Move, int]:
+        """Return the bytes that a step should move between tiers. It holds as `expected_traffic`.
+
+        Args:
+            micro_batches: of the step.
+        """
+        if self.tiers is None:
+            return {}
+        states = self.settings.states
+        passes = 1 if states.layer_major else micro_batches
+        return step_traffic(
+            self.layouts,
+            self._placements,
+            states,
+            mesh_info_of(self.comm, self.mesh),
+            micro_batches=micro_batches,
+            gathers={unit.name: passes * self._gatherer.num_gathers(unit) for unit in self.units},
+            host_is_device=self.tiers.host_is_device,
         )
 
     def planned_memory(self) -> MemoryAccount:

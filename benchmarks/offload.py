@@ -4,6 +4,7 @@
     python benchmarks/offload.py --parts disk          the file of a rank, beside the disk itself
     python benchmarks/offload.py --parts update        an update on a core, beside torch's
     python benchmarks/offload.py --parts saves         memory of a save of states on the disk
+    python benchmarks/offload.py --parts step          whole steps with states on disk
     python benchmarks/offload.py --dir /mnt/nvme --rounds 10
     python benchmarks/offload.py --quick               little of everything: a test of the harness
 
@@ -25,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # zrun without ins
 
 import offload_disk
 import offload_saves
+import offload_step
 import offload_update
 
 Rows = list[dict[str, Any]]
@@ -46,6 +48,7 @@ PARTS = {
     "disk": Part(offload_disk.measure, offload_disk.table),
     "update": Part(offload_update.measure, offload_update.table),
     "saves": Part(offload_saves.measure, offload_saves.table),
+    "step": Part(offload_step.measure, offload_step.table),
 }
 
 
@@ -69,6 +72,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument(
         "--dir", type=Path, default=Path(tempfile.gettempdir()), help="a folder of the disk"
+    )
+    parser.add_argument(
+        "--peer-python", default=sys.executable, help="interpreter that has DeepSpeed: part step"
     )
     parser.add_argument(
         "--quick", action="store_true", help="small sizes, one round: a test of the harness"

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 PARTS = {
     "forward": ["model:GPT.forward"],
     "backward": ["torch:Tensor.backward"],
-    "gradients into flat memory": ["zrun_core.zero.unit:FlatUnit.accumulate_grad"],
+    "gradients into flat memory": ["zrun_core.zero.unit_grad:UnitGrad.accumulate"],
     "copies between ranks": ["zrun_core.distributed.cma_transport:_Peer.copy"],
     "sums": ["zrun_core.distributed.collectives:store_sum"],
     "page moves": [

@@ -9,13 +9,17 @@ is AdamW in one fused call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from cases import BETAS, LR, WEIGHT_DECAY, Shape, zrun_job
 from torch import Tensor, nn
+
+if TYPE_CHECKING:  # peers run where zrun's requirements are not installed
+    from zrun_core.zero.sharded_model import ShardedModel
 
 
 @dataclass(frozen=True)
@@ -38,11 +42,13 @@ class Training:
             no simple way.
         counted: bytes that the system says this rank has sent and should have sent in this many
             steps.
+        sharded: zrun's model.
     """
 
     step: Callable[[Tensor, Tensor], float]
     params: Callable[[], Iterable[Tensor]] | None = None
     counted: Callable[[int], tuple[int, int]] | None = None
+    sharded: ShardedModel | None = None
 
 
 Make = Callable[[nn.Module, Seat], Training]
@@ -119,7 +125,8 @@ def fsdp2(reshard: bool) -> Make:
     return make
 
 
-def deepspeed(stage: int) -> Make:
+def deepspeed(stage: int, more: Mapping[str, Any] | None = None) -> Make:
+    """DeepSpeed with the settings that it has of itself, and `more` in its section of ZeRO."""
     import deepspeed
 
     deepspeed.logger.setLevel("ERROR")
@@ -128,7 +135,7 @@ def deepspeed(stage: int) -> Make:
         config = {
             "train_micro_batch_size_per_gpu": seat.shape.batch,
             "gradient_accumulation_steps": 1,
-            "zero_optimization": {"stage": stage},
+            "zero_optimization": {"stage": stage, **(more or {})},
             "bf16": {"enabled": seat.bf16},
             "gradient_clipping": 0.0,  # 0.19 clips at 1.0 unless told otherwise
             # torch's fused AdamW is as fast as DeepSpeed's own, which would compile for 90 s at its
@@ -154,7 +161,13 @@ def deepspeed(stage: int) -> Make:
     return make
 
 
-def zrun(stage: int, *, sockets: bool = False) -> Make:
+def zrun(
+    stage: int,
+    *,
+    sockets: bool = False,
+    offload: Mapping[str, str] | None = None,
+    disk_folder: str | None = None,
+) -> Make:
     from zrun_core.distributed.comm import Comm
     from zrun_core.distributed.mesh import Mesh
     from zrun_core.distributed.named_vector import NamedVector
@@ -170,9 +183,11 @@ def zrun(stage: int, *, sockets: bool = False) -> Make:
         heap.keep_freed_memory()
         device, hosts = torch.device("cpu"), ["localhost"] * seat.world
         job = JobConfig.model_validate(
-            zrun_job(stage, seat.bf16) | {"steps": 1, "batch": {"micro": seat.shape.batch}}
+            zrun_job(stage, seat.bf16)
+            | {"steps": 1, "batch": {"micro": seat.shape.batch}, "offload": offload or {}}
         )
         settings = make_settings(job, resolve_optimizer(job.optim, lambda name: None), device)
+        settings = replace(settings, disk_folder=disk_folder)
         comm = Comm(device)
         mesh = Mesh.build(seat.rank, hosts, resolve_shard_size(job.zero, seat.world, seat.world))
         if not sockets:
@@ -202,7 +217,7 @@ def zrun(stage: int, *, sockets: bool = False) -> Make:
             )
             return sent, sum(sharded.expected_traffic(steps, steps).values())
 
-        return Training(step, params, counted)
+        return Training(step, params, counted, sharded)
 
     return make
 

@@ -21,7 +21,9 @@ import launch  # noqa: E402
 import offload  # noqa: E402
 import offload_disk  # noqa: E402
 import offload_saves  # noqa: E402
+import offload_step  # noqa: E402
 import offload_update  # noqa: E402
+import offload_worker  # noqa: E402
 import planner_time  # noqa: E402
 import render  # noqa: E402
 import step  # noqa: E402
@@ -32,6 +34,7 @@ from cases import PARTS, SYSTEMS, Case, cases_of  # noqa: E402
 from table import Spread, Verdict  # noqa: E402
 
 from zrun_core.spine.config import JobConfig  # noqa: E402
+from zrun_core.tiers.swap_file import Span  # noqa: E402
 
 
 def record(times: list[float], *, number: int = 0, clean: int = 9, **fields: Any) -> launch.Record:
@@ -139,6 +142,47 @@ def test_memory_of_a_save_is_measured(tmp_path: Path) -> None:
     assert row["without_mib"] > 100
     *_, line = offload_saves.table([row]).splitlines()
     assert line.split()[:4] == ["disk", "goes", "on", "2"]
+
+
+def test_blocks_beside_what_computes_are_counted() -> None:
+    spans = [
+        Span("zrun-disk-0", "read record of a", 0.0, 4.0),  # begins before what is looked at
+        Span("zrun-disk-1", "write record of a", 3.0, 7.0),
+        Span("MainThread", "wait", 2.0, 6.0),
+        Span("zrun-update_0", "update a", 3.0, 5.0),
+        Span("zrun-update_0", "wait", 3.0, 4.5),
+        Span("zrun-disk-0", "read record of b", 9.5, 12.0),
+    ]
+    found = offload_worker.overlap(spans, (1.0, 10.0))
+    assert found["io_s"] == 6.5
+    assert found["update_s"] == 0.5
+    # Nothing computes from 2 to 4.5 and from 5 to 6.
+    assert found["beside"] == pytest.approx(1 - 3.5 / 6.5)
+
+
+def test_a_step_is_compared_with_what_bounds_it_in_its_round() -> None:
+    def turn(seconds: float, **fields: float) -> dict[str, Any]:
+        return {"times": [seconds], "disk_bytes": 0.0, "losses": [1.0], **fields}
+
+    raw = [1e9, 2e9]
+    on_disk = {"planned_bytes": 1e9, "moved_bytes": 1e9, "io_s": 1, "update_s": 1, "beside": 0.5}
+    rows = [
+        {"way": "in memory", "raw": raw, "turns": [turn(0.5), turn(0.75)]},
+        {
+            "way": "disk",
+            "raw": raw,
+            "turns": [turn(s, **on_disk | {"disk_bytes": 1e9}) for s in (1.0, 0.9)],
+        },
+        {"way": "DeepSpeed", "error": "RuntimeError: no"},
+    ]
+    lines = offload_step.table(rows).splitlines()
+    # The disk bounds the first round (1 s), computing the second one (0.75 s).
+    assert lines[3].split()[6:9] == ["0.875", "1.10", "1.00-1.20"]
+    assert lines[3].endswith("50%     met")
+    assert lines[4:] == [
+        "the disk, reading and writing: 1.50 1.00-2.00 GB/s",
+        "DeepSpeed: RuntimeError: no",
+    ]
 
 
 def test_a_disk_is_compared_inside_each_round() -> None:

@@ -29,8 +29,10 @@ from zrun_core.spine.flight_recorder import FlightRecorder
 from zrun_core.tiers.copies import Copier, StreamCopier
 from zrun_core.tiers.host_arena import HostArena
 from zrun_core.tiers.slots import Slots
-from zrun_core.tiers.swap_file import Extent, SwapFile
+from zrun_core.tiers.swap_file import Extent, Span, SwapFile
 from zrun_core.tiers.transfer import Transfer
+
+_WAIT = "wait"
 
 
 class _Task:
@@ -184,6 +186,7 @@ class Tiers:
         self._lock = threading.Lock()  # of the counts
         self._board = board
         self._is_waiting = False
+        self._trace: list[Span] | None = None
         self._folder = folder
         self._file: SwapFile | None = None
         self._file = self._open_file(buffers)
@@ -315,11 +318,12 @@ class Tiers:
     def _timed(self, tier: Tier) -> Iterator[None]:
         """Show and time a wait of the thread that trains, once where one is part of another."""
         if self.worker.is_current or self._is_waiting:
-            yield
+            with self.traced(_WAIT):
+                yield
             return
         start = time.perf_counter()
         try:
-            with self._shown(tier):
+            with self.traced(_WAIT), self._shown(tier):
                 yield
         finally:
             if self.worker.is_in_step:
@@ -331,7 +335,7 @@ class Tiers:
             updated.wait()
             return
         start = time.perf_counter()
-        with self._shown(self._slowest):
+        with self.traced(_WAIT), self._shown(self._slowest):
             updated.wait()
         if self.worker.is_in_step:
             self.counts.lag_s += time.perf_counter() - start
@@ -350,6 +354,28 @@ class Tiers:
                 yield
         finally:
             self._is_waiting = False
+
+    def take_trace(self) -> list[Span]:
+        """Return spans of what threads have done since the last call; the first one begins.
+
+        These are blocks of the file, updates beside training, and each `wait` for either.
+        """
+        spans = self._trace or []
+        self._trace = []
+        if self._file is not None:
+            self._file.trace = self._trace
+        return spans
+
+    @contextmanager
+    def traced(self, what: str) -> Iterator[None]:
+        """Add what happens inside to the trace, if one is taken."""
+        trace, start = self._trace, time.perf_counter()
+        try:
+            yield
+        finally:
+            if trace is not None:
+                thread = threading.current_thread().name
+                trace.append(Span(thread, what, start, time.perf_counter()))
 
     def take_counts(self) -> TierCounts:
         """Return what was counted since the last call."""

@@ -204,7 +204,7 @@ class ShardedOptimizer:
             return
         start = time.perf_counter()
         update.unit.update_side.prefetch()
-        with torch.no_grad():
+        with tiers.traced(f"update {update.unit.layout.name}"), torch.no_grad():
             _update(
                 update,
                 has_grad,

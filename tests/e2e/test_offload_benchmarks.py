@@ -1,0 +1,35 @@
+"""The scripts that measure states elsewhere run, and what needs no quiet machine is right."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from waiting import PATIENCE_S
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+def run(script: str, *arguments: str) -> str:
+    command = [sys.executable, str(BENCHMARKS / script), *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=2 * PATIENCE_S)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def test_a_step_with_states_on_disk(tmp_path: Path) -> None:
+    results = tmp_path / "results.json"
+    run("offload.py", "--quick", "--parts", "step", "--dir", "/var/tmp", "--json", str(results))
+    rows = {row["way"]: row for row in json.loads(results.read_text())["step"]}
+    ways = ("in memory", "disk", "disk, serial", "all on disk")
+    turns = {way: rows[way]["turns"][0] for way in ways}
+    assert len({tuple(turn["losses"]) for turn in turns.values()}) == 1, "not the same training"
+    assert turns["in memory"]["disk_bytes"] == 0
+    for way in ways[1:]:
+        turn = turns[way]
+        assert turn["moved_bytes"] == turn["planned_bytes"]
+        assert 0 <= turn["beside"] <= 1
+        assert turn["io_s"] > 0
+        assert turn["update_s"] > 0

@@ -21,7 +21,7 @@ from zrun.watch.live import Live
 from zrun.watch.panel import panel
 from zrun.watch.panel_layout import Facts
 from zrun.watch.phases import Doing
-from zrun.watch.plain import Plain, message_line, step_line
+from zrun.watch.plain import Plain, message_line, start_line, step_line
 from zrun.watch.remaining import Remaining, remaining
 from zrun.watch.report import report
 from zrun.watch.run_state import Curve, RunState, fold
@@ -685,6 +685,60 @@ def test_the_report_says_what_a_gpu_held_in_vain_and_what_is_elsewhere() -> None
     elsewhere = memory(0, kept_bytes={"disk": 3 * MIB, "host": MIB})
     lines = report(after(START, elsewhere, memory(1)), Path("runs/x")).splitlines()
     assert "offloaded  inputs of blocks: 3.0 MiB on disk and 1.0 MiB in host memory" in lines
+
+
+TIERS = {
+    "disk": {
+        "moved": {"read": {"params": 200 * MIB, "optim": 400 * MIB}, "written": {"optim": 10**9}},
+        "planned": {"read": {"params": 200 * MIB, "optim": 400 * MIB}, "written": {"optim": 10**9}},
+        "waited_s": 0.02,
+    }
+}
+HELD = {"disk": {"planned": {"optim": 6 << 30}, "allocated": {"optim": 6 << 30}}}
+
+
+def elsewhere(**fields: Any) -> list[Event]:
+    start = {**START, "planned_tiers": {"device": {"params": 1}, "disk": {"optim": 6 << 30}}}
+    updates = {"beside_s": 0.31, "lag_s": 0.125}
+    steps = [step(n, tiers=TIERS, updates=updates, **fields) for n in range(1, 5)]
+    end = {"measured_bytes": MIB, "planned_bytes": MIB, "tiers": HELD}
+    return [start, *steps, memory(0, tiers=HELD), event("end", step=4, reason="steps", memory=end)]
+
+
+def test_states_elsewhere_are_on_every_screen() -> None:
+    state = after(*elsewhere())
+    drawn = draw(state, 120)
+    assert "disk     6.0 GiB  read 0.6 GB/s  wrote 1.0 GB/s  waited 20ms/step  (rank 0)" in drawn
+    assert "updates  0.31s/step beside training  0.12s behind it" in drawn
+    line = step_line(state)
+    assert " disk 6.0 GiB read 0.6 GB/s wrote 1.0 GB/s waited 20ms/step " in line
+    assert " updates 0.31s/step beside training 0.12s behind it " in line
+    assert start_line(elsewhere()[0]).endswith(
+        "zero 2, bf16, cpu; rank 0 plans 6.0 GiB on disk\nnote: parameter head.bias is never used"
+    )
+    rows = report(state, Path("runs/x"))
+    assert (
+        "disk     6.0 GiB of rank 0, equal to plan; the last step read 600.0 MiB and wrote "
+        "953.7 MiB, equal to plan; waited 0.1s in all"
+    ) in rows
+    assert "updates  0.31s/step beside training; training waited 0.5s for them in all" in rows
+
+
+def test_what_differs_from_the_plan_is_said() -> None:
+    fewer = {**TIERS["disk"], "planned": {"read": {"optim": 400 * MIB}, "written": {}}}
+    events = elsewhere()
+    events[4] = step(4, tiers={"disk": fewer}, updates={"beside_s": 0.31, "lag_s": 0.125})
+    less = {"disk": {"planned": {"optim": 6 << 30}, "allocated": {"optim": 3 << 30}}}
+    events[-1] = event("end", step=4, reason="steps", memory={"measured_bytes": 1, "tiers": less})
+    rows = report(after(*events), Path("runs/x"))
+    assert "3.0 GiB of rank 0; by plan 6.0 GiB; " in rows
+    assert "read 600.0 MiB and wrote 953.7 MiB; by plan 400.0 MiB and 0 B; " in rows
+
+
+def test_without_states_elsewhere_no_screen_speaks_of_them() -> None:
+    shown = [draw(ENDED, 120), step_line(ENDED), start_line(START), report(ENDED, Path("runs/x"))]
+    for words in ("disk", "host ", "updates", "behind", "plans"):
+        assert not [text for text in shown if words in text]
 
 
 def test_a_report_says_what_is_of_this_attempt() -> None:

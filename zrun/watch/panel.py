@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from rich import box
 from rich.console import Group
@@ -24,6 +25,7 @@ from zrun.watch.panel_layout import ALERT, GAP, GOOD, LABEL, QUIET, Facts, Panel
 from zrun.watch.ranks_table import ranks_table
 from zrun.watch.remaining import remaining
 from zrun.watch.run_state import SPLIT, RunState
+from zrun.watch.tiers import tier_use, updates
 
 WIDEST = 140  # columns: beyond, the eye has too far to go
 _LEAST_LINES = 3  # of a panel, however low the terminal
@@ -227,6 +229,18 @@ def _time(state: RunState, facts: Facts, room: PanelSpace) -> list[Text]:
     return packed([Text.assemble(*parts), *legend], room.width)
 
 
+def _tier(tier: str, state: RunState, facts: Facts, room: PanelSpace) -> list[Text]:
+    """Say what rank 0 has on the host or on a disk, and how fast that comes and goes."""
+    words = tier_use(state, tier)
+    if words and facts.num_ranks > 1:
+        words.append("(rank 0)")
+    return packed(words, room.width)
+
+
+def _updates(state: RunState, facts: Facts, room: PanelSpace) -> list[Text]:
+    return packed(updates(state), room.width)
+
+
 def _metrics(state: RunState, facts: Facts, room: PanelSpace) -> list[Text]:
     """Show the numbers of the newest evaluation and of the user's hooks, but for the loss."""
     metrics = state.newest_metrics
@@ -250,6 +264,9 @@ ROWS = (
     PanelRow("metrics", _metrics, 3),
     PanelRow("speed", _speed, 2),
     PanelRow("time", _time, 6),
-    PanelRow("estimate", _estimate, 8),
-    PanelRow("", ranks_table, 7),
+    PanelRow("host", partial(_tier, "host"), 7),
+    PanelRow("disk", partial(_tier, "disk"), 7),
+    PanelRow("updates", _updates, 7),
+    PanelRow("estimate", _estimate, 9),
+    PanelRow("", ranks_table, 8),
 )

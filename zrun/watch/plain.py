@@ -8,6 +8,7 @@ from typing import TextIO
 from zrun.watch import formatting
 from zrun.watch.remaining import remaining
 from zrun.watch.run_state import RunState
+from zrun.watch.tiers import in_short, planned_elsewhere
 from zrun_core.spine.events import Event
 from zrun_core.spine.printable import printable
 from zrun_core.spine.sizes import format_size
@@ -53,7 +54,10 @@ class Plain:
 def start_line(event: Event) -> str:
     params = f"{formatting.count(event.get('params') or 0)} parameters"
     how = f"zero {event.get('stage')}, {event.get('precision')}, {event.get('device')}"
-    return "\n".join([f"start: {params}, {how}", *_notes(event)])
+    line = f"start: {params}, {how}"
+    if elsewhere := planned_elsewhere(event):
+        line += f"; rank 0 plans {elsewhere}"
+    return "\n".join([line, *_notes(event)])
 
 
 def _notes(event: Event) -> list[str]:
@@ -137,6 +141,7 @@ def step_line(state: RunState) -> str:
             for event in state.memory.events
         )
         parts.append(f"mem {format_size(held)}")
+    parts += in_short(state)
     if state.step_s is not None:
         parts.append(f"step {formatting.seconds(state.step_s)}")
     if step.epoch is not None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from zrun.hosts.cluster import several
 from zrun.watch import formatting
 from zrun.watch.run_state import RunState, number
+from zrun.watch.tiers import tier_rows
 from zrun_core.spine.sizes import format_size
 
 
@@ -33,6 +34,7 @@ def report(state: RunState, run_dir: Path, width: int | None = None) -> str:
     memory = end.get("memory") or {}
     sizes = memory.get("measured_bytes"), memory.get("planned_bytes")
     rows.append(("memory", _compared(*sizes, "in buffers of rank 0", "plan")))
+    rows += tier_rows(state)
     rows.append(("fragmentation", _fragmentation(state)))
     rows.append(("offloaded", _kept(state)))
     if state.estimate is not None:

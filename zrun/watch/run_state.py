@@ -59,6 +59,22 @@ class Step:
     tflops: float | None = None
     mfu: float | None = None
     split: Mapping[str, float] = field(default_factory=dict)
+    tiers: Mapping[str, Any] = field(default_factory=dict)
+    updates: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class TierUse:
+    """What rank 0 has lately done with memory beside its device, per step.
+
+    Attributes:
+        read, written: bytes.
+        waited_s: seconds that training has waited for it.
+    """
+
+    read: float
+    written: float
+    waited_s: float
 
 
 @dataclass(frozen=True)
@@ -121,6 +137,8 @@ class RunState:
     first: Step = Step()  # that this attempt made
     recent: tuple[Step, ...] = ()  # the last few steps, oldest first
     traffic_bytes: int = 0  # sent by rank 0
+    tier_waits: Mapping[str, float] = field(default_factory=dict)  # seconds of rank 0, by tier
+    update_lag: float = 0.0  # seconds that rank 0 has waited for updates beside training
     memory: ByRank = field(default_factory=ByRank)  # by rank, its newest `memory` event
     evals: tuple[Evaluation, ...] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)  # of hooks, the newest of each name
@@ -188,6 +206,22 @@ class RunState:
         if not total:
             return {}
         return {part: value / total for part, value in sums.items()}
+
+    def use_of(self, tier: str) -> TierUse | None:
+        """Return what steps have lately moved between the device and `tier`."""
+        uses = [step.tiers[tier] for step in self.timed if tier in step.tiers]
+        if not uses:
+            return None
+        return TierUse(
+            read=sum(sum(use["moved"]["read"].values()) for use in uses) / len(uses),
+            written=sum(sum(use["moved"]["written"].values()) for use in uses) / len(uses),
+            waited_s=sum(use["waited_s"] for use in uses) / len(uses),
+        )
+
+    def updates(self, name: str) -> float:
+        """Return the mean over the last few steps of a number of the updates beside training."""
+        told = [step.updates[name] for step in self.timed if name in step.updates]
+        return sum(told) / max(1, len(told))
 
     @property
     def planned_bytes(self) -> dict[str, int]:
@@ -268,6 +302,11 @@ def _fold_step(state: RunState, event: Event) -> RunState:
         losses=state.losses.add(step.loss),
         recent=(*state.recent, step)[-_SPEED_STEPS:],
         traffic_bytes=state.traffic_bytes + sent_bytes,
+        tier_waits={
+            tier: state.tier_waits.get(tier, 0.0) + use["waited_s"]
+            for tier, use in step.tiers.items()
+        },
+        update_lag=state.update_lag + step.updates.get("lag_s", 0.0),
     )
 
 

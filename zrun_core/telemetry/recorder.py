@@ -268,7 +268,9 @@ class Recorder:
         if self.is_main:
             self._emit_step(issued, totals, epoch, step_s, split)
         number = issued.step - self._first.steps  # in this process
-        if number == 1 or issued.step % self.job.log.every == 0:
+        # An update beside training has made its moments when the second step ends.
+        is_first_full = number == 2 and self._sharded.tiers is not None
+        if number == 1 or is_first_full or issued.step % self.job.log.every == 0:
             self._emit_memory(issued.step)
         if number == 2:
             self.warn_once()

@@ -443,7 +443,7 @@ class ModelState:
                 if not saved[info.name] and not info.scalars:
                     update.set_state(piece, None)  # it had not been updated then
                     continue
-                state = dict(prototype(unit.master.device))
+                state = dict(prototype(unit.update_device))
                 for key, value in state.items():
                     if _is_scalar(value):
                         state[key] = _like(value, info.scalars[key])

@@ -48,7 +48,7 @@ class HostArena:
         self._pinned: list[int] = []  # addresses
         self._region: Region | None = None
         try:
-            if sys.platform.startswith("linux"):
+            if sys.platform.startswith("linux") and num_bytes:
                 self._region = Region(self.num_bytes, protected=True)
                 self._memory = self._region.tensor(self.num_bytes)
             else:

@@ -186,6 +186,11 @@ class FlatUnit:
         return self.layout.trainable
 
     @property
+    def update_device(self) -> torch.device:
+        """Device of the memory in which the update runs, and of `values`."""
+        return torch.device("cpu") if self.update_side.is_elsewhere else self.full.device
+
+    @property
     def is_kept_unsharded(self) -> bool:
         """True if all parameters are valid here from use to use."""
         return not self.reshard_after_use and self.state is UnitState.UNSHARDED

@@ -149,6 +149,42 @@ def test_waiting_for_updates_changes_no_bit(ranks: Ranks, placement: Placement) 
     assert_equal(behind, ranks(2).run(run, 3, placement, settings, 2, "serial"))
 
 
+def run_through_slots(
+    placement: Placement, settings: dict[str, Any], prefetch: int
+) -> tuple[list[float], dict[Any, torch.Tensor]]:
+    """Train where states on disk come to a device that is apart from the host."""
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
+        sharded = make_sharded(
+            build(),
+            3,
+            bucket=1 << 12,
+            placement=placement,
+            disk_folder=folder,
+            apart=late_copies(),
+            prefetch=prefetch,
+            **settings,
+        )
+        losses = train_sharded(sharded, data(4), accumulation=2)
+        return losses, parts_of(sharded)
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "prefetch"),
+    [
+        ("disk, all", "fp32", 1),  # the update holds two units' parameters, which are masters
+        ("disk, all", "bf16, clipped", 3),  # more are prefetched than there are slots
+        ("disk parameters", "bf16, clipped", 1),  # no gradient ever comes down
+    ],
+)
+def test_training_holds_no_slot_that_it_waits_for(
+    ranks: Ranks, place: str, name: str, prefetch: int
+) -> None:
+    settings = SETTINGS[name]
+    here = ranks(1).run(run_through_slots, ON_DEVICE, settings, prefetch)
+    away = ranks(1).run(run_through_slots, WITH_PARAMETERS[place], settings, prefetch)
+    assert_equal(here, away)
+
+
 def run_until_the_disk_fails(
     stage: int, placement: Placement, schedule: str, num_blocks: int
 ) -> list[str]:

@@ -38,17 +38,50 @@ _WAIT = "wait"
 class _Task:
     """What the worker does, as a transfer."""
 
-    def __init__(self, future: Future[None]) -> None:
+    def __init__(self, future: Future[None], before_wait: Callable[[], None]) -> None:
         self._future = future
+        self._before_wait = before_wait
 
     def is_completed(self) -> bool:
         return self._future.done()
 
     def wait(self) -> None:
+        if not self._future.done():
+            self._before_wait()
         self._future.result()
 
     def wait_on_host(self) -> None:
-        self._future.result()
+        self.wait()
+
+
+class _Ascent:
+    """A read from a disk, and the copy to the device that whoever waits first begins."""
+
+    def __init__(
+        self, read: Transfer, copy: Callable[[], Transfer], under_way: list[_Ascent]
+    ) -> None:
+        self._read = read
+        self._copy = copy
+        self._copied: Transfer | None = None
+        self._under_way = under_way  # those that still hold their slot
+        under_way.append(self)
+
+    def begin_copy(self) -> Transfer:
+        """Begin the copy when the read is over, after which the slot is given back."""
+        if self._copied is None:
+            self._read.wait_on_host()
+            self._copied = self._copy()
+            self._under_way.remove(self)
+        return self._copied
+
+    def is_completed(self) -> bool:
+        return self._copied is not None and self._copied.is_completed()
+
+    def wait(self) -> None:
+        self.begin_copy().wait()
+
+    def wait_on_host(self) -> None:
+        self.begin_copy().wait_on_host()
 
 
 class _Watched:
@@ -77,8 +110,14 @@ class Worker:
             looks between two steps.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, before_wait: Callable[[], None]) -> None:
+        """
+        Args:
+            device: that trains.
+            before_wait: called by whoever is about to wait for a task.
+        """
         self._device = device
+        self._before_wait = before_wait
         self._ident = 0  # of the thread
         self._pool: ThreadPoolExecutor | None = None
         self._failure: BaseException | None = None
@@ -100,7 +139,8 @@ class Worker:
         if self._pool is None:  # not before there is something to do: the rank may fork until then
             threads = torch.get_num_threads()
             self._pool = ThreadPoolExecutor(1, "zrun-update", self._begin, (threads,))
-        return _Task(self._pool.submit(self._run, task, self.is_in_step))
+        future = self._pool.submit(self._run, task, self.is_in_step)
+        return _Task(future, self._before_wait)
 
     def _run(self, task: Callable[[], None], is_of_step: bool) -> None:
         self._task_is_of_step = is_of_step
@@ -180,13 +220,14 @@ class Tiers:
         """
         self.device = device
         self.host_is_device = device.type == "cpu" and apart is None
-        self.worker = Worker(device)
+        self.worker = Worker(device, self._free_slots)
         self.counts = TierCounts()
         self.notes: list[str] = []
         self._lock = threading.Lock()  # of the counts
         self._board = board
         self._is_waiting = False
         self._trace: list[Span] | None = None
+        self._ascents: list[_Ascent] = []  # of the thread that trains
         self._folder = folder
         self._file: SwapFile | None = None
         self._file = self._open_file(buffers)
@@ -266,6 +307,25 @@ class Tiers:
         self._count(Move(Tier.DISK, Direction.READ, kind), target.nbytes)
         return _Watched(self._file.read(extent, target), Tier.DISK, self)
 
+    def read_to_device(
+        self, read: Transfer, slot: torch.Tensor, target: torch.Tensor, kind: Kind
+    ) -> Transfer:
+        """Copy a slot to the device when `read` has filled it, and give it back.
+
+        Args:
+            read: from a disk into `slot`.
+            slot: of `slots[kind]`.
+            target: on the device, of the same size and format.
+            kind: of the state.
+        """
+
+        def copy() -> Transfer:
+            copied = self.copy_up(slot, target, kind)
+            self.slots[kind].give(slot, after=copied)
+            return copied
+
+        return _Ascent(read, copy, self._ascents)
+
     def write(self, extent: Extent, source: torch.Tensor, kind: Kind) -> Transfer:
         """Begin to write `source`, uint8 in whole pages, to the beginning of an extent."""
         assert self._file is not None
@@ -311,8 +371,18 @@ class Tiers:
             wait()
 
     def _until_computed(self) -> AbstractContextManager[None]:
-        """Return what shows and times a wait for the worker."""
+        """Return what shows and times a wait for a slot, which others may hold."""
+        self._free_slots()
         return self._timed(self._slowest)
+
+    def _free_slots(self) -> None:
+        """Give back the slots of the thread that trains, which begins to wait for the worker.
+
+        The worker may need them: only the threads of the disk and the copier need nobody.
+        """
+        if not self.worker.is_current:
+            for ascent in list(self._ascents):
+                ascent.begin_copy()
 
     @contextmanager
     def _timed(self, tier: Tier) -> Iterator[None]:

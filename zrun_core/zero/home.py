@@ -386,13 +386,7 @@ class OnDisk:
             return self._read_into(target, start)
         slot = self._slots.take(target.nbytes).view(target.dtype)
         read = self._read_into(slot, start)
-
-        def up() -> Transfer:
-            copied = self._tiers.copy_up(slot, target, self._kind)
-            self._slots.give(slot, after=copied)
-            return copied
-
-        return _Then(read, up)
+        return self._tiers.read_to_device(read, slot, target, self._kind)
 
     def _read_into(self, target: torch.Tensor, start: int) -> Transfer:
         first = start * target.itemsize
@@ -425,16 +419,18 @@ class OnDisk:
                 return self._write_from(source, start)
             self._merging = self._tiers.submit(partial(self._add, source, start, look))
             return self._merging
-        values = self._tiers.gradients_down.take(source.nbytes).view(source.dtype)
+        # The worker adds gradients in disk slots: training must not hold these in front of it.
+        slots = self._tiers.gradients_down if self._kind is Kind.GRAD else self._slots
+        values = slots.take(source.nbytes).view(source.dtype)
         down = self._tiers.copy_down(source, values, self._kind)
 
         def arrive() -> None:
             down.wait_on_host()
             if accumulate:
                 self._add(values, start, look)
-                self._tiers.gradients_down.give(values)
+                slots.give(values)
             else:
-                self._tiers.gradients_down.give(values, after=self._write_from(values, start))
+                slots.give(values, after=self._write_from(values, start))
 
         self._merging = self._tiers.submit(arrive)
         return down
@@ -467,30 +463,6 @@ class _All:
     def wait_on_host(self) -> None:
         for transfer in self._transfers:
             transfer.wait_on_host()
-
-
-class _Then:
-    """A transfer that another one follows, begun by whoever waits first."""
-
-    def __init__(self, first: Transfer, start: Callable[[], Transfer]) -> None:
-        self._first = first
-        self._start = start
-        self._second: Transfer | None = None
-
-    def is_completed(self) -> bool:
-        return self._second is not None and self._second.is_completed()
-
-    def _begin(self) -> Transfer:
-        if self._second is None:
-            self._first.wait_on_host()
-            self._second = self._start()
-        return self._second
-
-    def wait(self) -> None:
-        self._begin().wait()
-
-    def wait_on_host(self) -> None:
-        self._begin().wait_on_host()
 
 
 def fetch_now(home: Home) -> torch.Tensor:

@@ -708,10 +708,10 @@ def elsewhere(**fields: Any) -> list[Event]:
 def test_states_elsewhere_are_on_every_screen() -> None:
     state = after(*elsewhere())
     drawn = draw(state, 120)
-    assert "disk     6.0 GiB  read 0.6 GB/s  wrote 1.0 GB/s  waited 20ms/step  (rank 0)" in drawn
+    assert "disk     6.0 GiB  read 629 MB/s  wrote 1.0 GB/s  waited 20ms/step  (rank 0)" in drawn
     assert "updates  0.31s/step beside training  0.12s behind it" in drawn
     line = step_line(state)
-    assert " disk 6.0 GiB read 0.6 GB/s wrote 1.0 GB/s waited 20ms/step " in line
+    assert " disk 6.0 GiB read 629 MB/s wrote 1.0 GB/s waited 20ms/step " in line
     assert " updates 0.31s/step beside training 0.12s behind it " in line
     assert start_line(elsewhere()[0]).endswith(
         "zero 2, bf16, cpu; rank 0 plans 6.0 GiB on disk\nnote: parameter head.bias is never used"

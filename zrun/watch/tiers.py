@@ -23,7 +23,7 @@ def planned_elsewhere(start: Mapping[str, Any]) -> str:
 
 
 def tier_use(state: RunState, tier: str) -> list[str]:
-    """Return rank 0's use of a tier: `6.0 GiB`, `read 0.9 GB/s`, `wrote 0.9 GB/s`, `waited 20ms`.
+    """Return rank 0's use of a tier: `6.0 GiB`, `read 1.2 GB/s`, `wrote 900 MB/s`, `waited 20ms`.
 
     Bytes are of the memory in use, rates and waits of a step, as they were lately.
     """
@@ -101,6 +101,6 @@ def _moved(tier: Mapping[str, Any]) -> str:
 
 
 def _rate(bytes_per_s: float) -> str:
-    if bytes_per_s < 1e8:
-        return f"{bytes_per_s / 1e6:.1f} MB/s"
+    if bytes_per_s < 1e9:
+        return f"{bytes_per_s / 1e6:.0f} MB/s"
     return f"{bytes_per_s / 1e9:.1f} GB/s"

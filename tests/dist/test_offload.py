@@ -24,6 +24,7 @@ from zrun_core.guards.replicas import ReplicaGuard
 from zrun_core.memory.buffers import ON_DEVICE, Placement, Tier
 from zrun_core.tiers.copies import ThreadCopier
 from zrun_core.tiers.transfer import DONE, Transfer
+from zrun_core.zero.exchange import Exchange
 from zrun_core.zero.sharded_model import ShardedModel
 
 Ranks = Callable[[int], Any]
@@ -274,12 +275,12 @@ def test_a_sum_that_is_added_to_and_what_user_code_writes(ranks: Ranks, stage: i
             assert max(differ.values()) <= (1e-7 if stage < 2 else 0), differ
 
 
-def run_delayed(delay_after: int) -> list[float]:
-    sharded = sharded_at(
+def run_delayed(placement: Placement, delay_after: int) -> list[float]:
+    sharded = make_sharded(
+        build(),
         1,
-        Placement(grad=HOST, optimizer=HOST),
-        "",
-        {},
+        placement=placement,
+        apart=ThreadCopier(lambda: 0.01),  # the next backward has gradients before
         schedule="delayed",
         delay_after=delay_after,
     )
@@ -322,10 +323,55 @@ def run_delayed_by_hand(delay_after: int) -> list[float]:
     return [*losses, *weights_of(trained)]
 
 
-def test_a_delayed_update_is_that_of_a_gradient_one_step_old(ranks: Ranks) -> None:
-    delayed = ranks(2).run(run_delayed, 3)
+@pytest.mark.parametrize("place", ["apart optimizer", "apart"])
+def test_a_delayed_update_is_that_of_a_gradient_one_step_old(ranks: Ranks, place: str) -> None:
+    placement = PLACEMENTS[place]
+    delayed = ranks(2).run(run_delayed, placement, 3)
     assert delayed == ranks(2).run(run_delayed_by_hand, 3)
-    assert delayed != ranks(2).run(run_delayed, 100), "it changes numbers"
+    assert delayed != ranks(2).run(run_delayed, placement, 100), "it changes numbers"
+
+
+class Narrow(torch.nn.Module):
+    """Its last unit is so small that the last rank has none of it, but padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(32, 32)
+        self.scale = torch.nn.Linear(1, 1, bias=False)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (self.scale(self.first(x).sum(1, keepdim=True)) - y.sum()).square().mean()
+
+
+def gathers_of_narrow() -> tuple[list[str], int]:
+    """Return the units in the order in which this rank gathers them, and how many it updates."""
+    gathered: list[str] = []
+
+    def seen(self: Exchange, comm: Any, unit: Any) -> Any:
+        gathered.append(unit.name)
+        return all_gather(self, comm, unit)
+
+    all_gather = Exchange.all_gather
+    with pytest.MonkeyPatch.context() as on:
+        on.setattr(Exchange, "all_gather", seen)
+        torch.manual_seed(1)
+        sharded = make_sharded(
+            Narrow(),
+            1,
+            bucket=256,
+            placement=PLACEMENTS["apart"],
+            apart=ThreadCopier(lambda: 0.01),
+            unit_names=["scale"],
+        )
+        train_sharded(sharded, data(3))
+    return gathered, len({unit.name for unit, _, _ in sharded.optimizer.updated_pieces()})
+
+
+def test_ranks_gather_in_one_order_what_only_some_of_them_update(ranks: Ranks) -> None:
+    """A backend pairs up collectives by their order."""
+    (first, num_first), (last, num_last) = ranks(2).run(gathers_of_narrow)
+    assert num_first > num_last
+    assert first == last
 
 
 class Hasty(ThreadCopier):

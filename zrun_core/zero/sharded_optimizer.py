@@ -31,6 +31,7 @@ from zrun_core.optim.layerwise import RangeNorms, TrustRatios
 from zrun_core.optim.resolve import OptimizerSpec, Options
 from zrun_core.spine import heap
 from zrun_core.tiers.tiers import Tiers
+from zrun_core.tiers.transfer import DONE
 from zrun_core.zero.unit import FlatUnit
 from zrun_core.zero.unit_optimizer import UnitOptimizer
 
@@ -187,6 +188,11 @@ class ShardedOptimizer:
                 self._update_beside, update, of_unit, lr, decide, following, tiers, delayed
             )
             unit.begin_updating(tiers.worker.submit(task), delayed=delayed)
+        for each in self._updates:
+            if each.unit.update_side.is_elsewhere and not each.pieces:
+                # Padding only. All ranks must take the same units for being updated: they gather
+                # these later than others.
+                each.unit.begin_updating(DONE, delayed=False)
 
     def _update_beside(
         self,

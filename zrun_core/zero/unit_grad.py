@@ -104,7 +104,7 @@ class UnitGrad:
             What to wait for before `values` is written again.
         """
         assert self._away is not None
-        self._unit.update_side.wait()  # it reads the gradient of the step before
+        self._wait_for_reader()
         self._norms.clear()
         look = self._keep_norms if is_last and self._unit.placement.grad is Tier.DISK else None
         return self._away.store(values, self._first_of(values), accumulate=accumulate, look=look)
@@ -123,7 +123,12 @@ class UnitGrad:
 
     def sum_buffer(self) -> torch.Tensor:
         """Return where the sum over ranks goes; it holds an earlier sum if there is one."""
+        self._wait_for_reader()
         return self.fetch() if self.is_reduced else self.local
+
+    def _wait_for_reader(self) -> None:
+        """Wait for the update that may still read the last step's gradient, before it changes."""
+        self._unit.update_side.wait()
 
     def put(self) -> None:
         """Store the gradient, which was written, in its home."""
@@ -208,6 +213,8 @@ class UnitGrad:
 
     def accumulate(self, number: int) -> None:
         """Move the gradient of parameter `number` into the flat one."""
+        if self._keeps_unsharded:
+            self._wait_for_reader()
         param = self._unit.params[number]
         view = self._views[number]
         grad = param.grad
@@ -226,6 +233,8 @@ class UnitGrad:
     def complete(self) -> torch.Tensor:
         """Return this rank's flat gradient [padded_numel], with zeros where there was none."""
         assert self.unsharded is not None, "`begin` comes first where gradients are sharded"
+        if self._keeps_unsharded:
+            self._wait_for_reader()
         for number, view in enumerate(self._views):
             if not self._written[number]:
                 view.zero_()

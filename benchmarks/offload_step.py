@@ -82,8 +82,8 @@ class Child:
             return dict(json.loads(line))
         code = self._process.wait()
         self._log.seek(0)
-        errors = [text for text in self._log.read().splitlines() if "Error" in text]
-        return {"error": errors[-1] if errors else f"exit code {code}"}
+        lines = self._log.read().strip().splitlines()
+        return {"error": lines[-1][-300:] if lines else f"exit code {code}"}
 
     def take(self, num_steps: int) -> dict[str, Any]:
         """Have it train."""

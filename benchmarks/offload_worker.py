@@ -11,7 +11,8 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ import torch.distributed as dist
 from cases import SHAPES
 
 if TYPE_CHECKING:  # DeepSpeed runs where zrun's requirements are not installed
+    from zrun_core.memory.tier_traffic import Move
     from zrun_core.tiers.swap_file import Span
     from zrun_core.zero.sharded_model import ShardedModel
 
@@ -60,6 +62,7 @@ class Turns:
     def __init__(self, training: systems.Training, batches: list[Any]) -> None:
         self._training = training
         self._batches = batches
+        self._moved: Counter[Move] = Counter()  # bytes of this turn, as zrun counts them
 
     def take(self, num_steps: int) -> dict[str, Any]:
         """Make one step that is not timed, after which updates are under way, and time others.
@@ -72,6 +75,7 @@ class Turns:
         if sharded is not None and sharded.tiers is not None:
             sharded.tiers.take_counts()
             sharded.tiers.take_trace()
+        self._moved.clear()
         self._step(0)
         marks, losses = [time.perf_counter()], []
         for number in range(1, num_steps + 1):
@@ -89,10 +93,18 @@ class Turns:
         if sharded is None or sharded.tiers is None:
             return turn
         spans = sharded.tiers.take_trace()
-        return turn | _counted(sharded, num_steps + 1) | overlap(spans, (marks[0], marks[-1]))
+        self._moved.update(sharded.tiers.take_counts().moved)
+        counted = {
+            "moved_bytes": _on_disk(self._moved) / (num_steps + 1),
+            "planned_bytes": _on_disk(_planned(sharded)),
+        }
+        return turn | counted | overlap(spans, (marks[0], marks[-1]))
 
     def _step(self, number: int) -> float:
-        return self._training.step(*self._batches[number % len(self._batches)])
+        loss = self._training.step(*self._batches[number % len(self._batches)])
+        if self._training.sharded is not None:
+            self._moved.update(self._training.sharded.step_counts.moved)
+        return loss
 
 
 def _settle(sharded: ShardedModel | None) -> None:
@@ -107,16 +119,13 @@ def _disk_bytes() -> tuple[int, int]:
     return int(found["read_bytes"]), int(found["write_bytes"])
 
 
-def _counted(sharded: ShardedModel, num_steps: int) -> dict[str, float]:
-    """Return the bytes per step between host and disk, as the run counts them and by the plan."""
-    from zrun_core.memory.buffers import Tier
+def _planned(sharded: ShardedModel) -> Mapping[Move, int]:
+    """Return the bytes that a step moves by the plan."""
     from zrun_core.memory.placement import place
     from zrun_core.memory.tier_traffic import step_traffic
     from zrun_core.zero.reduce import mesh_info_of
 
-    assert sharded.tiers is not None
-    moved = sharded.tiers.take_counts().moved
-    planned = step_traffic(
+    return step_traffic(
         sharded.layouts,
         place(sharded.layouts, sharded.settings.placement),
         sharded.settings.states,
@@ -125,10 +134,10 @@ def _counted(sharded: ShardedModel, num_steps: int) -> dict[str, float]:
         gathers={unit.name: 2 for unit in sharded.layouts},
         host_is_device=True,
     )
-    return {
-        "moved_bytes": sum(n for move, n in moved.items() if move.tier is Tier.DISK) / num_steps,
-        "planned_bytes": sum(n for move, n in planned.items() if move.tier is Tier.DISK),
-    }
+
+
+def _on_disk(moved: Mapping[Move, int]) -> int:
+    return sum(num_bytes for move, num_bytes in moved.items() if move.tier == "disk")
 
 
 def overlap(spans: list[Span], window: tuple[float, float]) -> dict[str, float]:

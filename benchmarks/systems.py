@@ -143,9 +143,16 @@ def deepspeed(stage: int, more: Mapping[str, Any] | None = None) -> Make:
             "zero_allow_untested_optimizer": True,
             "steps_per_print": 10**9,
         }
+        optimizer = None
+        if more:  # where states are elsewhere it takes only its own
+            params = {"lr": LR, "betas": BETAS, "weight_decay": WEIGHT_DECAY}
+            config["optimizer"] = {"type": "AdamW", "params": params}
+        else:
+            optimizer = adamw(model.parameters())
         engine, *_ = deepspeed.initialize(
             model=model,
-            optimizer=adamw(model.parameters()),
+            model_parameters=model.parameters(),
+            optimizer=optimizer,
             config=config,
             dist_init_required=False,
         )

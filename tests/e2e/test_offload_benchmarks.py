@@ -33,3 +33,16 @@ def test_a_step_with_states_on_disk(tmp_path: Path) -> None:
         assert 0 <= turn["beside"] <= 1
         assert turn["io_s"] > 0
         assert turn["update_s"] > 0
+
+
+def test_a_gpu_s_cases_on_a_cpu(tmp_path: Path) -> None:
+    results = tmp_path / "results.jsonl"
+    arguments = ("--smoke", "--cases", "ceilings,split", "--steps", "1", "--dir", "/var/tmp")
+    out = run("gpu_offload.py", *arguments, "--json", str(results))
+    ceilings, *others = map(json.loads, results.read_text().splitlines())
+    assert {"copies_gb_s", "host_copy_gb_s", "adamw_gparam_s", "disk_gb_s"} <= ceilings.keys()
+    found = {line["schedule"]: line for line in others if line["event"] == "result"}
+    assert found.keys() == {"serial", "overlap", "delayed"}
+    losses = [line["losses"][0] for line in found.values()]
+    assert losses == sorted(losses, reverse=True), "it does not learn"
+    assert "split" in out

@@ -15,6 +15,8 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.append(str(BENCHMARKS))  # as Python does for its scripts
 
 import gpu  # noqa: E402
+import gpu_offload  # noqa: E402
+import gpu_offload_cases  # noqa: E402
 import gpu_planner  # noqa: E402
 import hybrid  # noqa: E402
 import launch  # noqa: E402
@@ -183,6 +185,39 @@ def test_a_step_is_compared_with_what_bounds_it_in_its_round() -> None:
         "the disk, reading and writing: 1.50 1.00-2.00 GB/s",
         "DeepSpeed: RuntimeError: no",
     ]
+
+
+def test_the_largest_split_fills_device_and_host() -> None:
+    gib = 2**30
+    shape, fraction = gpu_offload_cases.largest(125 * gib, 100 * gib)
+    kept = 16 * shape.params - 14 * fraction * shape.params
+    assert kept == pytest.approx(125 * gib)
+    assert 14 * fraction * shape.params <= 100 * gib
+    assert 16 * (shape.params + 12 * shape.dim**2) > 225 * gib, "a deeper one fits too"
+    shape, _ = gpu_offload_cases.largest(20 * gib, 10000 * gib)  # the parameters alone fill it
+    assert 2 * shape.params <= 20 * gib < 2 * (shape.params + 12 * shape.dim**2)
+
+
+def test_a_roofline_hides_what_its_schedule_can() -> None:
+    shape = gpu_offload_cases.Shape()
+    ceilings = {
+        "gemm_tflops": shape.step_flops * 8 / 6 / 1e12,  # computing takes 1 s
+        "copies_gb_s": {"pinned up": 50.0, "pinned down": 50.0},
+        "adamw_gparam_s": {"1": 1.0, "8": 4.0},
+    }
+    found = {
+        schedule: gpu_offload_cases.roofline_s(ceilings, shape, 2e9, schedule)
+        for schedule in gpu_offload_cases.SCHEDULES
+    }
+    # The update takes 0.5 s; the forward of one of two micro-batches an eighth of a second.
+    assert found == pytest.approx({"serial": 1.5, "overlap": 1.375, "delayed": 1.0})
+
+
+def test_a_gpu_s_verdict_names_what_is_missed() -> None:
+    line = {"case": "7b", "of_roofline": 0.9, "tflops": 230.0, "slack": 0.01, "retries": 0}
+    assert gpu_offload.verdict(line) == "met"
+    assert gpu_offload.verdict(line | {"slack": 0.05, "retries": 2}) == "MISSED slack, retries"
+    assert gpu_offload.verdict(line | {"case": "torchao", "tflops": 1.0}) == ""
 
 
 def test_a_disk_is_compared_inside_each_round() -> None:

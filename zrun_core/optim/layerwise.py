@@ -34,6 +34,11 @@ class RangeNorms(NamedTuple):
     params: list[torch.Tensor]
     updates: list[torch.Tensor]
 
+    def to(self, device: torch.device) -> RangeNorms:
+        """Return them on `device`, where norms of all units are summed."""
+        params = [each.to(device) for each in self.params]
+        return RangeNorms(self.ranges, params, [each.to(device) for each in self.updates])
+
 
 class LayerWise(Chunked):
     """Base of layer-wise optimizers."""

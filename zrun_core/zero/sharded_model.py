@@ -661,11 +661,11 @@ class ShardedModel:
             norms: list[torch.Tensor] = []
             of_units: list[FlatUnit] = []
             for unit in self._counted:
-                found = [each.to(total.device) for each in unit.grad.norms(part)]
-                norms += found
+                found = torch.stack(unit.grad.norms(part)).to(total.device)
+                norms.append(found)
                 of_units += [unit] * len(found)
             if norms:
-                values = torch.stack(norms)
+                values = torch.cat(norms)
                 total += values.double().square().sum()
                 evidence.append((of_units, values))
         self._inspector.norms = evidence

@@ -101,7 +101,12 @@ class ShardedOptimizer:
     @property
     def scales_inside(self) -> bool:
         """True if the device can scale and skip without the host's help."""
-        return self._spec.scales_inside
+        updates_both = self._trust is not None and self._updates_elsewhere
+        return self._spec.scales_inside and not updates_both
+
+    @property
+    def _updates_elsewhere(self) -> bool:
+        return any(each.unit.update_side.is_elsewhere for each in self._updates)
 
     def set_options(self, groups: Sequence[Options]) -> None:
         """Replace the options of each group, such as its learning rate.
@@ -151,7 +156,7 @@ class ShardedOptimizer:
     @property
     def starts_updates(self) -> bool:
         """True if `start` has something to do."""
-        return self._trust is None and any(u.unit.update_side.is_elsewhere for u in self._updates)
+        return self._trust is None and self._updates_elsewhere
 
     def start(
         self,
@@ -253,17 +258,24 @@ class ShardedOptimizer:
             grad, scratch = self._fp32_grad(update.unit)
             if scratch is not None:
                 borrowed.append(scratch)
-            norms = update.propose(grad, of_unit, lr=lr, grad_scale=grad_scale, found_inf=found_inf)
+            scale = None if grad_scale is None else grad_scale.to(grad.device)
+            norms = update.propose(grad, of_unit, lr=lr, grad_scale=scale, found_inf=found_inf)
             is_replicated = self._tensor.axis in update.unit.layout.replicated_over
             if self._tensor.index == 0 or not is_replicated:
-                counted.append(norms)
+                counted.append(norms.to(self._comm.device))
         parts, group = self._updates[0].unit.counted_once()
         squares = trust.squares(counted, parts)
         squares = self._comm.all_reduce_small(squares, group, name="trust ratios")
         squares = self._comm.all_reduce_small(squares, self._tensor, name="trust ratios")
         ratios = trust.ratios(squares)
+        ratios_elsewhere = ratios
+        if self._updates_elsewhere and squares.device.type != "cpu":
+            ratios_elsewhere = torch.stack(list(ratios)).tolist()
         for update, _ in updates:
-            update.apply(ratios, out=update.unit.update_side.target())
+            is_elsewhere = update.unit.update_side.is_elsewhere
+            update.apply(
+                ratios_elsewhere if is_elsewhere else ratios, out=update.unit.update_side.target()
+            )
             update.unit.update_side.end()
             update.unit.settle()
         for scratch in borrowed:

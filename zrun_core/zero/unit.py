@@ -579,7 +579,7 @@ class FlatUnit:
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Yield the tensors of this unit's permanent memory; some share their memory."""
-        for value in vars(self).values():
+        for value in list(vars(self).values()):  # an update may run meanwhile
             if isinstance(value, torch.Tensor):
                 yield value
         homes = [self.param]

@@ -188,10 +188,10 @@ class UnitOptimizer:
         return self.state_of(piece)
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Yield everything that the optimizer keeps."""
+        """Yield everything that the optimizer keeps. An update may run meanwhile, in a thread."""
         for group in self._chunk_groups:
-            for state in group.optimizer.state.values():
-                for value in state.values():
+            for state in list(group.optimizer.state.values()):
+                for value in list(state.values()):
                     if isinstance(value, torch.Tensor):
                         yield value
 

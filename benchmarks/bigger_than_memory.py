@@ -1,6 +1,6 @@
 """Train a model whose states are several times the memory that it may take.
 
-    make bigger-than-memory                              341 million parameters, 1 GiB, 20 steps
+    make bigger-than-memory                              366 million parameters, 1 GiB, 20 steps
     python benchmarks/bigger_than_memory.py --depth 48 --limit 800MiB --steps 3
 
 Four times the same job:
@@ -228,7 +228,7 @@ def run(name: str, folder: Path, changes: list[str], limit: Limit | None = None)
 def parse() -> argparse.Namespace:
     """Return the command line's options."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--depth", type=int, default=108, help="blocks of 3.2 million parameters")
+    parser.add_argument("--depth", type=int, default=116, help="blocks of 3.2 million parameters")
     parser.add_argument("--limit", type=parse_size, default="1GiB", help="memory that it may take")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--dir", type=Path, help="folder on the disk for the states")

@@ -302,6 +302,8 @@ def test_a_job_that_is_too_big_for_a_cpu_moves_to_its_disk(
 
     _, here = estimate("job.yaml")
     used = max(rank["device_used"] for rank in here["ranks"])
+    _, built = estimate("job.yaml", "init=factory")
+    assert max(rank["device_used"] for rank in built["ranks"]) > used, "of all values at once"
     limit = f"limits.memory={used - (100 << 20)}"
     status, out, _ = zrun("job.yaml", limit, "--emit", "patch")
     assert status == 3

@@ -272,7 +272,7 @@ class Planner:
         late = () if self.device_type == "cuda" else states.moments
         away = rank_memory.moves_inputs(candidate)
         passes = min(2, candidate.accumulation)
-        key = (candidate.checkpoint, candidate.micro, passes, late, away)
+        key = (candidate.checkpoint, candidate.micro, passes, late, away, candidate.init)
         every = self._every(candidate)
         if key not in self._beyond:
             if self.device_type == "cuda":

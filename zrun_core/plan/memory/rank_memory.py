@@ -209,6 +209,8 @@ def heap_beyond(
         every: one block in so many is recomputed.
     """
     built = [4 * param.numel for param in profile.params]
+    if candidate.init == "meta":  # parameters are made one after the other
+        built = [max(built, default=0)]
     trace = _trace_of(profile, candidate, every)
     found = heap_bytes(trace, candidate.micro, built, late, candidate.accumulation)
     return max(0, round((1 + _HEAP_SLACK) * found) - peak.dynamic - sum(late))

@@ -25,7 +25,9 @@ def board(tmp_path: Path) -> FlightRecorder:
 @pytest.fixture
 def tiers(tmp_path: Path, board: FlightRecorder) -> Tiers:
     buffers = [Buffer("record", Kind.OPTIM, MIB, Tier.DISK)]
-    return Tiers(torch.device("cpu"), buffers, SlotSizes(), tmp_path, board=board)
+    found = Tiers(torch.device("cpu"), buffers, SlotSizes(), tmp_path, board=board)
+    found.worker.is_in_step = True
+    return found
 
 
 def test_a_wait_for_the_worker_is_shown_until_it_is_over(

@@ -11,21 +11,25 @@ import itertools
 import os
 import random
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from toys import build, data, make_sharded, train_sharded, world
+from toys import build, data, make_sharded, split, train_sharded, world
 
 from zrun_core.distributed.named_vector import NamedVector
 from zrun_core.errors import OffloadError
 from zrun_core.guards.replicas import ReplicaGuard
-from zrun_core.memory.buffers import ON_DEVICE, Placement, Tier
+from zrun_core.memory.buffers import ON_DEVICE, Kind, Placement, Tier
+from zrun_core.memory.tier_traffic import Direction, Move
+from zrun_core.pipeline.schedule import ActionKind, layer_major
 from zrun_core.tiers.copies import ThreadCopier
 from zrun_core.tiers.transfer import DONE, Transfer
 from zrun_core.zero.exchange import Exchange
 from zrun_core.zero.sharded_model import ShardedModel
+from zrun_core.zero.sliced_passes import SlicedPasses
 
 Ranks = Callable[[int], Any]
 HOST, DISK = Tier.HOST, Tier.DISK
@@ -184,6 +188,85 @@ def test_training_holds_no_slot_that_it_waits_for(
     here = ranks(1).run(run_through_slots, ON_DEVICE, settings, prefetch)
     away = ranks(1).run(run_through_slots, WITH_PARAMETERS[place], settings, prefetch)
     assert_equal(here, away)
+
+
+MICRO_BATCHES = 4
+
+
+def train_in_slices(
+    sharded: ShardedModel, passes: SlicedPasses, batches: Sequence[Any]
+) -> list[float]:
+    """What `train_sharded` does, in layer-major order."""
+    rank, size = world()
+    found = []
+    for batch in batches:
+        parts = [split(split(batch, rank, size), k, MICRO_BATCHES) for k in range(MICRO_BATCHES)]
+        shares: dict[int, torch.Tensor] = {}
+        total = 0.0
+        sharded.begin_step()
+        with passes.step([partial(sharded.module, *part) for part in parts]):
+            for action in layer_major(passes.num_slices, MICRO_BATCHES):
+                number = action.micro
+                turns_round = action.chunk == passes.num_slices - 1
+                if action.kind is ActionKind.FORWARD:
+                    passes.forward(action)
+                    if turns_round:
+                        loss = passes.take_result(number)
+                        total += loss.item() / size / MICRO_BATCHES
+                        shares[number] = loss / (size * MICRO_BATCHES)
+                    continue
+                loss = shares.pop(number) if turns_round else None
+                passes.backward(action, loss, boundary=number == MICRO_BATCHES - 1)
+        sums = NamedVector.of(sharded.comm.device, loss=total)
+        result = sharded.step(1e-2, sums, lambda sums: torch.ones(()).double())
+        found.append(float(result.sums["loss"]))
+    return found
+
+
+def run_in_an_order(
+    placement: Placement, is_layer_major: bool, is_apart: bool
+) -> tuple[list[float], dict[Any, torch.Tensor], dict[str, float]]:
+    """Return losses, values, and what a step read from the disk, over what lies there."""
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
+        sharded = make_sharded(
+            build(),
+            3,
+            precision="bf16",
+            layer_major=is_layer_major,
+            placement=placement,
+            disk_folder=folder,
+            apart=late_copies() if is_apart else None,
+        )
+        train = partial(train_sharded, sharded, accumulation=MICRO_BATCHES)
+        if is_layer_major:
+            train = partial(train_in_slices, sharded, sharded.use_slices())
+        losses = train(data(3, batch=16))
+        sharded.settle_updates()
+        read = {}
+        if sharded.tiers is not None:
+            moved = sharded.step_counts.moved
+            for kind in (Kind.PARAM, Kind.GRAD, Kind.OPTIM):
+                there = sharded.allocated_memory().elsewhere[DISK, kind]
+                read[kind.value] = moved[Move(DISK, Direction.READ, kind)] / there
+        return losses, parts_of(sharded), read
+
+
+@pytest.mark.parametrize(("num_ranks", "is_apart"), [(1, True), (2, False)])
+def test_layers_first_read_the_parameters_from_the_disk_once_for_all_micro_batches(
+    ranks: Ranks, num_ranks: int, is_apart: bool
+) -> None:
+    pool = ranks(num_ranks)
+    here = pool.run(run_in_an_order, ON_DEVICE, False, False)
+    plain = pool.run(run_in_an_order, ALL_ON_DISK, False, is_apart)
+    sliced = pool.run(run_in_an_order, ALL_ON_DISK, True, is_apart)
+    for away in (plain, sliced):
+        assert_equal([each[:2] for each in here], [each[:2] for each in away])
+    for (_, _, in_turns), (_, _, together) in zip(plain, sliced, strict=True):
+        assert in_turns["params"] == 2 * MICRO_BATCHES
+        assert 1 < together["params"] <= 2  # the last slice stays from forward to backward
+        # To add to, and by the update, which a rank that has padding only does not make.
+        assert MICRO_BATCHES - 1 < together["grads"] == in_turns["grads"] <= MICRO_BATCHES
+        assert 0 < together["optim"] == in_turns["optim"] <= 1
 
 
 def run_until_the_disk_fails(

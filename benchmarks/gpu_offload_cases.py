@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -14,7 +15,7 @@ import offload_update
 import torch
 from gpu_loops import BETAS, CLIP, LR, WEIGHT_DECAY, gemm_tflops, gib
 from limits import median_s
-from offload_step import RawDisk
+from offload_step import ALONE, RawDisk
 from torch import Tensor, nn
 
 from zrun_core.distributed.comm import Comm
@@ -431,6 +432,7 @@ def run_deepspeed(bench: Bench) -> None:
     """Measure ZeRO-2 of DeepSpeed with its optimizer on the host."""
     import deepspeed
 
+    os.environ.update(ALONE)
     model, shape = plain_model(bench), bench.shape
     config = {
         "train_micro_batch_size_per_gpu": shape.micro,

@@ -36,7 +36,8 @@ from zrun_core.memory.state_policy import ZeroPolicy
 from zrun_core.optim.resolve import resolve_optimizer
 from zrun_core.spine.config import CheckpointConfig, OptimConfig, PrecisionConfig
 from zrun_core.zero.precision import Precision
-from zrun_core.zero.sharded_model import ShardedModel, ShardingConfig
+from zrun_core.zero.sharded_model import ShardedModel
+from zrun_core.zero.sharding_config import ShardingConfig
 
 WIDTH, DEPTH = 2048, 16
 QUICK_WIDTH, QUICK_DEPTH = 256, 2

@@ -24,7 +24,8 @@ from zrun_core.models.gpt import gpt
 from zrun_core.optim.resolve import resolve_optimizer
 from zrun_core.spine.config import OptimConfig, PrecisionConfig
 from zrun_core.zero.precision import Precision
-from zrun_core.zero.sharded_model import ShardedModel, ShardingConfig
+from zrun_core.zero.sharded_model import ShardedModel
+from zrun_core.zero.sharding_config import ShardingConfig
 
 CASES: dict[str, dict[str, Any]] = {
     "adamw": {"name": "adamw"},

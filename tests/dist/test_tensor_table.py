@@ -43,7 +43,8 @@ from zrun_core.spine.config import CheckpointConfig, InitFromConfig, PrecisionCo
 from zrun_core.spine.parallel_dims import Coordinates, ParallelDims
 from zrun_core.spine.spec import ResumeSpec
 from zrun_core.zero.precision import Precision
-from zrun_core.zero.sharded_model import MemoryAccount, ShardedModel, ShardingConfig
+from zrun_core.zero.sharded_model import ShardedModel
+from zrun_core.zero.sharding_config import MemoryAccount, ShardingConfig
 
 sys.path.append(str(Path(__file__).parents[1] / "unit"))
 

@@ -17,7 +17,8 @@ from zrun_core.optim.resolve import resolve_optimizer
 from zrun_core.spine.config import OptimConfig, PrecisionConfig
 from zrun_core.tiers.copies import Copier
 from zrun_core.zero.precision import Precision
-from zrun_core.zero.sharded_model import ShardedModel, ShardingConfig
+from zrun_core.zero.sharded_model import ShardedModel
+from zrun_core.zero.sharding_config import ShardingConfig
 
 Batches = Sequence[Any]  # one global batch per step; each is indexable by sample
 

@@ -31,7 +31,8 @@ from zrun_core.optim.resolve import resolve_optimizer
 from zrun_core.spine.config import ActivationsConfig, OptimConfig, PrecisionConfig
 from zrun_core.zero.auto_wrap import repeated_blocks
 from zrun_core.zero.precision import LossScaler, Precision
-from zrun_core.zero.sharded_model import ShardedModel, ShardingConfig, StepResult
+from zrun_core.zero.sharded_model import ShardedModel, StepResult
+from zrun_core.zero.sharding_config import ShardingConfig
 
 pytestmark = [
     pytest.mark.gpu,

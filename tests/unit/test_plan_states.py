@@ -27,7 +27,7 @@ from zrun_core.plan.memory.states import (
 from zrun_core.plan.question.transformer import TransformerShape
 from zrun_core.spine.config import JobConfig
 from zrun_core.spine.parallel_dims import Coordinates, ParallelDims
-from zrun_core.zero.sharded_model import ShardingConfig
+from zrun_core.zero.sharding_config import ShardingConfig
 from zrun_core.zero.tiling import tile_linears, tiled_linears
 
 HOST, DISK = Tier.HOST, Tier.DISK

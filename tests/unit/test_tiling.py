@@ -23,7 +23,7 @@ from zrun_core.plan.trace.rows import Affine
 from zrun_core.spine.config import PrecisionConfig, TileConfig, ZeroConfig
 from zrun_core.zero.auto_wrap import repeated_blocks
 from zrun_core.zero.precision import Precision
-from zrun_core.zero.sharded_model import ShardingConfig, wrap_plan
+from zrun_core.zero.sharding_config import ShardingConfig, wrap_plan
 from zrun_core.zero.tiling import TiledLinear, read_tiles, tensors_of_tiles, tile_linears
 
 IN, OUT = 8, 200

@@ -30,7 +30,8 @@ from zrun_core.zero.auto_wrap import repeated_blocks
 from zrun_core.zero.exchange import Exchange
 from zrun_core.zero.precision import Precision
 from zrun_core.zero.server import ParameterServer
-from zrun_core.zero.sharded_model import ShardedModel, ShardingConfig
+from zrun_core.zero.sharded_model import ShardedModel
+from zrun_core.zero.sharding_config import ShardingConfig
 from zrun_core.zero.tiling import read_tiles, tile_linears, tiled_linears
 
 

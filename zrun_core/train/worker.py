@@ -61,7 +61,7 @@ from zrun_core.train.trainer import Trainer, UserFunctions
 from zrun_core.user_code import user
 from zrun_core.user_code.build import Built, build_once_per_host
 from zrun_core.user_code.meta_init import build_on_meta
-from zrun_core.zero.sharded_model import ShardingConfig, check_model_fits
+from zrun_core.zero.sharding_config import ShardingConfig, check_model_fits
 
 
 def main() -> NoReturn:

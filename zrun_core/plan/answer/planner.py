@@ -40,7 +40,7 @@ from zrun_core.plan.trace.profile import Profile
 from zrun_core.plan.trace.rows import TracePhase
 from zrun_core.spine.config import JobConfig
 from zrun_core.spine.parallel_dims import ParallelDims
-from zrun_core.zero.sharded_model import ShardingConfig
+from zrun_core.zero.sharding_config import ShardingConfig
 
 # Of a rank in its host's memory; on a CPU that is the device's context.
 _PROCESS_BYTES = {"cuda": 1800 * MIB, "cpu": 0}

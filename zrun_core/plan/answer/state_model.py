@@ -30,7 +30,7 @@ from zrun_core.spine.config import JobConfig, PrecisionConfig
 from zrun_core.spine.parallel_dims import Coordinates
 from zrun_core.zero.exchange import StepCounts, expected_traffic, planned_gathers
 from zrun_core.zero.precision import Precision
-from zrun_core.zero.sharded_model import ShardingConfig
+from zrun_core.zero.sharding_config import ShardingConfig
 
 
 class StageStates(NamedTuple):

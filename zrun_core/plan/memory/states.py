@@ -32,7 +32,7 @@ from zrun_core.spine.config import JobConfig
 from zrun_core.spine.parallel_dims import Coordinates, ParallelDims
 from zrun_core.train.parallelize import make_settings
 from zrun_core.zero.auto_wrap import repeated_blocks
-from zrun_core.zero.sharded_model import ShardingConfig, wrap_plan
+from zrun_core.zero.sharding_config import ShardingConfig, wrap_plan
 from zrun_core.zero.tiling import tile_linears
 from zrun_core.zero.unit import moves_pages
 

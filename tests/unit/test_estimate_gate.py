@@ -87,6 +87,15 @@ def make(loaded: LoadedJob, cluster: Cluster = CLUSTER, **options: bool) -> Gate
     return Gate(loaded, resolved, cluster, {}, **{"force": False, "is_restart": False, **options})
 
 
+@pytest.mark.parametrize(("free", "num_made"), [(500 << 20, 0), (4 << 30, 1)])
+def test_no_forecast_takes_the_memory_that_a_run_needs(
+    loaded: LoadedJob, monkeypatch: pytest.MonkeyPatch, free: int, num_made: int
+) -> None:
+    monkeypatch.setattr("zrun_core.spine.memory_limits.host_available", lambda: free)
+    make(loaded).see({"type": "step", "step": 1}, lambda event: None)
+    assert len(FakeProcess.made) == num_made
+
+
 @pytest.mark.parametrize(("pace", "is_patient"), [(Pace.NOW, False), (Pace.BESIDE, True)])
 def test_a_model_is_given_more_time_where_nobody_waits(
     loaded: LoadedJob, monkeypatch: pytest.MonkeyPatch, pace: Pace, is_patient: bool

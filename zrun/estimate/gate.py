@@ -27,6 +27,7 @@ from zrun.estimate.forecast import Forecast, stored
 from zrun.estimate.forecast_process import ForecastProcess, ForecastRequest, Pace
 from zrun.estimate.machine import capacity_of
 from zrun_core.errors import PreflightError
+from zrun_core.spine import memory_limits
 from zrun_core.spine.events import Event
 
 if TYPE_CHECKING:
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
 SWITCH = "ZRUN_ESTIMATE"  # environment variable: "off" makes no estimate beside a run
 REFUSED_PATIENCE_S = 150.0  # for the reason of a refusal, which is wanted more than a start
 _FAILED_PATIENCE_S = 10.0  # after a run that ran out of memory, which has said why it ends
+# Of free memory: a forecast in the making takes 400 MiB, and a run grows after its first step.
+_ROOM_BESIDE = 1 << 30
 _COMPARED_AT = 3  # step
 _WARM_STEPS = 2  # left out of times: the second one's memory is measured
 _PREDICTED = (
@@ -155,7 +158,9 @@ class Gate:
         return ForecastProcess(self._request, self._environment, Pace.NOW).wait(timeout_s)
 
     def _make_beside_the_run(self) -> None:
-        if self.forecast is None and os.environ.get(SWITCH) != "off":
+        if self.forecast is not None or os.environ.get(SWITCH) == "off":
+            return
+        if memory_limits.host_available() >= _ROOM_BESIDE:
             self._process = ForecastProcess(self._request, self._environment, Pace.BESIDE)
 
     def _close_process(self) -> None:

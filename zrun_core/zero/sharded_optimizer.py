@@ -35,6 +35,8 @@ from zrun_core.tiers.transfer import DONE
 from zrun_core.zero.unit import FlatUnit
 from zrun_core.zero.unit_optimizer import UnitOptimizer
 
+_MOST_HOLES = 64 << 20  # bytes of freed memory in a CPU's heap
+
 
 class Decision(NamedTuple):
     """What all ranks have decided about a step, where an update on the host can use it.
@@ -97,6 +99,7 @@ class ShardedOptimizer:
         if spec.layer_wise:
             self._trust = spec.trust(list(self._groups.values()), groups, comm.device)
         self._has_updated = False
+        self._made_bytes = 0  # of states, since their holes were given back
 
     @property
     def scales_inside(self) -> bool:
@@ -214,6 +217,7 @@ class ShardedOptimizer:
         if decision.skipped:
             return
         start = time.perf_counter()
+        record_bytes = update.unit.record_layout.num_bytes
         update.unit.update_side.prefetch()
         with tiers.traced(f"update {update.unit.layout.name}"), torch.no_grad():
             _update(
@@ -226,6 +230,20 @@ class ShardedOptimizer:
                 meanwhile=None if following is None else following.update_side.prefetch,
             )
         tiers.counts.updating_s += time.perf_counter() - start
+        self._give_back_holes(update.unit.record_layout.num_bytes - record_bytes)
+
+    def _give_back_holes(self, num_made: int) -> None:
+        """Give the system back what states have left that were made on the heap and moved.
+
+        Of a model that does not fit in memory, these holes would not fit either.
+
+        Args:
+            num_made: bytes of states that the last update has made.
+        """
+        self._made_bytes += num_made
+        if self._made_bytes > _MOST_HOLES:
+            self._made_bytes = 0
+            heap.give_back_freed_memory()
 
     def _fp32_grad(self, unit: FlatUnit) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the unit's gradient [updated range] in fp32, and the scratch to give back."""

@@ -44,7 +44,7 @@ class Run(NamedTuple):
     """What came of a run.
 
     Attributes:
-        peak: bytes of the cgroup, or of the largest rank.
+        peak: bytes of the rank, without those of files: these fill what a cgroup has left.
     """
 
     name: str
@@ -73,15 +73,6 @@ class Limit:
             resource.setrlimit(resource.RLIMIT_DATA, (self.num_bytes, self.num_bytes))
         else:
             (self.group / "cgroup.procs").write_text(str(os.getpid()))
-
-    def peak(self) -> int | None:
-        """Return the most bytes that were taken at a time; None where nobody counts them."""
-        if self.group is None:
-            return None
-        for name in ("memory.max_usage_in_bytes", "memory.peak"):
-            if (self.group / name).exists():
-                return int((self.group / name).read_text())
-        return None
 
     def remove(self) -> None:
         if self.group is not None:

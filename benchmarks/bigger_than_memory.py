@@ -207,11 +207,7 @@ def run(name: str, folder: Path, changes: list[str], limit: Limit | None = None)
     events = [json.loads(line) for path in run_dir.glob("events.jsonl") for line in path.open()]
     losses = [each["loss"] for each in events if each["type"] == "step"]
     started = [each for each in events if each["type"] == "start"]
-    peak = None if limit is None else limit.peak()
-    if peak is None:
-        peak = max(
-            (e.get("peak_rss_bytes") or 0 for e in events if e["type"] == "memory"), default=0
-        )
+    peak = max((each.get("peak_rss_bytes") or 0 for each in events), default=0)
     num_params = started[0]["params"] if started else 0
     return Run(name, done.returncode, seconds, losses, peak, num_params, done.stdout)
 

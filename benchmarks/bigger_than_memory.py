@@ -41,7 +41,7 @@ _BYTES_PER_PARAM = 18
 
 
 class Run(NamedTuple):
-    """What came of a run.
+    """The outcome of a run.
 
     Attributes:
         peak: bytes of the rank, without those of files: these fill what a cgroup has left.

@@ -85,7 +85,7 @@ TINY = Shape(dim=64, depth=3, heads=2, vocab=128, seq=32, micro=2)
 
 
 class Bench(NamedTuple):
-    """What every case is given.
+    """The setting of every case.
 
     Attributes:
         options: of the command line.

@@ -405,7 +405,7 @@ def look(keys: dict[str, Any], run_dir: str, resume: dict[str, Any] | None) -> d
 
 
 def in_memory(data: torch.Tensor | Stored) -> torch.Tensor:
-    """What a rank writes, read from where it lives."""
+    """Return what a rank writes, read from where it lives."""
     if isinstance(data, torch.Tensor):
         return data
     read = [part.clone() for part in data.read(BlockReader())]

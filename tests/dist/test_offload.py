@@ -196,7 +196,7 @@ MICRO_BATCHES = 4
 def train_in_slices(
     sharded: ShardedModel, passes: SlicedPasses, batches: Sequence[Any]
 ) -> list[float]:
-    """What `train_sharded` does, in layer-major order."""
+    """Train as `train_sharded` does, in layer-major order."""
     rank, size = world()
     found = []
     for batch in batches:

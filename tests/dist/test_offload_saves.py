@@ -84,7 +84,7 @@ def saver(sharded: ShardedModel, folder: str) -> Checkpointer:
 
 
 def on_device(kept: dict[Any, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What `parts_of` gives of the whole model, which is alike at every placement."""
+    """Return what `parts_of` gives of the whole model, alike at every placement."""
     return {name: value for name, value in kept.items() if isinstance(name, str)}
 
 

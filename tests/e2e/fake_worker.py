@@ -141,7 +141,7 @@ def hang_with_helper(spec: RunSpec, emitter: Emitter) -> None:
 
 
 def wait_for_disk(spec: RunSpec, emitter: Emitter) -> None:
-    """Has asked its disk for a state, which never comes."""
+    """A rank that has asked its disk for a state, which never comes."""
     with board(spec).wait_for_tier(f"its disk ({spec.offload_folder})"):
         hang(spec, emitter)
 

@@ -535,7 +535,7 @@ def test_the_live_screen_prints_messages_above_its_panel() -> None:
 
 
 class Terminal(io.StringIO):
-    """What is too long for a row goes on in the next one, also after a change of the size.
+    """Text too long for a row goes on in the next one, also after a change of the size.
 
     So most terminals are.
 

@@ -65,7 +65,7 @@ class Step:
 
 @dataclass(frozen=True)
 class TierUse:
-    """What rank 0 has lately done with memory beside its device, per step.
+    """Recent use that rank 0 made of memory beside its device, per step.
 
     Attributes:
         read, written: bytes.

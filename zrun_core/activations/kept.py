@@ -102,7 +102,7 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Form(NamedTuple):
-    """What a tensor is beside its values."""
+    """The traits of a tensor beside its values."""
 
     shape: torch.Size
     stride: tuple[int, ...]

@@ -60,7 +60,7 @@ class OffloadedInputs:
 
     @property
     def note(self) -> str:
-        """What makes it slower than it might be, for the user; empty if nothing does."""
+        """Reason why it is slower than it might be, for the user; empty if there is none."""
         return self._keeper.note
 
     def checkpointed(

@@ -169,7 +169,7 @@ class TurnStream:
 
 @dataclass(frozen=True)
 class _Position:
-    """What the generators of a rank will draw next."""
+    """State of the generators of a rank: what they will draw next."""
 
     python: Any
     numpy: Any  # None where numpy is not in use

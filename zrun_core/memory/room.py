@@ -21,7 +21,7 @@ class Limit:
 
 @dataclass(frozen=True)
 class Room:
-    """What the ranks of one host may take beside their devices.
+    """Room that the ranks of one host may take beside their devices.
 
     Attributes:
         ranks: of the host.

@@ -62,7 +62,7 @@ _ELSEWHERE = "name another disk with offload.dir"
 
 
 class Span(NamedTuple):
-    """What a thread did, for how long: seconds of `time.perf_counter`."""
+    """Work of a thread, and its time: seconds of `time.perf_counter`."""
 
     thread: str
     what: str

@@ -36,7 +36,7 @@ _WAIT = "wait"
 
 
 class _Task:
-    """What the worker does, as a transfer."""
+    """A task of the worker, as a transfer."""
 
     def __init__(self, future: Future[None], before_wait: Callable[[], None]) -> None:
         self._future = future
@@ -167,7 +167,7 @@ class Worker:
 
 @dataclass
 class TierCounts:
-    """What has moved between tiers for training, and what waited for it.
+    """Counts of what has moved between tiers for training, and of waits for it.
 
     Attributes:
         moved: bytes by kind of transfer.

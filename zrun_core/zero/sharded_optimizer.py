@@ -39,7 +39,7 @@ _MOST_HOLES = 64 << 20  # bytes of freed memory in a CPU's heap
 
 
 class Decision(NamedTuple):
-    """What all ranks have decided about a step, where an update on the host can use it.
+    """Decision of all ranks about a step, where an update on the host can use it.
 
     Attributes:
         grad_scale: 0-d fp32 on the host; gradients are divided by it. None is 1, exactly.

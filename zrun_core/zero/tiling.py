@@ -204,7 +204,7 @@ def _output_dim(module: nn.Module) -> int | None:
 
 @dataclass
 class Tiling:
-    """What was tiled.
+    """Record of what was tiled.
 
     Attributes:
         notes: for the user.

@@ -17,6 +17,7 @@ from zrun.job.schema import find_key, job_schema, keys
 from zrun_core.errors import ExitCode, JobError
 from zrun_core.spine.config import EarlyStopConfig, JobConfig
 from zrun_core.spine.section import Ref
+from zrun_core.spine.sizes import parse_size
 
 EIGHT_LINES = """\
 name: gpt-1b
@@ -483,6 +484,19 @@ def test_json_schema_allows_short_forms() -> None:
     assert (
         JobConfig.model_json_schema()["$defs"]["ZeroConfig"].get("anyOf") is None
     )  # pydantic's own is left alone
+
+
+def test_json_schema_allows_units_of_sizes() -> None:
+    offload = job_schema()["$defs"]["OffloadConfig"]["anyOf"][-1]["properties"]
+    size = offload["host_memory"]["anyOf"][0]
+    assert size["type"] == ["integer", "string"]
+    for text in ("64", "1.5 GB", " 96GiB ", "12tib", "1b", "5k", "GiB", "1 EiB", "", "1.GB", "-1"):
+        try:
+            parse_size(text)
+        except ValueError:
+            assert re.search(size["pattern"], text) is None, text
+        else:
+            assert re.search(size["pattern"], text) is not None, text
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from zrun.job.problems import KeyPath
 from zrun.job.scalars import write
 from zrun_core.spine.config import JobConfig
 from zrun_core.spine.section import Section
+from zrun_core.spine.sizes import SIZE_PATTERN
 
 _FORMATS = {"regex": "regular expression", "reference": "module:attr"}
 _WORDS = {"boolean": "true | false", "null": "null", "string": "text", None: "any value"}
@@ -104,7 +105,7 @@ def find_key(path: KeyPath) -> JobKey | None:
 def job_schema() -> dict[str, Any]:
     """Return the JSON schema of a job file for editors.
 
-    Unlike pydantic's own, it allows the short forms.
+    Unlike pydantic's own, it allows the short forms, and sizes with a unit.
     """
     schema = JobConfig.model_json_schema()
     for section in schema["$defs"].values():
@@ -123,7 +124,20 @@ def job_schema() -> dict[str, Any]:
                 if part.get("type") in (None, _JSON_NAMES[kind])
             ]
             schema["$defs"][section.__name__] = {"anyOf": [*branches, long_form]}
+    _allow_units(schema)
     return schema
+
+
+def _allow_units(schema: Any) -> None:
+    """Let every size in a schema, or a part of one, be a text too."""
+    if isinstance(schema, list):
+        for part in schema:
+            _allow_units(part)
+    elif isinstance(schema, dict):
+        if schema.get("unit") == "bytes":
+            schema |= {"type": ["integer", "string"], "pattern": SIZE_PATTERN}
+        for part in schema.values():
+            _allow_units(part)
 
 
 def _sections_below(section: type[Section]) -> set[type[Section]]:
@@ -240,7 +254,7 @@ def _describe_plain(fragment: dict[str, Any]) -> str:
             return "{" + ", ".join(fragment["properties"]) + "}"
         case "object":
             return f"mapping of names to {_describe_items(fragment)}"
-        case "integer" | "number" if fragment.get("unit") == "bytes":
+        case _ if fragment.get("unit") == "bytes":
             return "size such as 64MiB"
         case "integer":
             return f"whole number{_bounds(fragment)}"

@@ -21,6 +21,8 @@ _UNITS = {
     "tib": 2**40,
 }
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+# The texts that `parse_size` takes, for those who have a pattern only.
+SIZE_PATTERN = r"^\s*\d+(\.\d+)?\s*(([kKmMgGtT][iI]?)?[bB])?\s*$"
 
 
 def parse_size(text: str | int) -> int:

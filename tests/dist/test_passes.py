@@ -277,6 +277,36 @@ def test_what_a_micro_batch_looked_at_stays_until_its_own_backward(ranks, stage)
             assert torch.equal(one, third)
 
 
+def gradients_after(stage: int, evaluation_fails: bool) -> list[Tensor]:
+    sharded = make("plain", stage)
+    x = batches()[0]
+
+    def fail(*_: Any) -> None:
+        raise ArithmeticError
+
+    if evaluation_fails:
+        hook = sharded.module.blocks[2].register_forward_pre_hook(fail)
+        with pytest.raises(ArithmeticError), sharded.evaluation():
+            sharded.module(x, 0)
+        hook.remove()
+        with sharded.gathered() as module:
+            assert all(param.isfinite().all() for param in module.parameters())
+    sharded.begin_step()
+    with sharded.forward() as micro:
+        loss = sharded.module(x, 0)
+    sharded.backward(loss, micro, boundary=True)
+    return gradients(sharded)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_an_evaluation_that_raised_leaves_no_pass_behind(ranks, stage):
+    pool = ranks(2)
+    plain = pool.run(gradients_after, stage, False)
+    after = pool.run(gradients_after, stage, True)
+    for one, other in zip(plain, after, strict=True):
+        assert all(map(torch.equal, one, other))
+
+
 def lose_two(context: HookContext) -> None:
     """On the last rank there is no memory for a forward of the third step, nor for a backward of
     the fifth.

@@ -205,8 +205,12 @@ class Gatherer:
         self.begin_pass(micro, PassKind.EVAL)
         try:
             yield
-        finally:
-            self.unpin(micro)
+        except BaseException:
+            self.abandon(micro)
+            self.active = False  # not by `end_pass`, which gathers: others may go on
+            self.micro = before
+            raise
+        self.unpin(micro)
         self.end_pass()
         self.micro = before
 

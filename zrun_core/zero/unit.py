@@ -52,7 +52,8 @@ from zrun_core.tiers.stored import Stored
 from zrun_core.tiers.tiers import Tiers
 from zrun_core.tiers.transfer import DONE, Transfer
 from zrun_core.zero.exchange import Exchange
-from zrun_core.zero.home import AwayHome, Home, InPlace, OnDisk, OnHost, fetch_now
+from zrun_core.zero.home import Home, InPlace, fetch_now
+from zrun_core.zero.home_elsewhere import AwayHome, OnDisk, OnHost
 from zrun_core.zero.record_layout import RecordLayout
 from zrun_core.zero.unit_grad import UnitGrad
 from zrun_core.zero.update_side import UpdateSide

@@ -19,7 +19,8 @@ import torch
 from zrun_core.memory.arena import flat_buffer
 from zrun_core.memory.buffers import Kind, Tier
 from zrun_core.tiers.transfer import Transfer
-from zrun_core.zero.home import AwayHome, Home, InPlace
+from zrun_core.zero.home import Home, InPlace
+from zrun_core.zero.home_elsewhere import AwayHome
 
 if TYPE_CHECKING:
     from zrun_core.zero.unit import FlatUnit

@@ -33,7 +33,7 @@ import time
 from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -564,8 +564,7 @@ class Checkpointer:
 
     def _wait_for_copies(self, current: RankSave, made: threading.Event) -> None:
         start = time.monotonic()
-        board = self._comm.flight_recorder
-        with nullcontext() if board is None else board.wait_for_tier("the save of a step"):
+        with self._comm.wait_for_tier("the save of a step"):
             made.wait()
         current.stall_s += time.monotonic() - start
 

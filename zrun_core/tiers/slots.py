@@ -46,7 +46,8 @@ class Slots:
 
     @property
     def num_bytes(self) -> int:
-        return sum(piece.numel() for piece in self._pieces.values())
+        with self._changed:
+            return sum(piece.numel() for piece in self._pieces.values())
 
     @property
     def num_taken(self) -> int:
@@ -72,9 +73,11 @@ class Slots:
             self.give(piece, leaving)
             raise
         if piece.numel() < num_bytes:
-            del self._pieces[piece.data_ptr()]
-            piece = byte_buffer(num_bytes, torch.device("cpu"))
-            self._pieces[piece.data_ptr()] = piece
+            larger = byte_buffer(num_bytes, torch.device("cpu"))
+            with self._changed:
+                del self._pieces[piece.data_ptr()]
+                self._pieces[larger.data_ptr()] = larger
+            piece = larger
         return piece[:num_bytes]
 
     def _wait(self) -> None:

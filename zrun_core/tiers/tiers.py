@@ -347,6 +347,11 @@ class Tiers:
         assert self._file is not None
         return self._file.read(extent, target, start=start)
 
+    def count_update(self, seconds: float) -> None:
+        """Count the seconds of an update beside training."""
+        with self._lock:
+            self.counts.updating_s += seconds
+
     def _count(self, move: Move, num_bytes: int) -> None:
         if not self.worker.is_for_step:
             return

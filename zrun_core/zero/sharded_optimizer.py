@@ -229,7 +229,7 @@ class ShardedOptimizer:
                 keeps_params=delayed,
                 meanwhile=None if following is None else following.update_side.prefetch,
             )
-        tiers.counts.updating_s += time.perf_counter() - start
+        tiers.count_update(time.perf_counter() - start)
         self._give_back_holes(update.unit.record_layout.num_bytes - record_bytes)
 
     def _give_back_holes(self, num_made: int) -> None:

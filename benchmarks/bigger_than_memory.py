@@ -3,7 +3,7 @@
     make bigger-than-memory                              366 million parameters, 1 GiB, 20 steps
     python benchmarks/bigger_than_memory.py --depth 48 --limit 800MiB --steps 3
 
-Four times the same job:
+Three runs of the same job:
 
     refused      within the limit, with all states in memory: exit code 3, and what would train
     within       within the limit, with all states on a disk

@@ -20,7 +20,7 @@ from zrun.job.scalars import write
 from zrun.job.schema import find_key
 from zrun.job.validate import validate
 from zrun_core.errors import JobError
-from zrun_core.spine.config import DataConfig, JobConfig, OffloadConfig
+from zrun_core.spine.config import DataConfig, JobConfig
 from zrun_core.spine.section import Ref, Section
 from zrun_core.spine.spec import BatchPlan, resolve_batch
 
@@ -100,23 +100,13 @@ def _offload_changes(config: JobConfig, wanted: Placement, device: str) -> Chang
     param = changed.get("offload.param", offload.param)
     gradients = changed.get("offload.grad", gradients)
     if {optimizer, gradients, param} == {"device"}:
-        return changed | _without_states_elsewhere(offload)
+        unused = offload.of_states_elsewhere
+        return changed | {f"offload.{name}": default for name, default in unused.items()}
     if not wanted.is_on_device and wanted.fraction != offload.fraction:
         changed["offload.fraction"] = wanted.fraction
     if offload.schedule == "delayed" and (optimizer, param) != ("host", "device"):
         changed["offload.schedule"] = "overlap"
     return changed
-
-
-def _without_states_elsewhere(offload: OffloadConfig) -> Changes:
-    """Return the keys that must not be there where all states are on the device."""
-    fields = type(offload).model_fields
-    defaults = {name: fields[name].default for name in ("fraction", "schedule", "delay_after")}
-    return {
-        f"offload.{name}": value
-        for name, value in defaults.items()
-        if getattr(offload, name) != value
-    }
 
 
 def as_yaml(changes: Changes, config: JobConfig) -> str:

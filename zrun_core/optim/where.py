@@ -11,6 +11,7 @@ from zrun_core.errors import JobError
 from zrun_core.memory.buffers import Placement, Tier
 from zrun_core.optim.resolve import ELEMENTWISE_ADVICE, OptimizerSpec, resolve_optimizer
 from zrun_core.spine.config import OptimConfig
+from zrun_core.spine.optimizer_args import why_not_on_disk
 
 
 def resolve_where_placed(
@@ -62,8 +63,4 @@ def check_placed(optimizer: OptimizerSpec, name: str, placement: Placement) -> N
         JobError: its states cannot live on a disk.
     """
     if optimizer.layer_wise and placement.optimizer is Tier.DISK:
-        raise JobError(
-            f"offload.optimizer: disk: {name} proposes the updates of all layers before it applies "
-            "any, so each step would read its states from the disk twice; write optimizer: host, "
-            "or optim.name: adamw"
-        )
+        raise JobError(why_not_on_disk(name))

@@ -36,6 +36,7 @@ from zrun_core.spine.optimizer_args import (
     LambArgs,
     LarsArgs,
     describe_argument_error,
+    why_not_on_disk,
     why_not_sharded,
 )
 from zrun_core.spine.section import (
@@ -481,6 +482,9 @@ class EvalConfig(Section):
 # The rest of the loop: activations, checkpoints, weights to start from, hooks
 
 
+TierName = Literal["device", "host", "disk"]
+
+
 class ActivationsConfig(Section):
     """Which activations are recomputed in backward (Chen et al. 2016; Korthikanti et al. 2022)."""
 
@@ -491,7 +495,7 @@ class ActivationsConfig(Section):
         examples=["full"],
     )
     n: int = Field(default=2, gt=0, le=1000, description="every_n: one block in n is recomputed")
-    offload: Literal["device", "host", "disk"] = Field(
+    offload: TierName = Field(
         default="device",
         description="where the input of a recomputed block waits for backward; on disk: in "
         "offload.dir",
@@ -506,9 +510,6 @@ class ActivationsConfig(Section):
                 "recomputed; write checkpoint: full, or leave offload out"
             )
         return self
-
-
-TierName = Literal["device", "host", "disk"]
 
 
 class OffloadConfig(Section):
@@ -573,18 +574,21 @@ class OffloadConfig(Section):
         """Tiers on which states of units live."""
         return frozenset((self.optimizer, self.grad_tier, self.param))
 
+    @property
+    def of_states_elsewhere(self) -> dict[str, Any]:
+        """The keys that are set and count for states elsewhere only, each with its default."""
+        fields = type(self).model_fields
+        defaults = {name: fields[name].default for name in ("fraction", "schedule", "delay_after")}
+        return {name: value for name, value in defaults.items() if getattr(self, name) != value}
+
     @model_validator(mode="after")
     def _require_states_to_move(self) -> Self:
-        unused = [
-            name
-            for name in ("fraction", "schedule", "delay_after")
-            if getattr(self, name) != type(self).model_fields[name].default
-        ]
-        if unused and self.tiers == {"device"}:
-            raise ValueError(
-                f"{unused[0]} changes nothing while every state stays on the device; write "
-                f"optimizer: host too, or leave {unused[0]} out"
-            )
+        for name in self.of_states_elsewhere:
+            if self.tiers == {"device"}:
+                raise ValueError(
+                    f"{name} changes nothing while every state stays on the device; write "
+                    f"optimizer: host too, or leave {name} out"
+                )
         return self
 
     @model_validator(mode="after")
@@ -1075,11 +1079,7 @@ class JobConfig(Section):
     def _refuse_layer_wise_updates_on_disk(self) -> Self:
         name = self.optim.name.lower()
         if name in LAYER_WISE and self.offload.optimizer == "disk":
-            raise ValueError(
-                f"offload.optimizer: disk: {name} proposes the updates of all layers before it "
-                "applies any, so each step would read its states from the disk twice; write "
-                "optimizer: host, or optim.name: adamw"
-            )
+            raise ValueError(why_not_on_disk(name))
         return self
 
     @property

@@ -165,14 +165,16 @@ def file_system(folder: Path) -> str:
         real = folder.resolve(strict=True)
     except OSError:
         return ""
-    found, longest = "", -1
+    found = ""
+    longest = -1
     for line in lines:
         before, _, after = line.partition(" - ")
         mounted_at = Path(_unescaped(before.split(" ")[4]))
         length = len(mounted_at.parts)
         # Of two on one folder the later one is seen.
         if length >= longest and real.is_relative_to(mounted_at):
-            found, longest = after.split(" ")[0], length
+            found = after.split(" ")[0]
+            longest = length
     return found
 
 

@@ -97,6 +97,19 @@ def why_not_sharded(name: str, moments: str = BF16_KEY) -> str | None:
     return f"{name} cannot update slices of parameters: {reason.format(moments=moments)}"
 
 
+def why_not_on_disk(name: str) -> str:
+    """Return why the states of a layer-wise optimizer cannot live on a disk.
+
+    Args:
+        name: of the optimizer, as the user wrote it.
+    """
+    return (
+        f"offload.optimizer: disk: {name} proposes the updates of all layers before it applies "
+        "any, so each step would read its states from the disk twice; write optimizer: host, or "
+        "optim.name: adamw"
+    )
+
+
 def describe_argument_error(name: str, section: type[Section], detail: Any) -> str:
     """Return a message for a mistake in `optim.args`.
 

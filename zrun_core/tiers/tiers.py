@@ -444,7 +444,8 @@ class Tiers:
     @contextmanager
     def traced(self, what: str) -> Iterator[None]:
         """Add what happens inside to the trace, if one is taken."""
-        trace, start = self._trace, time.perf_counter()
+        trace = self._trace
+        start = time.perf_counter()
         try:
             yield
         finally:

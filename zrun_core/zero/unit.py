@@ -97,7 +97,7 @@ class StoredValues(NamedTuple):
 class FlatUnit:
     """A unit on this rank.
 
-    Its memory is touched in `zero/` and `optim/` only. Other code asks for `values`, `masters` or
+    Its memory is touched in `zero/` and `optim/` only. Other code asks for `values` or
     `resident_params`, and calls `values_changed` after writing to what `values` returned.
 
     Attributes:
@@ -250,9 +250,7 @@ class FlatUnit:
 
     def _allocate_record(self, device: torch.device) -> None:
         start, stop = self.updated_range
-        master_numel = 0
-        if self.has_master:
-            master_numel = stop - start
+        master_numel = stop - start if self.has_master else 0
         # The padding at the end has no moments.
         moment_numel = max((piece.stop for piece in self.layout.pieces(start, stop)), default=0)
         self._seen_record: torch.Tensor | None = None
@@ -262,11 +260,10 @@ class FlatUnit:
             self.record = InPlace(byte_buffer(self.record_layout.num_bytes, device))
             return
         alignment = 1
-        capacity = 0
+        capacity = self._planned_bytes(Kind.OPTIM)
         if self.placement.optimizer is Tier.DISK:
             alignment = PAGE_BYTES
-        else:
-            capacity = self._planned_bytes(Kind.OPTIM)
+            capacity = 0
         self.record_layout = RecordLayout(master_numel, moment_numel, {}, alignment)
         self.record = self.make_away(Kind.OPTIM, capacity, torch.uint8)
         self.record.grow(self.record_layout.num_bytes)
@@ -566,10 +563,6 @@ class FlatUnit:
         if self.trainable:
             self.record.drop()
             self.grad.drop()
-
-    def masters(self) -> Values | None:
-        """Return the fp32 masters, padding included; None where there are none."""
-        return self.values() if self.has_master else None
 
     def resident_params(self) -> Values:
         """Return the parameters that are valid here without a gather: all, or the updated range."""

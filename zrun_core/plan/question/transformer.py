@@ -167,11 +167,14 @@ class TransformerShape:
             JobError: the text is no such number.
         """
         params = parse_count(text)
-        vocab, seq = 256, 256
+        vocab = 256
+        seq = 256
         if params >= 10**8:
-            vocab, seq = 51200, 2048
+            vocab = 51200
+            seq = 2048
         elif params >= 10**7:
-            vocab, seq = 8192, 1024
+            vocab = 8192
+            seq = 1024
         wanted = 64 * (params / 1e8) ** 0.124
         best: tuple[float, TransformerShape] | None = None
         for hidden in _widths():

@@ -22,7 +22,6 @@ from zrun_core.plan.memory.states import (
     plan_shape,
     rank_buffers,
     settings_of,
-    stage_blocks,
 )
 from zrun_core.plan.question.transformer import TransformerShape
 from zrun_core.spine.config import JobConfig
@@ -219,30 +218,6 @@ def test_scratch_of_updates_is_on_each_tier_that_updates(optim):
 
 
 # Pipelines
-
-
-def test_stages_have_equal_runs_of_blocks():
-    assert [stage_blocks(10, ParallelDims(1, pp=4), stage) for stage in range(4)] == [
-        (range(0, 3),),
-        (range(3, 6),),
-        (range(6, 8),),
-        (range(8, 10),),
-    ]
-    assert stage_blocks(8, ParallelDims(1, pp=2, virtual=2), 1) == (range(2, 4), range(6, 8))
-    assert stage_blocks(0, ParallelDims(1), 0) == (range(0, 0),)
-    with pytest.raises(ValueError, match="3 blocks do not fill 2 stages of 2 parts"):
-        stage_blocks(3, ParallelDims(1, pp=2, virtual=2), 0)
-
-
-@given(blocks=st.integers(1, 60), pp=st.integers(1, 8), virtual=st.integers(1, 4))
-def test_every_block_is_on_one_stage(blocks, pp, virtual):
-    dims = ParallelDims(1, pp=pp, virtual=virtual if pp > 1 else 1)
-    if blocks < dims.pp * dims.virtual:
-        return
-    found = [
-        block for stage in range(pp) for run in stage_blocks(blocks, dims, stage) for block in run
-    ]
-    assert sorted(found) == list(range(blocks))
 
 
 @pytest.mark.parametrize("tied", [True, False])

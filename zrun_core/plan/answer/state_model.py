@@ -105,17 +105,14 @@ class StateModel:
         settings = self._settings_of(candidate)
         model = self._model_of(candidate)
         rank = Coordinates(pp=index)
-        try:
-            buffers = rank_buffers(
-                model,
-                settings,
-                dims,
-                rank=rank,
-                placement=candidate.placement,
-                device=self._device_type,
-            )
-        except ValueError as error:
-            raise JobError(f"pp {dims.pp}: {error}") from None
+        buffers = rank_buffers(
+            model,
+            settings,
+            dims,
+            rank=rank,
+            placement=candidate.placement,
+            device=self._device_type,
+        )
         mesh_info = mesh_info_of_rank(settings, dims, rank, self._device_type)
         on_host = [buffer for buffer in buffers if buffer.tier is Tier.HOST]
         on_disk = [buffer for buffer in buffers if buffer.tier is Tier.DISK]

@@ -9,8 +9,9 @@ from functools import lru_cache
 
 from zrun_core.memory.buffers import Tier
 from zrun_core.pipeline.schedule import max_in_flight, stage_order
+from zrun_core.pipeline.split import equal
 from zrun_core.plan.memory.allocator import heap_bytes, simulate
-from zrun_core.plan.question.candidate import Candidate, stage_blocks
+from zrun_core.plan.question.candidate import Candidate
 from zrun_core.plan.question.transformer import TransformerShape
 from zrun_core.plan.timing.micro_batch_cost import BYTES
 from zrun_core.plan.trace import waiting_inputs
@@ -76,7 +77,7 @@ class PipelineStage:
             return cls(0, num_blocks, accumulation, True, True, waiting)
         if dims.pp == 1:
             return cls(0, num_blocks, 1.0, True, True)
-        blocks = sum(map(len, stage_blocks(num_blocks, dims, index)))
+        blocks = sum(map(len, equal(num_blocks, dims.pp, dims.virtual).stage_blocks(index)))
         # No stage runs ahead by more than two rounds of micro-batches.
         held = _held(index, dims.pp, dims.virtual, min(accumulation, 2 * dims.pp))
         return cls(index, blocks, held, index == 0, index == dims.pp - 1)

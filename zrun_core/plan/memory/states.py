@@ -26,7 +26,7 @@ from zrun_core.memory.placement import place
 from zrun_core.memory.state_policy import MeshInfo, module_buffers
 from zrun_core.memory.tensors import TensorPart, contiguous_stride, full_part
 from zrun_core.optim.resolve import resolve_optimizer
-from zrun_core.plan.question.candidate import stage_blocks
+from zrun_core.pipeline.split import equal
 from zrun_core.plan.question.transformer import TransformerShape
 from zrun_core.spine.config import JobConfig
 from zrun_core.spine.parallel_dims import Coordinates, ParallelDims
@@ -132,8 +132,8 @@ class PlannedModel:
         return [buffer for buffer in self.buffers if not buffer.name.startswith(foreign)]
 
     def _blocks_of_stage(self, dims: ParallelDims, stage: int) -> set[int]:
-        ranges = stage_blocks(len(self.blocks), dims, stage)
-        return {block for each in ranges for block in each}
+        split = equal(len(self.blocks), dims.pp, dims.virtual)
+        return {block for each in split.stage_blocks(stage) for block in each}
 
     def _prefixes_of_others(self, here: set[int]) -> tuple[str, ...]:
         """Return how names in blocks of other stages begin."""
@@ -391,7 +391,7 @@ def rank_buffers(
         device: type of what trains, "cpu" or "cuda".
 
     Raises:
-        ValueError: the blocks do not fill the pipeline.
+        JobError: the blocks do not fill the pipeline.
     """
     mesh_info = mesh_info_of_rank(settings, dims, rank, device)
     layouts = layouts_of_rank(model, settings, dims, rank, mesh_info)

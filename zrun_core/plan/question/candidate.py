@@ -117,27 +117,3 @@ def _offloads_in_words(place: Placement) -> str:
     away = [f"{name} on {tier}" for name, tier in homes.items() if tier is not Tier.DEVICE]
     share = f" ({place.fraction:.0%})" if place.fraction < 1 else ""
     return ", ".join(away) + share
-
-
-def stage_blocks(num_blocks: int, dims: ParallelDims, stage: int) -> tuple[range, ...]:
-    """Return the blocks of a pipeline stage: one run for each of its `virtual` parts.
-
-    The runs of all stages follow each other, stage after stage and part after part; where they
-    cannot be equal, the earlier ones have one block more. 10 blocks on 2 stages of 2 parts each:
-
-        stage 0: 0-2 and 6-7; stage 1: 3-5 and 8-9
-
-    Raises:
-        ValueError: there are fewer blocks than runs.
-    """
-    runs = dims.pp * dims.virtual
-    if num_blocks < runs and runs > 1:
-        raise ValueError(
-            f"{num_blocks} blocks do not fill {dims.pp} stages of {dims.virtual} parts"
-        )
-    short, longer = divmod(num_blocks, runs)
-
-    def start(run: int) -> int:
-        return run * short + min(run, longer)
-
-    return tuple(range(start(run), start(run + 1)) for run in range(stage, runs, dims.pp))

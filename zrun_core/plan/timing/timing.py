@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from zrun_core.memory.buffers import Tier
-from zrun_core.plan.question.candidate import Candidate, stage_blocks
+from zrun_core.pipeline.split import equal
+from zrun_core.plan.question.candidate import Candidate
 from zrun_core.plan.timing.cost_model import CostModel
 from zrun_core.plan.timing.link_cost import LinkedGroup, TransferCost
 from zrun_core.plan.timing.micro_batch_cost import BYTES, SegmentCost
@@ -74,7 +75,7 @@ def step_time(
 
     Raises:
         KeyError: nothing tells what its micro-batches take.
-        ValueError: the blocks do not fill its pipeline.
+        JobError: the blocks do not fill its pipeline.
     """
     return _StepModel(cost_model, candidate).time(tokens_per_sample)
 
@@ -118,11 +119,10 @@ class _StepModel:
         if dims.pp == 1:
             return [list(self.micro_batch)]
         blocks = self.micro_batch.blocks
-        runs = [stage_blocks(len(blocks), dims, stage) for stage in range(dims.pp)]
-        chunks = []
-        for chunk in range(dims.pp * dims.virtual):
-            numbers = runs[chunk % dims.pp][chunk // dims.pp]
-            chunks.append([blocks[number] for number in numbers])
+        split = equal(len(blocks), dims.pp, dims.virtual)
+        chunks = [
+            [blocks[number] for number in split.blocks(chunk)] for chunk in range(split.num_chunks)
+        ]
         chunks[0].insert(0, self.micro_batch.before)
         chunks[-1].append(self.micro_batch.after)
         return chunks

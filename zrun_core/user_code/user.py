@@ -72,7 +72,7 @@ _MECHANISMS = (
 )
 # What torch's autograd says of the user's graph comes out of their `backward`.
 _CALLS_AUTOGRAD = {
-    str(_OWN_PACKAGE / "zero" / name) for name in ("sharded_model.py", "sliced_passes.py")
+    str(_OWN_PACKAGE / "zero" / name) for name in ("sharded_model.py", "slice_walk.py")
 }
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from zrun_core.hardware.simulated import parse_simulate
 from zrun_core.plan.timing.link_cost import LinkedGroup, TransferCost
-from zrun_core.plan.timing.stream_replay import Stream, _play, replay, run_pass
+from zrun_core.plan.timing.stream_replay import ChunkTime, Stream, _play, replay, run_pass
 
 
 def test_transfers_hide_behind_computation() -> None:
@@ -56,39 +56,98 @@ def test_a_part_that_is_not_there_yet_holds_up_the_rest() -> None:
     )
 
 
-@pytest.mark.parametrize(("stages", "micro_batches"), [(2, 2), (4, 8), (8, 32), (16, 16)])
-def test_equal_stages_have_the_textbook_bubble(stages: int, micro_batches: int) -> None:
-    ends = replay([1.0] * stages, [2.0] * stages, stages, micro_batches, 0.0)
-    assert max(ends) == pytest.approx(3.0 * (micro_batches + stages - 1))
-    assert ends.index(max(ends)) == 0, "the first stage ends last"
+# Pipelines
+
+
+def efficiency(
+    schedule: str, stages: int, micro_batches: int, chunk: ChunkTime, virtual: int = 1
+) -> float:
+    """Share of the time until all stages are done in which a stage computes."""
+    ends = replay(schedule, [chunk] * stages * virtual, stages, micro_batches, 0.0)
+    return micro_batches * virtual * sum(chunk) / max(ends)
+
+
+SHAPES = [(2, 1), (2, 2), (3, 7), (4, 8), (8, 5), (8, 32), (16, 16)]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "pipedream"])
+@pytest.mark.parametrize(("stages", "micro_batches"), SHAPES)
+def test_equal_stages_have_the_textbook_bubble(
+    schedule: str, stages: int, micro_batches: int
+) -> None:
+    bubble = (stages - 1) / (micro_batches + stages - 1)
+    found = efficiency(schedule, stages, micro_batches, ChunkTime(1.0, 1.0, 1.0))
+    assert found == pytest.approx(1 - bubble)
+
+
+def test_gpipe_hides_its_bubble_behind_many_micro_batches() -> None:
+    """Huang et al. 2019, section 2.3: it is small from 4 micro-batches per stage on."""
+    four, eight = (efficiency("gpipe", 16, count * 16, ChunkTime(1.0, 2.0)) for count in (4, 8))
+    assert (round(four, 2), round(eight, 2)) == (0.81, 0.90)
 
 
 @pytest.mark.parametrize("virtual", [2, 3])
-def test_interleaving_divides_the_bubble(virtual: int) -> None:
-    stages, micro_batches = 4, 8
-    chunk = 1.0 / virtual
-    ends = replay(
-        [chunk] * stages * virtual, [2 * chunk] * stages * virtual, stages, micro_batches, 0.0
+@pytest.mark.parametrize(("stages", "micro_batches"), [(2, 2), (4, 8), (8, 16)])
+def test_interleaving_divides_the_bubble(virtual: int, stages: int, micro_batches: int) -> None:
+    found = efficiency("interleaved", stages, micro_batches, ChunkTime(1.0, 2.0), virtual)
+    assert 1 / found - 1 == pytest.approx((stages - 1) / virtual / micro_batches)
+
+
+@pytest.mark.parametrize("micro_batches", range(1, 18))
+def test_a_group_that_is_not_full_makes_no_step_slower_than_without_interleaving(
+    micro_batches: int,
+) -> None:
+    for stages, virtual in ((2, 2), (4, 2), (4, 4), (8, 2)):
+        pieces = efficiency("interleaved", stages, micro_batches, ChunkTime(1.0, 2.0), virtual)
+        whole = efficiency("1f1b", stages, micro_batches, ChunkTime(1.0, 2.0))
+        assert pieces >= whole - 1e-9
+
+
+@pytest.mark.parametrize("times", [(1.0, 1.0, 1.0), (1.0, 1.3, 0.9), (0.8, 1.0, 0.6)])
+@pytest.mark.parametrize(("stages", "micro_batches"), [(2, 4), (4, 4), (4, 12), (8, 64)])
+def test_late_weights_leave_the_bubble_of_the_zero_bubble_paper(
+    times: tuple[float, float, float], stages: int, micro_batches: int
+) -> None:
+    """Qi et al. 2023, table 2, of ZB-H1: (p - 1) (F + B - W), where 1F1B has F + B + W."""
+    forward, backward, weight = times
+    chunks = [ChunkTime(*times)] * stages
+    for schedule, wait in (("zero_bubble", -weight), ("1f1b", weight)):
+        ends = replay(schedule, chunks, stages, micro_batches, 0.0)
+        bubble = (stages - 1) * (forward + backward + wait)
+        assert max(ends) - micro_batches * sum(times) == pytest.approx(bubble)
+
+
+def test_updates_of_every_micro_batch_take_their_time() -> None:
+    plain, updating = (
+        max(replay("pipedream", [ChunkTime(1.0, 2.0, update=u)] * 4, 4, 16, 0.0)) for u in (0, 0.5)
     )
-    assert max(ends) == pytest.approx(3.0 * (micro_batches + (stages - 1) / virtual))
+    assert updating - plain >= 16 * 0.5
 
 
 def test_a_slow_stage_and_slow_links_have_their_price() -> None:
-    even = max(replay([1.0] * 4, [2.0] * 4, 4, 16, 0.0))
-    last_is_slow = max(replay([1.0, 1.0, 1.0, 1.5], [2.0, 2.0, 2.0, 3.0], 4, 16, 0.0))
+    chunk, slow = ChunkTime(1.0, 2.0), ChunkTime(1.5, 3.0)
+    even = max(replay("1f1b", [chunk] * 4, 4, 16, 0.0))
+    last_is_slow = max(replay("1f1b", [chunk] * 3 + [slow], 4, 16, 0.0))
     assert last_is_slow == pytest.approx(16 * 4.5 + 3 * 3.0), "it is the beat of all"
-    assert even < max(replay([1.0] * 4, [2.0] * 4, 4, 16, 0.1))
+    assert even < max(replay("1f1b", [chunk] * 4, 4, 16, 0.1))
 
 
-@pytest.mark.parametrize(
-    ("forward", "backward", "micro_batches"),
-    [([1.0, 1.2, 0.9, 1.4], [2.0, 2.1, 1.9, 2.6], 61), ([0.5] * 7 + [0.8], [1.1] * 7 + [1.5], 64)],
-)
-def test_a_long_pipeline_only_repeats_itself(
-    forward: list[float], backward: list[float], micro_batches: int
-) -> None:
-    exact = _play(tuple(forward), tuple(backward), 4, micro_batches, 0.05)
-    assert replay(forward, backward, 4, micro_batches, 0.05) == pytest.approx(exact, rel=1e-6)
+def test_chunks_of_one_stage_send_nothing() -> None:
+    one = replay("1f1b", [ChunkTime(1.0, 2.0)], 1, 8, 5.0)
+    assert one == (pytest.approx(24.0),)
+    sliced = replay("layer_major", [ChunkTime(1.0, 2.0)] * 3, 1, 8, 5.0)
+    assert sliced == (pytest.approx(72.0),)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved", "zero_bubble", "pipedream"])
+@pytest.mark.parametrize("micro_batches", [61, 64])
+def test_a_long_pipeline_only_repeats_itself(schedule: str, micro_batches: int) -> None:
+    chunks = [ChunkTime(1.0, 2.0), ChunkTime(1.2, 2.1), ChunkTime(0.9, 1.9), ChunkTime(1.4, 2.6)]
+    if schedule == "interleaved":
+        chunks = [*[ChunkTime(0.5, 1.1)] * 7, ChunkTime(0.8, 1.5)]
+    exact = _play(schedule, tuple(chunks), 4, micro_batches, 0.05)
+    found = replay(schedule, chunks, 4, micro_batches, 0.05)
+    assert found == pytest.approx(exact, rel=1e-6)
 
 
 # Collectives

@@ -1,30 +1,38 @@
-"""The order in which a rank computes the forwards and backwards of a step: lists of actions.
+"""The order in which ranks compute the forwards and backwards of a step: lists of actions.
 
-The trainer executes such a list, and the planner times and weighs the same ones. Each backward
-comes after its forward, and the last backward is the last action: with it the gradients of the step
-are complete. 1F1B on 3 stages with 4 micro-batches (F0 is the forward of micro-batch 0):
+The trainer executes such lists, the planner times and weighs the same ones, and `zrun check --grid`
+draws them. 1F1B on 3 stages with 4 micro-batches (F0 is the forward of micro-batch 0):
 
     stage 0   F0 F1 F2 B0 F3 B1 B2 B3
     stage 1   F0 F1 B0 F2 B1 F3 B2 B3
     stage 2   F0 B0 F1 B1 F2 B2 F3 B3
 
-A rank that has the whole model can also go through it slice by slice, with all micro-batches of the
-step: see `layer_major`.
+`stage_actions` has the list of a stage by the name of its schedule, `play` runs the lists of all
+stages together. The backwards of a chunk come in the order of the micro-batches, whatever the
+schedule: its gradients are added up as without a pipeline, to the last bit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from functools import lru_cache
+from itertools import pairwise, product
+from types import MappingProxyType
 from typing import NamedTuple
 
 
 class ActionKind(Enum):
-    """The kinds of actions."""
+    """The kinds of actions.
+
+    Where a list has weights, a backward makes the gradients of inputs only, and the weights' come
+    later. Where it has updates, each micro-batch is a step of its own.
+    """
 
     FORWARD = "F"
     BACKWARD = "B"
+    WEIGHT = "W"
+    UPDATE = "U"
 
 
 class Action(NamedTuple):
@@ -43,44 +51,35 @@ class Action(NamedTuple):
         return f"{self.kind.value}{self.chunk}.{self.micro}"
 
 
-def validated(actions: Iterable[Action]) -> tuple[Action, ...]:
-    """Return `actions`, which can be executed in this order.
+_F, _B, _W, _U = ActionKind
 
-    Raises:
-        ValueError: a forward or a backward is missing, comes twice, or a backward comes too early.
+
+# Schedules by name
+
+
+def stage_actions(
+    schedule: str, stage: int, stages: int, virtual: int, micro_batches: int
+) -> tuple[Action, ...]:
+    """Return the order of one stage.
+
+    Args:
+        schedule: a key of `SCHEDULES`.
+        stage: of `stages`, from 0; it has every `stages`-th chunk from this number.
+        stages: of the pipeline; with 1 nothing waits for others, and no order is better than
+            F0 B0 F1 B1 ...
+        virtual: chunks that each stage has; with layer_major the slices of the model.
+        micro_batches: of the step.
     """
-    found = tuple(actions)
-    under_way = set()
-    done = set()
-    for action in found:
-        part = action.chunk, action.micro
-        if action.kind is ActionKind.FORWARD:
-            if part in under_way or part in done:
-                raise ValueError(f"{action} comes twice")
-            under_way.add(part)
-        elif part in under_way:
-            under_way.remove(part)
-            done.add(part)
-        else:
-            problem = "comes twice" if part in done else "comes early"
-            raise ValueError(f"{action} {problem}")
-    if under_way:
-        chunk, micro = min(under_way)
-        raise ValueError(f"{Action(ActionKind.BACKWARD, chunk, micro)} is missing")
-    return found
+    if virtual > 1 and schedule not in ("interleaved", "layer_major"):
+        raise ValueError(f"{schedule} has one chunk on each stage, not {virtual}")
+    return _actions(schedule, stage, stages, virtual, micro_batches)
 
 
-def max_in_flight(actions: Iterable[Action]) -> int:
-    """Return the largest number of forwards that wait for their backwards at a time."""
-    most = 0
-    in_flight = 0
-    for action in actions:
-        if action.kind is ActionKind.FORWARD:
-            in_flight += 1
-        else:
-            in_flight -= 1
-        most = max(most, in_flight)
-    return most
+@lru_cache(maxsize=256)
+def _actions(
+    schedule: str, stage: int, stages: int, virtual: int, micro_batches: int
+) -> tuple[Action, ...]:
+    return validated(SCHEDULES[schedule](stage, stages, virtual, micro_batches))
 
 
 @lru_cache(maxsize=16)
@@ -105,77 +104,312 @@ def layer_major(slices: int, micro_batches: int) -> tuple[Action, ...]:
         micro_batches: of the step.
     """
     micros = range(micro_batches)
-    down = [
-        Action(ActionKind.FORWARD, part, micro) for part in range(slices - 1) for micro in micros
-    ]
-    turn = [Action(kind, slices - 1, micro) for micro in micros for kind in ActionKind]
-    up = [
-        Action(ActionKind.BACKWARD, part, micro)
-        for part in reversed(range(slices - 1))
-        for micro in micros
-    ]
+    down = [Action(_F, part, micro) for part in range(slices - 1) for micro in micros]
+    turn = [Action(kind, slices - 1, micro) for micro in micros for kind in (_F, _B)]
+    up = [Action(_B, part, micro) for part in reversed(range(slices - 1)) for micro in micros]
     return validated([*down, *turn, *up])
-
-
-def stage_order(stage: int, stages: int, virtual: int, micro_batches: int) -> tuple[Action, ...]:
-    """Return the order of one stage of a pipeline: 1F1B for `virtual` 1, interleaved for more.
-
-    Args:
-        stage: of `stages`, from 0.
-        virtual: chunks of the model that each stage has.
-        micro_batches: of the step.
-    """
-    if virtual == 1:
-        return one_forward_one_backward(stage, stages, micro_batches)
-    return interleaved(stage, stages, virtual, micro_batches)
 
 
 def one_forward_one_backward(stage: int, stages: int, micro_batches: int) -> tuple[Action, ...]:
     """Return the order of 1F1B: a stage runs ahead by the stages after it, then alternates.
 
+    Narayanan et al. 2021, figure 3 (PipeDream-Flush).
+
     Args:
         stage: of `stages`, from 0; it has the chunk of this number.
         micro_batches: of the step.
     """
-    forwards = [Action(ActionKind.FORWARD, stage, micro) for micro in range(micro_batches)]
-    backwards = [Action(ActionKind.BACKWARD, stage, micro) for micro in range(micro_batches)]
-    return _alternated(forwards, backwards, stages - 1 - stage)
+    return validated(_alternated(*_passes([stage], range(micro_batches)), stages - 1 - stage))
+
+
+def gpipe(stage: int, stages: int, micro_batches: int) -> list[Action]:
+    """Return the order of GPipe (Huang et al. 2019): all forwards, then all backwards.
+
+    The paper's backwards come in the opposite order of the forwards; here in the same one.
+
+    Args:
+        stage: of `stages`, from 0; it has the chunk of this number.
+        micro_batches: of the step.
+    """
+    if stages == 1:
+        return [*no_pipeline(micro_batches)]
+    forwards, backwards = _passes([stage], range(micro_batches))
+    return forwards + backwards
 
 
 def interleaved(stage: int, stages: int, virtual: int, micro_batches: int) -> tuple[Action, ...]:
     """Return the order of interleaved 1F1B (Narayanan et al. 2021, figure 4).
 
+    Micro-batches go through the chunks in groups of `stages`. Where the last group is not full, it
+    is the order of a full one without what it lacks: what waits for nothing of it waits no longer.
+
     Args:
         stage: of `stages`, from 0; it has every `stages`-th chunk from this number.
         virtual: chunks that each stage has.
-        micro_batches: of the step, in groups of `stages`.
-
-    Raises:
-        ValueError: these do not fill their groups.
+        micro_batches: of the step.
     """
-    if micro_batches % stages:
-        raise ValueError(f"{micro_batches} micro-batches are no groups of {stages}")
     own = range(stage, stages * virtual, stages)
-    forwards = []
-    backwards = []
+    forwards: list[Action] = []
+    backwards: list[Action] = []
     for first in range(0, micro_batches, stages):
-        group = range(first, first + stages)
-        forwards += [Action(ActionKind.FORWARD, chunk, micro) for chunk in own for micro in group]
-        backwards += [
-            Action(ActionKind.BACKWARD, chunk, micro) for chunk in reversed(own) for micro in group
-        ]
+        there, back = _passes(own, range(first, first + stages))
+        forwards += there
+        backwards += back
     ahead = 2 * (stages - 1 - stage) + (virtual - 1) * stages
-    return _alternated(forwards, backwards, ahead)
+    actions = _alternated(forwards, backwards, ahead)
+    return validated(action for action in actions if action.micro < micro_batches)
+
+
+def zero_bubble(stage: int, stages: int, micro_batches: int) -> list[Action]:
+    """Return the order of ZB-H1 (Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 2.3).
+
+    It is 1F1B with the weights' gradients apart from the inputs'. Stage s makes them s
+    micro-batches late, so that as many are under way on every stage, and where 1F1B waits at the
+    end, there is something left to do.
+
+    Args:
+        stage: of `stages`, from 0; it has the chunk of this number.
+        micro_batches: of the step.
+    """
+    actions = []
+    for action in one_forward_one_backward(stage, stages, micro_batches):
+        actions.append(action)
+        if stages > 1 and action.kind is _B and action.micro >= stage:
+            actions.append(Action(_W, stage, action.micro - stage))
+    late = range(max(0, micro_batches - stage), micro_batches)
+    return [*actions, *(Action(_W, stage, micro) for micro in late)]
+
+
+def pipedream(stage: int, stages: int, micro_batches: int) -> list[Action]:
+    """Return the order of PipeDream (Narayanan et al. 2019): 1F1B, and an update per micro-batch.
+
+    With vertical sync the order is the same; other versions of the weights are used: see
+    `version_used`.
+
+    Args:
+        stage: of `stages`, from 0; it has the chunk of this number.
+        micro_batches: until the pipeline is drained.
+    """
+    actions = []
+    for action in one_forward_one_backward(stage, stages, micro_batches):
+        actions.append(action)
+        if action.kind is _B:
+            actions.append(Action(_U, stage, action.micro))
+    return actions
+
+
+def _layer_major(stage: int, stages: int, virtual: int, micro_batches: int) -> Iterable[Action]:
+    if stages > 1:
+        raise ValueError(f"layer_major is for the whole model on a rank, not {stages} stages")
+    return layer_major(virtual, micro_batches)
+
+
+_Generator = Callable[[int, int, int, int], Iterable[Action]]
+
+# (stage, stages, virtual, micro-batches) -> its actions
+SCHEDULES: Mapping[str, _Generator] = MappingProxyType(
+    {
+        "1f1b": lambda s, p, _, m: one_forward_one_backward(s, p, m),
+        "gpipe": lambda s, p, _, m: gpipe(s, p, m),
+        "interleaved": interleaved,
+        "zero_bubble": lambda s, p, _, m: zero_bubble(s, p, m),
+        "layer_major": _layer_major,
+        "pipedream": lambda s, p, _, m: pipedream(s, p, m),
+        "pipedream_vertical": lambda s, p, _, m: pipedream(s, p, m),
+    }
+)
+
+
+def _passes(own: Sequence[int], micros: range) -> tuple[list[Action], list[Action]]:
+    """Return the forwards of micro-batches through a stage's chunks, and the backwards."""
+    forwards = [Action(_F, chunk, micro) for chunk in own for micro in micros]
+    backwards = [Action(_B, chunk, micro) for chunk in reversed(own) for micro in micros]
+    return forwards, backwards
 
 
 def _alternated(
     forwards: Sequence[Action],
     backwards: Sequence[Action],
     ahead: int,
-) -> tuple[Action, ...]:
+) -> list[Action]:
     """Return `ahead` forwards, then a forward and a backward in turn, then the other backwards."""
     ahead = min(ahead, len(forwards))
     actions = [*forwards[:ahead]]
     for forward, backward in zip(forwards[ahead:], backwards, strict=False):
         actions += [forward, backward]
-    return validated([*actions, *backwards[len(forwards) - ahead :]])
+    return [*actions, *backwards[len(forwards) - ahead :]]
+
+
+# What can be executed
+
+
+def validated(actions: Iterable[Action]) -> tuple[Action, ...]:
+    """Return `actions` of one rank, which can be executed in this order.
+
+    Raises:
+        ValueError: an action is missing, comes twice, or before the one that it follows.
+    """
+    found = tuple(actions)
+    there = {action.kind for action in found}
+    kinds = (_F, _B, *(kind for kind in (_W, _U) if kind in there))
+    follows = dict(pairwise(reversed(kinds)))
+    done = set()
+    for action in found:
+        kind, chunk, micro = action
+        if action in done:
+            raise ValueError(f"{action} comes twice")
+        if kind in follows and Action(follows[kind], chunk, micro) not in done:
+            raise ValueError(f"{action} comes early")
+        done.add(action)
+    wanted = [Action(kind, chunk, micro) for first, chunk, micro in found for kind in kinds]
+    missing = [action for action in wanted if action not in done]
+    if missing:
+        raise ValueError(f"{min(missing, key=lambda action: action[1:])} is missing")
+    return found
+
+
+def check_together(orders: Sequence[Sequence[Action]]) -> None:
+    """Prove that the stages of a pipeline can execute their lists, and add up gradients in order.
+
+    Args:
+        orders: the list of each stage.
+
+    Raises:
+        ValueError: a list cannot be executed, stages lack parts of each other's micro-batches or
+            wait for each other, or backwards, weights or updates of a chunk are out of order.
+    """
+    kinds = {frozenset(kind for kind, _, _ in validated(order)) for order in orders}
+    parts = [(chunk, micro) for order in orders for kind, chunk, micro in order if kind is _F]
+    chunks, micros = (range(1 + max(each, default=-1)) for each in zip(*parts, strict=True))
+    if sorted(parts) != list(product(chunks, micros)):
+        raise ValueError("some chunk is on no stage or on several, or lacks a micro-batch")
+    if len(kinds) > 1:
+        raise ValueError("some stages have weights or updates that others lack")
+    for order in orders:
+        last: dict[tuple[ActionKind, int], Action] = {}
+        for action in order:
+            before = last.get(action[:2])
+            if action.kind is not _F and before is not None and before.micro > action.micro:
+                raise ValueError(f"{action} comes after {before}: gradients add up in order")
+            last[action[:2]] = action
+    for _ in play(orders):
+        pass
+
+
+def play(orders: Sequence[Sequence[Action]]) -> Iterator[tuple[int, Action]]:
+    """Run the lists of all stages together, with room for all that one sends to another.
+
+    Args:
+        orders: the list of each stage.
+
+    Yields:
+        Stages and their actions, each after everything that it needs.
+
+    Raises:
+        ValueError: stages wait for each other.
+    """
+    last_chunk = max((action.chunk for order in orders for action in order), default=0)
+    done: set[Action | None] = {None}
+    cursors = [0] * len(orders)
+    moved = True
+    while moved:
+        moved = False
+        for stage, order in enumerate(orders):
+            while cursors[stage] < len(order) and needs(order[cursors[stage]], last_chunk) in done:
+                action = order[cursors[stage]]
+                yield stage, action
+                done.add(action)
+                cursors[stage] += 1
+                moved = True
+    stuck = [order[at] for order, at in zip(orders, cursors, strict=True) if at < len(order)]
+    if stuck:
+        what = ", ".join(f"{action} for {needs(action, last_chunk)}" for action in stuck)
+        raise ValueError(f"the stages wait for each other: {what}")
+
+
+def needs(action: Action, last_chunk: int) -> Action | None:
+    """Return the action whose result this one waits for; None: there is none.
+
+    Args:
+        last_chunk: number of the chunk whose forward ends in the loss.
+    """
+    kind, chunk, micro = action
+    if kind is _F:
+        return None if chunk == 0 else Action(_F, chunk - 1, micro)
+    if kind is _B:
+        at_turn = chunk == last_chunk
+        return Action(_F, chunk, micro) if at_turn else Action(_B, chunk + 1, micro)
+    return Action(_B, chunk, micro)
+
+
+# What is kept
+
+
+class Waiting(NamedTuple):
+    """How many passes of chunks are under way on a stage, at most.
+
+    Attributes:
+        forwards: forwards that wait for their backwards.
+        weights: backwards whose weights' gradients are still to be made: inputs of layers, and
+            gradients of their outputs, are kept for them.
+        both: of both kinds at a time.
+    """
+
+    forwards: int
+    weights: int
+    both: int
+
+
+def most_waiting(actions: Iterable[Action]) -> Waiting:
+    """Return what waits on a stage at most, by what it waits for."""
+    found = tuple(actions)
+    has_weights = any(kind is _W for kind, _, _ in found)
+    forwards = weights = 0
+    most = Waiting(0, 0, 0)
+    for kind, _, _ in found:
+        if kind is _F:
+            forwards += 1
+        elif kind is _B:
+            forwards -= 1
+            weights += has_weights
+        elif kind is _W:
+            weights -= 1
+        now = Waiting(forwards, weights, forwards + weights)
+        most = Waiting(*map(max, most, now))
+    return most
+
+
+def max_in_flight(actions: Iterable[Action]) -> int:
+    """Return the largest number of forwards that wait for their backwards at a time."""
+    return most_waiting(actions).forwards
+
+
+def version_used(schedule: str, stage: int, stages: int, micro: int) -> int:
+    """Return with which version of the weights a stage computes a micro-batch: after how many
+    updates.
+
+    Args:
+        schedule: by name. Only the PipeDreams update before the pipeline is drained.
+        stage: of `stages`, from 0.
+        micro: number of the micro-batch since the pipeline was drained.
+    """
+    if schedule == "pipedream":
+        return max(0, micro - (stages - 1 - stage))
+    if schedule == "pipedream_vertical":
+        return max(0, micro - (stages - 1))
+    return 0
+
+
+def num_versions(schedule: str, stage: int, stages: int) -> int:
+    """Return how many versions of the weights a stage holds at most, the newest among them.
+
+    With vertical sync all stages hold as many: the version with which a micro-batch entered the
+    pipeline is used on every stage that it comes to.
+
+    Args:
+        schedule: by name.
+        stage: of `stages`, from 0.
+    """
+    if schedule == "pipedream":
+        return stages - stage
+    return stages if schedule == "pipedream_vertical" else 1

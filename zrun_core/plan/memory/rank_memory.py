@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from zrun_core.memory.buffers import Tier
-from zrun_core.pipeline.schedule import max_in_flight, stage_order
+from zrun_core.pipeline.schedule import max_in_flight, stage_actions
 from zrun_core.pipeline.split import equal
 from zrun_core.plan.memory.allocator import heap_bytes, simulate
 from zrun_core.plan.question.candidate import Candidate
@@ -37,7 +37,8 @@ _FORMULA_SLACK = 0.03  # reserved beyond allocated, where no timeline tells
 @lru_cache(maxsize=1024)
 def _held(stage: int, stages: int, virtual: int, micro_batches: int) -> float:
     """Return the micro-batches whose activations a stage holds at most."""
-    return max_in_flight(stage_order(stage, stages, virtual, micro_batches)) / virtual
+    schedule = "interleaved" if virtual > 1 else "1f1b"
+    return max_in_flight(stage_actions(schedule, stage, stages, virtual, micro_batches)) / virtual
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
-from zrun_core.pipeline.schedule import Action, ActionKind, stage_order
+from zrun_core.pipeline.schedule import Action, ActionKind, needs, play, stage_actions
 
 
 @dataclass(frozen=True)
@@ -109,103 +110,110 @@ def _slowdown(streams: Sequence[Stream], busy: float) -> float:
 # Pipelines
 
 
+class ChunkTime(NamedTuple):
+    """Seconds that a chunk of the model takes for one micro-batch.
+
+    Attributes:
+        forward: of its forward.
+        backward: of the gradients of its inputs; also of its weights', where they are not apart.
+        weight: of the gradients of its weights. Where the schedule makes both in one backward, it
+            is added to that.
+        update: of its update, where each micro-batch has one.
+    """
+
+    forward: float
+    backward: float
+    weight: float = 0.0
+    update: float = 0.0
+
+
 def replay(
-    forward: Sequence[float],
-    backward: Sequence[float],
+    schedule: str,
+    chunks: Sequence[ChunkTime],
     stages: int,
     micro_batches: int,
     send: float,
 ) -> tuple[float, ...]:
-    """Return when each stage has done its last backward.
+    """Return when each stage has done its last action.
 
     Args:
-        forward, backward: seconds of each chunk of the model for one micro-batch, in the model's
-            order. There are `stages` chunks, or a multiple of it, of which stage s has every
-            `stages`-th from s.
-        send: seconds that a tensor takes from one chunk to the next.
+        schedule: by its name in `zrun_core/pipeline/schedule.py`.
+        chunks: of the model, in its order. There are `stages`, or a multiple of it, of which
+            stage s has every `stages`-th from s.
+        send: seconds that a tensor takes from one stage to the next.
     """
-    return _replay(tuple(forward), tuple(backward), stages, micro_batches, send)
+    return _replay(schedule, tuple(chunks), stages, micro_batches, send)
 
 
-_STEADY = 1  # rounds of `stages` micro-batches after which a pipeline only repeats itself
+_STEADY = 6  # rounds of `stages` micro-batches after which a pipeline only repeats itself
 
 
 @lru_cache(maxsize=4096)
 def _replay(
-    forward: tuple[float, ...],
-    backward: tuple[float, ...],
+    schedule: str,
+    chunks: tuple[ChunkTime, ...],
     stages: int,
     micro_batches: int,
     send: float,
 ) -> tuple[float, ...]:
-    enough = (_STEADY + 1) * stages
+    enough = _STEADY * stages
     if micro_batches <= enough + stages:
-        return _play(forward, backward, stages, micro_batches, send)
+        return _play(schedule, chunks, stages, micro_batches, send)
     short = enough + micro_batches % stages
-    some, more = (
-        _play(forward, backward, stages, count, send) for count in (short, short + stages)
-    )
+    some, more = (_play(schedule, chunks, stages, count, send) for count in (short, short + stages))
     rounds = (micro_batches - short) // stages
     return tuple(low + (high - low) * rounds for low, high in zip(some, more, strict=True))
 
 
-@lru_cache(maxsize=16)
-def _orders(stages: int, virtual: int, micro_batches: int) -> list[tuple[Action, ...]]:
-    return [stage_order(stage, stages, virtual, micro_batches) for stage in range(stages)]
-
-
 def _play(
-    forward: tuple[float, ...],
-    backward: tuple[float, ...],
+    schedule: str,
+    chunks: tuple[ChunkTime, ...],
     stages: int,
     micro_batches: int,
     send: float,
 ) -> tuple[float, ...]:
     """Play all actions of all stages, each as soon as its stage is free and its input is there."""
-    chunks = len(forward)
-    orders = _orders(stages, chunks // stages, micro_batches)
-    lag = send if stages > 1 else 0.0
-    # By chunk and micro-batch: when its forward, and its backward, is done; None: not yet.
-    forward_done: list[list[float | None]] = [[None] * micro_batches for _ in range(chunks)]
-    backward_done: list[list[float | None]] = [[None] * micro_batches for _ in range(chunks)]
+    virtual = len(chunks) // stages
+    with_weights = schedule == "zero_bubble"
+    seconds = [
+        (
+            each.forward,
+            each.backward if with_weights else each.backward + each.weight,
+            each.weight,
+            each.update,
+        )
+        for each in chunks
+    ]
     clocks = [0.0] * stages
-    cursors = [0] * stages
-
-    def input_ready(action: Action) -> float | None:
-        """Return when the input of an action has arrived; None: not yet."""
-        kind, chunk, number = action
-        if kind is ActionKind.BACKWARD:
-            if chunk == chunks - 1:
-                return forward_done[chunk][number]  # the loss is on the same stage
-            source = backward_done[chunk + 1][number]
-        elif chunk == 0:
-            return 0.0
-        else:
-            source = forward_done[chunk - 1][number]
-        return None if source is None else source + lag
-
-    def advance(stage: int) -> bool:
-        """Play the actions of a stage up to one whose input is missing; return True for any."""
-        order = orders[stage]
-        first = cursor = cursors[stage]
-        now = clocks[stage]
-        while cursor < len(order):
-            ready = input_ready(order[cursor])
-            if ready is None:
-                break
-            kind, chunk, number = order[cursor]
-            if kind is ActionKind.BACKWARD:
-                now = backward_done[chunk][number] = max(now, ready) + backward[chunk]
-            else:
-                now = forward_done[chunk][number] = max(now, ready) + forward[chunk]
-            cursor += 1
-        clocks[stage] = now
-        cursors[stage] = cursor
-        return cursor > first
-
-    waiting = list(range(stages))
-    while waiting:
-        moved = [advance(stage) for stage in waiting]
-        waiting = [stage for stage in waiting if cursors[stage] < len(orders[stage])]
-        assert any(moved), "a pipeline schedule waits for itself"
+    ends = [0.0]  # of each action, and, in front of them, of what needs nothing
+    for stage, chunk, kind, source, is_far in _steps(schedule, stages, virtual, micro_batches):
+        ready = ends[source] + send if is_far else ends[source]
+        clocks[stage] = max(clocks[stage], ready) + seconds[chunk][kind]
+        ends.append(clocks[stage])
     return tuple(clocks)
+
+
+@lru_cache(maxsize=64)
+def _steps(
+    schedule: str, stages: int, virtual: int, micro_batches: int
+) -> list[tuple[int, int, int, int, bool]]:
+    """Return the actions of all stages in an order in which none waits for a later one.
+
+    Returns:
+        of each: stage, chunk, the number of its kind, that of the action whose result it waits for
+        (from 1; 0: of none), and whether this comes from another stage.
+    """
+    orders = [
+        stage_actions(schedule, stage, stages, virtual, micro_batches) for stage in range(stages)
+    ]
+    last_chunk = stages * virtual - 1
+    kinds = {kind: number for number, kind in enumerate(ActionKind)}
+    numbers: dict[Action, int] = {}
+    steps = []
+    for stage, action in play(orders):
+        source = needs(action, last_chunk)
+        is_far = source is not None and source.chunk % stages != stage
+        number = 0 if source is None else numbers[source]
+        steps.append((stage, action.chunk, kinds[action.kind], number, is_far))
+        numbers[action] = len(steps)
+    return steps

@@ -23,7 +23,7 @@ from zrun_core.plan.timing.cost_model import CostModel
 from zrun_core.plan.timing.link_cost import LinkedGroup, TransferCost
 from zrun_core.plan.timing.micro_batch_cost import BYTES, SegmentCost
 from zrun_core.plan.timing.roofline import stream_seconds
-from zrun_core.plan.timing.stream_replay import PassTime, Stream, replay, run_pass
+from zrun_core.plan.timing.stream_replay import ChunkTime, PassTime, Stream, replay, run_pass
 from zrun_core.plan.timing.update_time import (
     device_update_seconds,
     host_seconds_per_element,
@@ -401,7 +401,9 @@ class _StepModel:
         if stages == 1:
             return count * (forward[0] + backward[0]) + extra[0], 0.0, 0
         send = self._send_between_stages().seconds
-        ends = replay(forward, backward, stages, count, send)
+        times = [ChunkTime(*each) for each in zip(forward, backward, strict=True)]
+        schedule = "interleaved" if self.dims.virtual > 1 else "1f1b"
+        ends = replay(schedule, times, stages, count, send)
         busy = []
         for stage in range(stages):
             chunks = range(stage, len(forward), stages)

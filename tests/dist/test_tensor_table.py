@@ -131,7 +131,7 @@ def names_of(mesh: Mesh) -> dict[str, Cut | None]:
 def table(mesh: Mesh) -> dict[str, TensorPart]:
     found = {}
     for name, cut in names_of(mesh).items():
-        over = ["ends"] * (mesh.pipe.size > 1 and name == "embed.weight")
+        over = ["tied"] * (mesh.pipe.size > 1 and name == "embed.weight")
         if cut is not None:
             shape, more = TENSORS[cut.tensor], {"size": cut.size, "replicated_over": tuple(over)}
             found[name] = sliced_part(cut.tensor, shape, cut.dim, cut.ranges, **more)
@@ -204,7 +204,10 @@ class Model(nn.Module):
 
 def build(mesh: Mesh, junk: float = 0.0) -> Model:
     """What this rank has of the model. Each stage has a buffer of its own."""
-    return Model(names_of(mesh), ["count", "last_count"][mesh.pipe.index], junk)
+    model = Model(names_of(mesh), ["count", "last_count"][mesh.pipe.index], junk)
+    if mesh.pipe.size > 1:  # of a tied weight, whose gradient the stages add up, each has a part
+        model.get_submodule("embed").weights["weight"].div_(mesh.pipe.size)
+    return model
 
 
 def make(
@@ -229,7 +232,7 @@ def make(
         clip=config.clip,
         no_decay=config.no_decay,
     )
-    mesh = Mesh.build(rank, ["host"] * size, shard_size, places=places, ties_ends=pp > 1)
+    mesh = Mesh.build(rank, ["host"] * size, shard_size, places=places, tied_stages=(0, pp - 1))
     comm = Comm(torch.device("cpu"))
     comm.use_cma(mesh.host, 60.0)
     read = lambda name, param: param.detach()  # noqa: E731
@@ -307,7 +310,9 @@ def on_paper(sharded: ShardedModel) -> dict[Kind, int]:
     dims = ParallelDims(mesh.data.size, tp=mesh.tensor.size, shard=mesh.shard.size)
     rank = Coordinates(dp=mesh.data.index, tp=mesh.tensor.index)
     account = MemoryAccount()
-    buffers = rank_buffers(cut, sharded.settings, dims, rank=rank, device="cpu")
+    buffers = rank_buffers(
+        cut, sharded.settings, dims, rank=rank, device="cpu", tied_size=mesh.tied.size
+    )
     account.add([buffer for buffer in buffers if buffer.kind is not Kind.TEMP])
     return account.by_kind
 

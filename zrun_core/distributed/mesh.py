@@ -6,7 +6,8 @@
     shard       of these, neighbours that hold one copy of the states between them
     replicate   of these, those that hold equal shards of different copies
     tensor      parts of the same layers
-    ends        the first and the last stage of a pipeline, where parameters are on both
+    tied        stages of a pipeline that have the same parameters, as its two ends often do
+    pipe_back   `pipe` again, with connections of its own, for gradients
     host        the ranks on this machine
 
 `shard` x `replicate` is `data`. With one copy for all, `replicate` has size 1; with ZeRO stage 0,
@@ -26,7 +27,7 @@ with groups of their own.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -46,8 +47,9 @@ class Mesh:
     tensor: Group
     shard: Group
     replicate: Group
-    ends: Group
+    tied: Group
     host: Group
+    pipe_back: Group
 
     @classmethod
     def build(
@@ -57,7 +59,7 @@ class Mesh:
         shard_size: int,
         *,
         places: Sequence[Coordinates] | None = None,
-        ties_ends: bool = False,
+        tied_stages: Sequence[int] = (),
         timeout_s: float | None = None,
     ) -> Mesh:
         """Find this rank's groups, and make their process groups.
@@ -70,7 +72,7 @@ class Mesh:
             hosts: the host of each rank.
             shard_size: data-parallel ranks that hold one copy of the states between them.
             places: of each rank along the axes; None: all are data-parallel.
-            ties_ends: whether the first and the last stage talk to each other.
+            tied_stages: that have the same parameters.
             timeout_s: of the collectives of groups that are made here; None is torch's own for the
                 backend.
 
@@ -87,7 +89,7 @@ class Mesh:
         process_groups = _ProcessGroups(rank, len(hosts), timeout_s)
 
         def along(axis: GroupAxis) -> Group:
-            return process_groups.group(axis, groups_along(axis, places, shard_size))
+            return process_groups.group(axis, groups_along(axis, places, shard_size, tied_stages))
 
         world = along("world")
         return cls(
@@ -98,9 +100,26 @@ class Mesh:
             tensor=along("tensor"),
             shard=along("shard"),
             replicate=along("replicate"),
-            ends=along("ends") if ties_ends else Group("ends", (rank,), 0, None),
+            tied=along("tied"),
             host=process_groups.group("host", _by_host(hosts)),
+            pipe_back=process_groups.apart("pipe_back", groups_along("pipe", places, shard_size)),
         )
+
+    def tie(
+        self, places: Sequence[Coordinates], stages: Sequence[int], timeout_s: float | None
+    ) -> Mesh:
+        """Return the same groups, and that of the stages that have the same parameters. Collective.
+
+        Args:
+            places: of each rank along the axes.
+            stages: that have the same parameters.
+            timeout_s: as of `build`.
+        """
+        if not stages:
+            return self
+        process_groups = _ProcessGroups(self.world.index, self.world.size, timeout_s)
+        groups = groups_along("tied", places, self.shard.size, stages)
+        return replace(self, tied=process_groups.group("tied", groups))
 
     def along(self, axes: Iterable[str]) -> tuple[int, int]:
         """Return how many ranks there are along several axes together, and this one's place."""
@@ -155,3 +174,18 @@ class _ProcessGroups:
                 self._made[ranks] = dist.new_group(list(ranks), self._timeout)
         mine = next(ranks for ranks in groups if self._rank in ranks)
         return Group(axis, mine, mine.index(self._rank), self._made.get(mine))
+
+    def apart(self, axis: str, groups: Sequence[tuple[int, ...]]) -> Group:
+        """Return this rank's group, with a process group that no other has, even of these ranks.
+
+        On one NCCL communicator, two ranks that send to each other wait for each other.
+
+        Args:
+            axis: its name.
+            groups: all groups along the axis, in one order on every rank.
+        """
+        made = self._made
+        self._made = {}
+        group = self.group(axis, groups)
+        self._made = made
+        return group

@@ -102,7 +102,7 @@ class ReplicaGuard:
         self._comm = sharded.comm
         self._mesh = sharded.mesh
         mesh = sharded.mesh
-        others = {mesh.tensor.axis: mesh.tensor, mesh.ends.axis: mesh.ends}
+        others = {mesh.tensor.axis: mesh.tensor, mesh.tied.axis: mesh.tied}
         # Along these replicas are compared, in this order on every rank.
         self._axes = ["data", "replicate", *(axis for axis in others if others[axis].size > 1)]
 

@@ -108,6 +108,7 @@ class UnitLayout:
         tile: of a tiled linear: never in use together with the other tiles, also in a block that is
             recomputed.
         around: of a tile: `modules` of the unit that is in use while the tile is; empty: of none.
+        chunk: of a pipeline, in which it is used; passes through a chunk use its units only.
         numel: of the parameters together.
         part_numel: of one part, padding included.
     """
@@ -124,6 +125,7 @@ class UnitLayout:
     block: str = ""
     tile: bool = False
     around: str = ""
+    chunk: int = 0
     numel: int = field(init=False)
     part_numel: int = field(init=False)
 
@@ -220,6 +222,7 @@ def lay_out(
     block: str = "",
     tile: bool = False,
     around: str = "",
+    chunk: int = 0,
     table: Mapping[str, TensorPart] = NO_PARTS,
 ) -> UnitLayout:
     """Place parameters in one unit. Each optimizer group becomes a contiguous range.
@@ -236,7 +239,7 @@ def lay_out(
         keep_until_pass_ends: tied to modules of other units.
         modules: that the unit was cut from; empty: `name`.
         block: the repeated block around them.
-        tile, around: see `UnitLayout`.
+        tile, around, chunk: see `UnitLayout`.
         table: by parameter name, what it is of a tensor; those without an entry are all of one.
 
     Raises:
@@ -268,6 +271,7 @@ def lay_out(
         block=block,
         tile=tile,
         around=around,
+        chunk=chunk,
     )
 
 

@@ -23,6 +23,7 @@ import torch
 
 from zrun_core.memory.buffers import ON_DEVICE, Buffer, Kind, Placement, Tier
 from zrun_core.memory.layout import PAGE_BYTES, UnitLayout, whole_pages
+from zrun_core.memory.tensors import TIED
 
 STAGING_SLOTS = 2  # one is filled while the other is on its way up to the device, or down from it
 DISK_SLOTS = 3  # of host memory: one is read into, one is updated, one is written from
@@ -84,6 +85,7 @@ class MeshInfo:
         replica_index: which of them is this rank's.
         direct_up_to: up to so many ranks exchange pairwise, so that the parts of all peers arrive
             apart; more, or ranks whose backend sums on the way, get one part.
+        tied_size: stages of a pipeline that have the same parameters, this one among them.
     """
 
     shard_size: int = 1
@@ -91,6 +93,7 @@ class MeshInfo:
     num_replicas: int = 1
     replica_index: int = 0
     direct_up_to: int = 0
+    tied_size: int = 1
 
     def num_recv_parts(self, size: int) -> int:
         """Return the number of parts that arrive where `size` ranks sum something."""
@@ -127,12 +130,18 @@ class Ownership:
     def recv_numel(self, unit: UnitLayout, mesh_info: MeshInfo) -> int:
         """Return the elements of scratch that a reduction needs for what arrives.
 
-        What comes from the replicas takes the place of what came from the shard group.
+        What comes from the replicas, or from other stages that have the unit, takes the place of
+        what came from the shard group.
         """
         of_shards = unit.shard_numel * mesh_info.num_recv_parts(mesh_info.shard_size)
-        slice_numel = math.ceil(unit.shard_numel / mesh_info.num_replicas)
-        of_replicas = slice_numel * mesh_info.num_recv_parts(mesh_info.num_replicas)
-        return max(of_shards, of_replicas)
+        summed_over = [mesh_info.num_replicas]
+        if TIED in unit.replicated_over:
+            summed_over.append(mesh_info.tied_size)
+        of_sums = [
+            math.ceil(unit.shard_numel / size) * mesh_info.num_recv_parts(size)
+            for size in summed_over
+        ]
+        return max(of_shards, *of_sums)
 
     def goes_stale(self, mesh_info: MeshInfo) -> bool:
         """Return whether other ranks update what this one uses."""

@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from operator import mul
 from typing import NamedTuple
 
+TIED = "tied"  # axis of the mesh: stages of a pipeline that have the same parameters
+
 Shape = tuple[int, ...]
 Box = tuple[tuple[int, int], ...]  # first and last + 1 index along each dimension
 

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 from zrun_core.errors import JobError
 from zrun_core.spine.config import Axis, ZeroConfig
 
-GroupAxis = Literal["world", "pipe", "data", "tensor", "shard", "replicate", "ends"]
+GroupAxis = Literal["world", "pipe", "data", "tensor", "shard", "replicate", "tied"]
 
 
 class Coordinates(NamedTuple):
@@ -87,27 +87,30 @@ class ParallelDims:
     def groups(self, axis: GroupAxis) -> list[tuple[int, ...]]:
         """Return the groups of ranks along `axis`; see `groups_along`."""
         places = [self.coordinates(rank) for rank in range(self.world_size)]
-        return groups_along(axis, places, self.shard_size)
+        return groups_along(axis, places, self.shard_size, (0, self.pp - 1))
 
 
 def groups_along(
-    axis: GroupAxis, places: Sequence[Coordinates], shard_size: int
+    axis: GroupAxis,
+    places: Sequence[Coordinates],
+    shard_size: int,
+    tied_stages: Sequence[int] = (),
 ) -> list[tuple[int, ...]]:
     """Return the groups of ranks that differ in their place along `axis` only.
 
     `data` divides into groups of `shard_size` neighbours, `shard`, which hold one copy of the
-    states between them, and into `replicate`, ranks that hold equal shards. `ends` are the first
-    and the last stage of a pipeline; a rank of any other stage is alone there.
+    states between them, and into `replicate`, ranks that hold equal shards. `tied` are stages of a
+    pipeline that have the same parameters; a rank of any other stage is alone there.
 
     Args:
         axis: one of `GroupAxis`.
         places: of each rank.
         shard_size: of the shard group.
+        tied_stages: that have the same parameters.
 
     Returns:
         The groups in the order of their first ranks; each in the order of its ranks.
     """
-    last_stage = max(place.pp for place in places)
     found: dict[tuple[int, ...], list[int]] = {}
     for rank, (pp, dp, tp) in enumerate(places):
         match axis:
@@ -123,9 +126,8 @@ def groups_along(
                 alike = (pp, tp, dp // shard_size)
             case "replicate":
                 alike = (pp, tp, dp % shard_size)
-            case "ends":
-                is_end = pp in (0, last_stage)
-                alike = (dp, tp) if is_end else (dp, tp, pp)
+            case "tied":
+                alike = (dp, tp) if pp in tied_stages else (dp, tp, pp)
         found.setdefault(alike, []).append(rank)
     return [tuple(ranks) for ranks in found.values()]
 
@@ -149,17 +151,16 @@ def resolve_shard_size(zero: ZeroConfig, dp: int, dp_per_host: int) -> int:
             return size
 
 
-def refuse_untrained(tp: int, pp: int) -> None:
-    """Refuse tensor and pipeline parallelism, which have a plan, but nothing that trains by it.
+def refuse_untrained(tp: int) -> None:
+    """Refuse tensor parallelism, which has a plan, but nothing that trains by it.
 
     Raises:
-        JobError: a plan needs one of them.
+        JobError: a plan needs it.
     """
-    if tp * pp == 1:
+    if tp == 1:
         return
-    asked = f"tp: {tp}" if tp > 1 else f"pp: {pp}"
     raise JobError(
-        f"parallel.{asked}: tensor and pipeline parallelism are planned, and shown by zrun "
-        "check, zrun topo and --dry-run, but not trained yet: leave parallel out, and write "
-        "zero: 3 to share a model over the ranks"
+        f"parallel.tp: {tp}: tensor parallelism is planned, and shown by zrun check, zrun topo "
+        "and --dry-run, but not trained yet: leave it out, and write zero: 3, or parallel.pp, to "
+        "share a model over the ranks"
     )

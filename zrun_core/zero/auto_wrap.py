@@ -33,7 +33,10 @@ from torch.nn.modules.batchnorm import _NormBase
 from zrun_core.errors import JobError
 from zrun_core.memory.layout import NO_PARTS, UnitLayout, lay_out
 from zrun_core.memory.tensors import TensorPart
+from zrun_core.zero.foreign import had_params
 from zrun_core.zero.tiling import TiledLinear, tiled_linears
+
+NO_CHUNKS: Mapping[str, int] = {}  # all parameters of a rank are of one
 
 
 @dataclass
@@ -119,7 +122,7 @@ def repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
 def _is_composite(module: nn.Module) -> bool:
     if isinstance(module, TiledLinear):
         return False
-    return any(module.children()) and _has_params(module)
+    return any(module.children()) and had_params(module)
 
 
 def _has_params(module: nn.Module, recurse: bool = True) -> bool:
@@ -323,6 +326,7 @@ def auto_wrap(
     whole_blocks: bool = False,
     group_of: Callable[[str], int] = lambda name: 0,
     table: Mapping[str, TensorPart] = NO_PARTS,
+    chunk_of: Mapping[str, int] = NO_CHUNKS,
 ) -> WrapPlan:
     """Divide `model` into units of at most `bucket` bytes, where the module tree allows it.
 
@@ -339,6 +343,7 @@ def auto_wrap(
         whole_blocks: never divide a repeated block, whatever its size.
         group_of: optimizer group of a tensor's name.
         table: by parameter name, its part in a tensor of the model; absent: all of one.
+        chunk_of: by parameter name, its chunk where a rank has several; absent: 0.
 
     Raises:
         JobError: a regex of `unit_names` or `leaf_names` matches no module.
@@ -372,7 +377,7 @@ def auto_wrap(
         around: str = "",
     ) -> None:
         """Add a unit for each kind of parameter among `names`."""
-        for traits, chosen in _alike(names, params, dtypes, dtype, table):
+        for traits, chosen in _alike(names, params, dtypes, dtype, table, chunk_of):
             layout = lay_out(
                 f"{name}({','.join(traits)})" if traits else name,
                 [(n, params[n], group_of(table[n].tensor if n in table else n)) for n in chosen],
@@ -386,6 +391,7 @@ def auto_wrap(
                 block=block,
                 tile=tile,
                 around=around,
+                chunk=chunk_of.get(chosen[0], 0),
                 table=table,
             )
             for n in chosen:
@@ -418,8 +424,9 @@ def _alike(
     dtypes: Mapping[str, torch.dtype],
     compute_dtype: torch.dtype,
     table: Mapping[str, TensorPart],
+    chunk_of: Mapping[str, int],
 ) -> Iterator[tuple[list[str], list[str]]]:
-    """Divide `names` by what a unit must have alike: trainable, dtype, and axes of replication.
+    """Divide `names` by what a unit must have alike: trainable, dtype, axes of replication, chunk.
 
     Yields:
         Traits that distinguish the unit, for its name; and the names.
@@ -427,13 +434,16 @@ def _alike(
     replicated = {name: table[name].replicated_over if name in table else () for name in names}
     formats = dict.fromkeys((compute_dtype, torch.float32))
     axes = sorted({replicated[name] for name in names})
-    for trainable, dtype, over in itertools.product((True, False), formats, axes):
+    chunks = sorted({chunk_of.get(name, 0) for name in names})
+    kinds = itertools.product(chunks, (True, False), formats, axes)
+    for chunk, trainable, dtype, over in kinds:
         chosen = [
             name
             for name in names
             if params[name].requires_grad == trainable
             and dtypes[name] == dtype
             and replicated[name] == over
+            and chunk_of.get(name, 0) == chunk
         ]
         if not chosen:
             continue
@@ -443,6 +453,8 @@ def _alike(
         if dtype != compute_dtype:
             traits.append("fp32")
         traits += [f"alike over {axis}" for axis in over]
+        if len(chunks) > 1:
+            traits.append(f"chunk {chunk}")
         yield traits, chosen
 
 

@@ -38,7 +38,7 @@ unsharded, except the first. The units of the last slice stay from its forward t
 from __future__ import annotations
 
 import zlib
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -46,6 +46,8 @@ from zrun_core.distributed.comm import Comm, CommPhase
 from zrun_core.errors import UserCodeError
 from zrun_core.zero.micro_pass import MicroPass, PassKind
 from zrun_core.zero.unit import FlatUnit, UnitState
+
+_PassKey = tuple[PassKind, int]  # and its chunk
 
 
 class Gatherer:
@@ -76,10 +78,11 @@ class Gatherer:
         self._prefetch = prefetch
         # Stages 1 and 2: gathered once per step, all of them ahead, in one fixed order.
         self._fixed_order = [unit for unit in units if not unit.reshard_after_use]
-        # By kind: what the last pass asked for, what this one has, and how far it followed that.
-        self._orders: dict[PassKind, list[FlatUnit]] = {kind: [] for kind in PassKind}
-        self._asked: dict[PassKind, list[FlatUnit]] = {kind: [] for kind in PassKind}
-        self._cursors = dict.fromkeys(PassKind, 0)
+        # By kind and chunk: what the last pass asked for, what this one has, and how far it
+        # followed that.
+        self._orders: dict[_PassKey, list[FlatUnit]] = defaultdict(list)
+        self._asked: dict[_PassKey, list[FlatUnit]] = defaultdict(list)
+        self._cursors: Counter[_PassKey] = Counter()
         self._idle: list[FlatUnit] = []
         self._held: set[FlatUnit] | None = None  # in use by this slice; None: there are no slices
         self._updating: deque[FlatUnit] = deque()  # units that no forward has needed since
@@ -92,6 +95,11 @@ class Gatherer:
         self.is_all_unsharded = False
         self.num_refreshes = 0
         self.schedule_hash = 0
+
+    @property
+    def _key(self) -> _PassKey:
+        """Return by which passes of one order are known."""
+        return self._kind, self.micro.chunk
 
     @property
     def in_backward(self) -> bool:
@@ -131,7 +139,7 @@ class Gatherer:
 
     def prefetch_backward(self) -> None:
         """Begin to gather what the last backward asked for first."""
-        for unit in self._orders[PassKind.BACKWARD][: self._prefetch]:
+        for unit in self._orders[PassKind.BACKWARD, self.micro.chunk][: self._prefetch]:
             unit.unshard(self._comm)
 
     def _refresh_stale(self) -> None:
@@ -180,12 +188,11 @@ class Gatherer:
     def end_pass(self) -> None:
         """End what runs: record its order, and reshard what is not pinned."""
         self._refresh_up_to(None)
-        for kind, asked in self._asked.items():
-            if asked:
-                self._orders[kind] = asked
-                self._count_gathers(kind, asked)
-                self._asked[kind] = []
-        self._cursors = dict.fromkeys(PassKind, 0)
+        for key, asked in self._asked.items():
+            self._orders[key] = asked
+            self._count_gathers(key[0], asked)
+        self._asked.clear()
+        self._cursors.clear()
         self._held = None
         self.active = False
         for unit in self._units:
@@ -198,10 +205,14 @@ class Gatherer:
         self._begun.clear()
 
     @contextmanager
-    def evaluation(self) -> Iterator[None]:
-        """Run a forward inside that no backward follows. It may come between other passes."""
+    def evaluation(self, chunk: int = 0) -> Iterator[None]:
+        """Run a forward inside that no backward follows. It may come between other passes.
+
+        Args:
+            chunk: that it goes through.
+        """
         before = self.micro
-        micro = MicroPass()
+        micro = MicroPass(chunk)
         self.begin_pass(micro, PassKind.EVAL)
         try:
             yield
@@ -292,7 +303,7 @@ class Gatherer:
             return
         self._record_need(unit)
         self.reshard_idle()  # first, so that this unit can have their memory
-        asked = self._asked[self._kind]
+        asked = self._asked[self._key]
         step = f"{self._kind.value} {len(asked)} {unit.name}"
         self.schedule_hash = zlib.crc32(step.encode(), self.schedule_hash)
         asked.append(unit)
@@ -306,12 +317,12 @@ class Gatherer:
         The search begins where the last one ended: a unit that occurs twice in the order is found
         at its next place, not at its first.
         """
-        order = self._orders[self._kind]
+        order = self._orders[self._key]
         try:
-            place = order.index(unit, self._cursors[self._kind]) + 1
+            place = order.index(unit, self._cursors[self._key]) + 1
         except ValueError:
             return  # this pass runs differently; its order replaces the recorded one
-        self._cursors[self._kind] = place
+        self._cursors[self._key] = place
         ahead = place + self._prefetch
         for following in order[place:ahead]:
             following.unshard(self._comm)

@@ -61,9 +61,10 @@ class BackwardGrads:
 
 @dataclass(eq=False)
 class MicroPass:
-    """One micro-batch's forward and backward.
+    """One micro-batch's forward and backward, of the model or of one chunk of it.
 
     Attributes:
+        chunk: of the model, where this rank has several: see `UnitLayout.chunk`.
         pinned: units that stay unsharded until it ends.
         num_calls: by unit index, how often its forward called the unit's modules or accessed its
             parameters outside of them. A unit that it never used gets no gradient.
@@ -71,6 +72,7 @@ class MicroPass:
         grads: progress of its backward while that runs.
     """
 
+    chunk: int = 0
     pinned: list[FlatUnit] = field(default_factory=list)
     num_calls: Counter[int] = field(default_factory=Counter)
     open_calls: Counter[object] = field(default_factory=Counter)

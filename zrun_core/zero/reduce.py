@@ -40,7 +40,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -48,10 +48,12 @@ import torch
 from zrun_core.distributed.comm import Comm, direct_up_to
 from zrun_core.distributed.handle import Handle
 from zrun_core.distributed.mesh import Mesh
+from zrun_core.distributed.transport import reduce_tag
 from zrun_core.errors import CheckpointError
 from zrun_core.memory.arena import Ring
 from zrun_core.memory.layout import PAGE_BYTES
 from zrun_core.memory.state_policy import MeshInfo, StatePolicy
+from zrun_core.memory.tensors import TIED
 from zrun_core.tiers.transfer import Transfer
 from zrun_core.zero.exchange import Exchange
 from zrun_core.zero.micro_pass import BackwardGrads, MicroPass
@@ -99,6 +101,10 @@ class _Leaving(NamedTuple):
     scratch: list[torch.Tensor]
 
 
+# Begins to sum a part of a unit's gradient: with scratch for what arrives, and the part itself.
+_AllReduce = Callable[[Comm, FlatUnit, torch.Tensor, torch.Tensor], Handle]
+
+
 def mesh_info_of(comm: Comm, mesh: Mesh) -> MeshInfo:
     """Return this rank's place in the groups that reduce, for `StatePolicy`."""
     return MeshInfo(
@@ -107,6 +113,7 @@ def mesh_info_of(comm: Comm, mesh: Mesh) -> MeshInfo:
         num_replicas=mesh.replicate.size,
         replica_index=mesh.replicate.index,
         direct_up_to=direct_up_to(comm.device.type),
+        tied_size=mesh.tied.size,
     )
 
 
@@ -150,7 +157,8 @@ class Reducer:
         self._exchange = exchange
         self._order = _first_guess([unit for unit in units if unit.trainable])
         self._first_order = self._order
-        self._is_order_recorded = False
+        self._chunks = {unit.layout.chunk for unit in self._order}
+        self._recorded: set[int] = set()  # chunks whose order a backward has shown
         self._mesh_info = mesh_info_of(comm, mesh)
         layouts = [unit.layout for unit in self._order]
         placements = {unit.name: unit.placement for unit in self._order}
@@ -163,28 +171,64 @@ class Reducer:
         self._in_flight: deque[_InFlight] = deque()
         self._leaving: deque[_Leaving] = deque()  # for homes elsewhere
         self._left_for_end: set[int] = set()  # indices of units that were late once
-        self._is_summed = False  # over all ranks, this step's gradients so far
+        self._summed: set[int] = set()  # chunks whose gradients of this step are over all ranks
 
     # One optimizer step
 
     def begin_step(self) -> None:
         """Forget what the last step summed."""
-        self._is_summed = False
+        self._summed.clear()
 
     def flush(self) -> None:
         """Sum over ranks what is not summed yet: no backward was said to be the step's last."""
-        if self._is_summed:
+        if self._summed == self._chunks:
             return
         if self._policy.zero.reduce_now(boundary=False) and self._mesh.shard.size > 1:
-            self._all_reduce_replicas()  # the reduce-scatter of each micro-batch is done
-        else:
-            micro = MicroPass()  # in which no module ran
+            # The reduce-scatter of each micro-batch is done.
+            self._all_reduce_parts(self._order, self._exchange.all_reduce_replicas)
+            self._summed |= self._chunks
+            return
+        for chunk in sorted(self._chunks - self._summed):
+            micro = MicroPass(chunk)  # in which no module ran
             self.begin_backward(micro, boundary=True)
             self.end_backward(micro)
 
-    def _all_reduce_replicas(self) -> None:
-        """Sum the shards of all replicas, which only a backward with `boundary` does otherwise."""
-        for unit in self._order:
+    def sum_tied(self) -> None:
+        """Sum the gradients of units that several stages of a pipeline have. Collective over them.
+
+        They are summed over the ranks of each stage already; so this ends a step's gradients.
+        """
+        tied = [unit for unit in self._first_order if TIED in unit.layout.replicated_over]
+        if not tied or self._mesh.tied.size == 1:
+            return
+        numbers = {unit.index: number for number, unit in enumerate(tied)}
+
+        def all_reduce(
+            comm: Comm, unit: FlatUnit, recv_buffer: torch.Tensor, part: torch.Tensor
+        ) -> Handle:
+            tag = reduce_tag(numbers[unit.index])  # the stages number their units otherwise
+            return comm.all_reduce(part, recv_buffer, self._mesh.tied, tag=tag, name=unit.name)
+
+        self._all_reduce_parts(tied, all_reduce)
+        has_grad = torch.tensor(
+            [flag for unit in tied for flag in unit.grad.has_grad],
+            dtype=torch.float64,
+            device=self._comm.device,
+        )
+        summed = self._comm.all_reduce_small(has_grad, self._mesh.tied, name="tied parameters")
+        flags = iter(summed.tolist())
+        for unit in tied:
+            for number in range(len(unit.params)):
+                unit.grad.has_grad[number] = next(flags) > 0
+
+    def _all_reduce_parts(self, units: Sequence[FlatUnit], all_reduce: _AllReduce) -> None:
+        """Sum with other ranks the part of each gradient that this rank updates.
+
+        Args:
+            units: the same ones on each of them, in one order.
+            all_reduce: begins to, given scratch for what arrives.
+        """
+        for unit in units:
             self._advance_in_flight()
             recv_buffer = self._recv_buffer(unit)
             scratch = [recv_buffer]
@@ -193,13 +237,12 @@ class Reducer:
                 total = self._take_scratch(unit.layout.shard_numel)
                 unit.grad.load(total)
                 scratch.append(total)
-            handle = self._exchange.all_reduce_replicas(
+            handle = all_reduce(
                 self._comm, unit, recv_buffer, unit.grad.fetch() if total is None else total
             )
             leaves = None if total is None else _Sum(total, accumulate=False, is_last=True)
             self._in_flight.append(_InFlight(unit, handle, None, leaves, scratch))
         self._drain()
-        self._is_summed = True
 
     # One backward pass
 
@@ -214,24 +257,25 @@ class Reducer:
                 summed over all ranks. If another one follows all the same, the sum is made anew.
             awaits_slices: no unit is complete before its slice: see `begin_slice`.
         """
-        if self._is_summed:
+        order = self._order_of(micro.chunk)
+        if micro.chunk in self._summed:
             counts_here = self._mesh.replicate.index == 0
-            for unit in self._order:
+            for unit in order:
                 if unit.grad.keeps_partial_sums:
                     self._reopen_partial(unit, counts_here=counts_here)
                 else:
                     unit.grad.reopen(counts_here=counts_here)
-            self._is_summed = False
+            self._summed.discard(micro.chunk)
         has_peers = self._mesh.shard.size > 1 or (boundary and self._mesh.replicate.size > 1)
         grads = BackwardGrads(
-            order=self._order,
+            order=order,
             boundary=boundary,
             reduces=has_peers and self._policy.zero.reduce_now(boundary),
-            missing={unit.index: set(range(len(unit.params))) for unit in self._order},
-            awaited={unit.index for unit in self._order if awaits_slices},
+            missing={unit.index: set(range(len(unit.params))) for unit in order},
+            awaited={unit.index for unit in order if awaits_slices},
         )
         expected = grads.awaited | self._left_for_end
-        for unit in self._order:
+        for unit in order:
             if not micro.num_calls[unit.index] and unit.index not in expected:
                 grads.complete.add(unit.index)
         micro.grads = grads
@@ -308,24 +352,25 @@ class Reducer:
         """End the backward of `micro`: reduce what is left, and wait for everything in flight."""
         grads = micro.grads
         assert grads is not None
-        grads.complete.update(unit.index for unit in self._order)
+        grads.complete.update(unit.index for unit in grads.order)
         self._issue_in_order(grads)
-        for unit in self._order:
+        for unit in grads.order:
             if unit.index in grads.late:
                 self._left_for_end.add(unit.index)
                 self._issue(unit, grads)
         self._drain()
         micro.grads = None
         if grads.boundary and not grads.reduces:
-            self._finish_alone()
-        self._is_summed = grads.boundary
-        if not self._is_order_recorded:
-            self.use_order(grads.seen)
-            self._is_order_recorded = True
+            self._finish_alone(grads.order)
+        if grads.boundary:
+            self._summed.add(micro.chunk)
+        if micro.chunk not in self._recorded:
+            self.use_order(grads.seen, micro.chunk)
+            self._recorded.add(micro.chunk)
 
-    def _finish_alone(self) -> None:
+    def _finish_alone(self, units: Sequence[FlatUnit]) -> None:
         """Complete the gradients of a rank that has no other to sum with."""
-        for unit in self._order:
+        for unit in units:
             if unit.grad.leaves:
                 continue  # they left one by one
             unsharded_grad = unit.grad.complete()
@@ -362,19 +407,6 @@ class Reducer:
         if not grads.reduces:
             self._send_partial(unit, unsharded_grad, is_last=grads.boundary)
             return
-        self._reduce(unit, unsharded_grad, is_late=is_late, boundary=grads.boundary)
-
-    def _reduce(
-        self, unit: FlatUnit, unsharded_grad: torch.Tensor, *, is_late: bool, boundary: bool
-    ) -> None:
-        """Begin to sum a gradient over ranks, and say where the sum goes from there.
-
-        Args:
-            unit: whose gradient it is.
-            unsharded_grad: [padded_numel], complete.
-            is_late: the unit was reduced before in this backward.
-            boundary: the step's gradient is complete with this one.
-        """
         recv_buffer = self._recv_buffer(unit)
         late_sum = None
         leaves = None
@@ -382,17 +414,17 @@ class Reducer:
         accumulate = unit.grad.is_reduced
         scratch = [recv_buffer]
         if unit.grad.leaves and is_late:
-            leaves = _Sum(into, accumulate=True, is_last=boundary)
+            leaves = _Sum(into, accumulate=True, is_last=grads.boundary)
             accumulate = False
         elif unit.grad.leaves:
-            sums_replicas = boundary and unit.replicate.size > 1
+            sums_replicas = grads.boundary and unit.replicate.size > 1
             accumulate = unit.grad.is_reduced and sums_replicas
             if accumulate:  # replicas sum what the micro-batches have added up to
                 into = self._take_scratch(unit.layout.shard_numel)
                 unit.grad.load(into)
                 scratch.append(into)
             leaves = _Sum(
-                into, accumulate=unit.grad.is_reduced and not accumulate, is_last=boundary
+                into, accumulate=unit.grad.is_reduced and not accumulate, is_last=grads.boundary
             )
         elif is_late:
             accumulate = False
@@ -406,7 +438,7 @@ class Reducer:
             recv_buffer,
             into,
             accumulate=accumulate,
-            boundary=boundary,
+            boundary=grads.boundary,
         )
         if not unit.grad.owns(unsharded_grad):
             scratch.append(unsharded_grad)
@@ -498,20 +530,26 @@ class Reducer:
     @property
     def has_recorded_order(self) -> bool:
         """True once the order of reductions is known, which the first backward records."""
-        return self._is_order_recorded
+        return self._recorded == self._chunks
 
-    def use_order(self, seen_here: Iterable[int]) -> None:
+    def _order_of(self, chunk: int) -> list[FlatUnit]:
+        return [unit for unit in self._order if unit.layout.chunk == chunk]
+
+    def use_order(self, seen_here: Iterable[int], chunk: int = 0) -> None:
         """Adopt the order in which rank 0 completed the units; those that it did not see come last.
 
         Collective over the ranks that train the same parameters.
 
         Args:
             seen_here: indices of units, in the order in which this rank completed them, or will.
+            chunk: whose units they are.
         """
-        by_index = {unit.index: unit for unit in self._order}
+        by_index = {unit.index: unit for unit in self._order_of(chunk)}
         seen = list(seen_here)
         seen += [index for index in by_index if index not in seen]
-        self._order = [by_index[index] for index in self.agree_on(seen)]
+        agreed = [by_index[index] for index in self.agree_on(seen)]
+        orders = {each: self._order_of(each) for each in self._chunks} | {chunk: agreed}
+        self._order = [unit for each in sorted(orders, reverse=True) for unit in orders[each]]
 
     def agree_on(self, numbers: Sequence[int]) -> list[int]:
         """Return what rank 0 has of the ranks that train the same parameters. Collective."""
@@ -528,7 +566,7 @@ class Reducer:
     def state_dict(self) -> dict[str, Any]:
         """Return what backward passes have taught, as small JSON. See [Note: late units]."""
         order = None
-        if self._is_order_recorded:
+        if self.has_recorded_order:
             order = [unit.name for unit in self._order]
         late = sorted(unit.name for unit in self._order if unit.index in self._left_for_end)
         return {"order": order, "late": late}
@@ -543,7 +581,7 @@ class Reducer:
             CheckpointError: it is of other units.
         """
         self._order = self._first_order
-        self._is_order_recorded = False
+        self._recorded = set()
         self._left_for_end = set()
         if state is None:
             return
@@ -557,5 +595,5 @@ class Reducer:
             raise CheckpointError("the order of reductions that it holds is of other units")
         if order is not None:
             self._order = [by_name[name] for name in order]
-            self._is_order_recorded = True
+            self._recorded = set(self._chunks)
         self._left_for_end = {by_name[name].index for name in late}

@@ -39,7 +39,7 @@ from zrun_core.memory.tier_traffic import Move, step_traffic
 from zrun_core.optim.resolve import OptimizerSpec, Options
 from zrun_core.tiers.copies import Copier
 from zrun_core.tiers.tiers import TierCounts, Tiers
-from zrun_core.zero.auto_wrap import WrapUnit, repeated_blocks
+from zrun_core.zero.auto_wrap import NO_CHUNKS, WrapUnit, repeated_blocks
 from zrun_core.zero.autograd_driver import ImplicitPasses
 from zrun_core.zero.exchange import StepCounts, expected_traffic
 from zrun_core.zero.gather import Gatherer
@@ -106,6 +106,7 @@ class ShardedModel:
         *,
         first_unit: int = 0,
         table: Mapping[str, TensorPart] = NO_PARTS,
+        chunk_of: Mapping[str, int] = NO_CHUNKS,
         apart: Copier | None = None,
     ) -> None:
         """Move the parameters of `module` into units, unit by unit.
@@ -118,6 +119,7 @@ class ShardedModel:
             comm: its collectives.
             first_unit: number of units of models before this one: messages are told apart by it.
             table: by parameter name, its part in a tensor of the whole model; absent: all of one.
+            chunk_of: by parameter name, its chunk of a pipeline where the rank has several.
             apart: copies to a host tier that is apart from a CPU: see `Tiers`.
 
         Raises:
@@ -129,7 +131,7 @@ class ShardedModel:
         self.mesh = mesh
         self.comm = comm
         states = settings.states
-        planned = wrap_plan(module, settings, mesh_info_of(comm, mesh), table)
+        planned = wrap_plan(module, settings, mesh_info_of(comm, mesh), table, chunk_of)
         self.layouts = [unit.layout for unit in planned.units]
         moves = moves_pages(comm.device.type)
         check_states_fit(self.layouts, settings, mesh, comm)
@@ -282,12 +284,15 @@ class ShardedModel:
         self._running.begin_step()
 
     @contextmanager
-    def forward(self) -> Iterator[MicroPass]:
+    def forward(self, chunk: int = 0) -> Iterator[MicroPass]:
         """Run a training forward inside: `with sharded.forward() as micro: loss = module(x)`.
 
         The micro-batch is under way from now on. Forwards of others may come before its backward.
+
+        Args:
+            chunk: of a pipeline, that it goes through.
         """
-        micro = MicroPass()
+        micro = MicroPass(chunk)
         self._gatherer.begin_pass(micro, PassKind.FORWARD)
         try:
             with self.settings.precision.autocast(self.comm.device):
@@ -304,9 +309,20 @@ class ShardedModel:
             micro: result of `forward`.
             boundary: this is the last backward of the optimizer step.
         """
+        with self.backward_pass(micro, boundary=boundary):
+            self.scaler.scaled(loss).backward()
+
+    @contextmanager
+    def backward_pass(self, micro: MicroPass, *, boundary: bool) -> Iterator[None]:
+        """Run the backward that ends `micro` inside, whatever it begins with.
+
+        Args:
+            micro: result of `forward`.
+            boundary: this is the last backward of the optimizer step, through its chunk.
+        """
         self._gatherer.begin_pass(micro, PassKind.BACKWARD)
         self.reducer.begin_backward(micro, boundary=boundary)
-        self.scaler.scaled(loss).backward()
+        yield
         self._end_backward(micro)
 
     def _end_backward(self, micro: MicroPass) -> None:
@@ -352,6 +368,7 @@ class ShardedModel:
         scale = self.scaler if scaler is None else scaler
         self.comm.phase = CommPhase.STEP
         self.settle_updates()  # those of the step before, where updates are delayed
+        self.reducer.sum_tied()
         has_grad = b"".join(unit.grad.has_grad for unit in self._trained)
         own = StepContribution(sums, self._square_norm(), self._gatherer.schedule_hash, has_grad)
         reduced = all_reduce_step(own, self.mesh.data, self.mesh.world, self.comm)
@@ -522,11 +539,15 @@ class ShardedModel:
     # Outside of training steps
 
     @contextmanager
-    def evaluation(self) -> Iterator[None]:
-        """Run forward passes without gradients inside."""
+    def evaluation(self, chunk: int = 0) -> Iterator[None]:
+        """Run forward passes without gradients inside.
+
+        Args:
+            chunk: of a pipeline, that they go through.
+        """
         self.settle_updates()
         autocast = self.settings.precision.autocast(self.comm.device)
-        with self._gatherer.evaluation(), torch.no_grad(), autocast:
+        with self._gatherer.evaluation(chunk), torch.no_grad(), autocast:
             yield
 
     @contextmanager

@@ -27,7 +27,7 @@ from zrun_core.memory.tensors import TensorPart
 from zrun_core.optim.resolve import OptimizerSpec
 from zrun_core.spine.config import TileConfig
 from zrun_core.spine.sizes import format_size
-from zrun_core.zero.auto_wrap import WrapPlan, auto_wrap
+from zrun_core.zero.auto_wrap import NO_CHUNKS, WrapPlan, auto_wrap
 from zrun_core.zero.exchange import Exchange
 from zrun_core.zero.precision import Precision
 from zrun_core.zero.reduce import mesh_info_of
@@ -142,6 +142,7 @@ def wrap_plan(
     settings: ShardingConfig,
     mesh_info: MeshInfo,
     table: Mapping[str, TensorPart] = NO_PARTS,
+    chunk_of: Mapping[str, int] = NO_CHUNKS,
 ) -> WrapPlan:
     """Return the units of `model` as `ShardedModel` makes them, and the modules that need them.
 
@@ -151,6 +152,7 @@ def wrap_plan(
         mesh_info: the rank's place.
         table: by parameter name, its part in a tensor of the whole model; absent: all of one, or
             that of a tile.
+        chunk_of: as of `auto_wrap`.
     """
     return auto_wrap(
         model,
@@ -164,6 +166,7 @@ def wrap_plan(
         whole_blocks=settings.whole_blocks,
         group_of=settings.group_of,
         table={**tensors_of_tiles(model), **table},
+        chunk_of=chunk_of,
     )
 
 

@@ -330,7 +330,11 @@ class _TransformerTree(nn.Module):
 
 
 def mesh_info_of_rank(
-    settings: ShardingConfig, dims: ParallelDims, rank: Coordinates, device: str
+    settings: ShardingConfig,
+    dims: ParallelDims,
+    rank: Coordinates,
+    device: str,
+    tied_size: int = 1,
 ) -> MeshInfo:
     """Return a rank's place among those that share its part of the model.
 
@@ -339,6 +343,7 @@ def mesh_info_of_rank(
         dims: sizes of the axes.
         rank: its coordinates.
         device: type of what trains, "cpu" or "cuda".
+        tied_size: stages that have the same parameters.
     """
     shard_size = dims.shard_size if settings.zero.divides else 1
     replicate = dims.dp // shard_size
@@ -348,6 +353,7 @@ def mesh_info_of_rank(
         replicate,
         rank.dp // shard_size,
         direct_up_to(device),
+        tied_size,
     )
 
 
@@ -378,6 +384,7 @@ def rank_buffers(
     rank: Coordinates = FIRST,
     placement: Placement = ON_DEVICE,
     device: str = "cuda",
+    tied_size: int = 1,
 ) -> list[Buffer]:
     """Return everything that a rank keeps from step to step.
 
@@ -389,11 +396,12 @@ def rank_buffers(
             last one.
         placement: where its states are.
         device: type of what trains, "cpu" or "cuda".
+        tied_size: stages that have the same parameters, this one among them.
 
     Raises:
         JobError: the blocks do not fill the pipeline.
     """
-    mesh_info = mesh_info_of_rank(settings, dims, rank, device)
+    mesh_info = mesh_info_of_rank(settings, dims, rank, device, tied_size)
     layouts = layouts_of_rank(model, settings, dims, rank, mesh_info)
     away = place(layouts, placement)
     found = settings.states.rank_buffers(

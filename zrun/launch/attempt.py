@@ -144,7 +144,7 @@ def _plan(request: LaunchRequest, members: list[AgentLink]) -> tuple[ClusterSess
     if _tells_user(request):
         _print_plan(request, resolved, session.cluster)
     if not request.dry_run:
-        refuse_untrained(resolved.job.parallel.tp, resolved.job.parallel.pp)
+        refuse_untrained(resolved.job.parallel.tp)
     return session, resolved
 
 

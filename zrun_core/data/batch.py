@@ -69,7 +69,7 @@ def count_tokens(batch: Any) -> int:
             tokens.append(tensor.numel())
         return tensor
 
-    _map_tensors(visit, batch)
+    map_tensors(visit, batch)
     return tokens[0] if tokens else 0
 
 
@@ -78,7 +78,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
     A copy to a GPU is from pinned memory, and is not waited for.
     """
-    return _map_tensors(lambda tensor: _move(tensor, device), batch)
+    return map_tensors(lambda tensor: _move(tensor, device), batch)
 
 
 def _move(tensor: Tensor, device: torch.device) -> Tensor:
@@ -88,7 +88,7 @@ def _move(tensor: Tensor, device: torch.device) -> Tensor:
     return pinned.to(device, non_blocking=True)
 
 
-def _map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
+def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
     """Apply `change` to every tensor in `value`, in order.
 
     What is no container of tensors stays itself.
@@ -99,15 +99,15 @@ def _map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
         # Keeps the type: OrderedDict, defaultdict, a tokenizer's BatchEncoding.
         copied = copy.copy(value)
         for key, item in value.items():
-            copied[key] = _map_tensors(change, item)
+            copied[key] = map_tensors(change, item)
         return copied
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_map_tensors(change, item) for item in value))
+        return type(value)(*(map_tensors(change, item) for item in value))
     if isinstance(value, list | tuple):
-        return type(value)(_map_tensors(change, item) for item in value)
+        return type(value)(map_tensors(change, item) for item in value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {
-            f.name: _map_tensors(change, getattr(value, f.name))
+            f.name: map_tensors(change, getattr(value, f.name))
             for f in dataclasses.fields(value)
             if f.init
         }

@@ -90,6 +90,7 @@ class BatchLoader:
         self.cursor = 0  # in the stream, in samples over all ranks
         self.last_step = range(0)  # positions in the stream that were read last, over all ranks
         self._steps: Iterator[Step] = self._source.steps(0)
+        self._peeked: Step | None = None  # read ahead
 
     @property
     def epoch(self) -> float | None:
@@ -131,8 +132,24 @@ class BatchLoader:
     def seek(self, cursor: int) -> None:
         """Continue from this position of the stream, in samples over all ranks."""
         self.cursor = cursor
+        self._peeked = None
         with self._draws.at(cursor), _reading("training"):
             self._steps = self._source.steps(cursor)
+
+    def peek(self) -> MicroBatch | None:
+        """Return the first micro-batch of the next step, which comes next all the same.
+
+        Raises:
+            UserCodeError: the dataset or the collate function raised.
+        """
+        self._peeked = self._next_step()
+        return None if self._peeked is None else self._peeked[1][0]
+
+    def _next_step(self) -> Step | None:
+        if self._peeked is not None:
+            return self._peeked
+        with self._draws.at(self.cursor), _reading("training"):
+            return next(self._steps, None)
 
     def next_step(self) -> list[MicroBatch] | None:
         """Return this rank's micro-batches of the next step; None, on all ranks, at the end.
@@ -140,8 +157,8 @@ class BatchLoader:
         Raises:
             UserCodeError: the dataset or the collate function raised.
         """
-        with self._draws.at(self.cursor), _reading("training"):
-            step = next(self._steps, None)
+        step = self._next_step()
+        self._peeked = None
         if step is None:
             return None
         num_samples, own = step

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -14,7 +13,6 @@ import torch
 from pydantic import ValidationError
 from torch import nn
 
-from zrun_core.activations.offloaded_inputs import OffloadedInputs
 from zrun_core.distributed import rng
 from zrun_core.distributed.mesh import Mesh
 from zrun_core.errors import JobError, UserCodeError
@@ -116,6 +114,10 @@ def shard(
     precision_config = _section(PrecisionConfig, precision, "precision")
     activations_config = _section(ActivationsConfig, activations or {}, "activations")
     offload_config = _offload(offload, zero_config)
+    placement = placement_of(offload_config, activations_config, run.device.type)
+    folder = run.run_dir or Path.cwd()
+    if offload_config.dir is not None:
+        folder = Path(offload_config.dir)
     write = "how many backward calls make a step, 1 or more"
     accumulate = arguments.whole("shard", "accumulate", accumulate, 1, write)
     if init not in ("factory", "meta"):
@@ -123,22 +125,18 @@ def shard(
     run._meet("shard()")
     shard_size = resolve_shard_size(zero_config, run.world_size, run._ranks_per_host)
     mesh = run._mesh(shard_size)
-    folder = run.run_dir or Path.cwd()
-    if offload_config.dir is not None:
-        folder = Path(offload_config.dir)
     settings = replace(
         parallelize.shard_settings(
             zero_config, precision_config, activations_config, run.device, compile=compile
         ),
-        placement=placement_of(offload_config, activations_config, run.device.type),
+        placement=placement,
         schedule=offload_config.schedule,
         delay_after=offload_config.delay_after,
         disk_folder=str(folder),
     )
     with rng.fork_torch_rng(run.device):
         built = _build(model, init, run, mesh)
-        tier = settings.placement.activation
-        inputs = parallelize.offloaded_inputs(tier, mesh, run._comm, folder)
+        inputs = parallelize.offloaded_inputs(placement.activation, mesh, run._comm, folder)
         parallelize.transform(
             built.module,
             zero_config,
@@ -155,8 +153,6 @@ def shard(
             run._comm,
             first_unit=run._num_units,
         )
-    for note in _notes(sharded, inputs) if run.is_main else ():
-        warnings.warn(note, stacklevel=2)
     built.module.to(run.device)  # buffers: the parameters are there
     _broadcast_buffers(built.module, run)
     run._num_units += len(sharded.units)
@@ -230,14 +226,6 @@ def _offload(offload: Any, zero: ZeroConfig) -> OffloadConfig:
             "which unshards them when they are used"
         )
     return config
-
-
-def _notes(sharded: ShardedModel, inputs: OffloadedInputs | None) -> Iterator[str]:
-    """Yield what is slower than it might be, or saves nothing, of memory beside the device."""
-    if sharded.tiers is not None:
-        yield from sharded.tiers.notes
-    if inputs is not None and inputs.note:
-        yield inputs.note
 
 
 def _section(section: type[_Section], value: Any, name: str) -> _Section:

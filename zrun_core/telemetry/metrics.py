@@ -40,12 +40,26 @@ class FlopCount(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        packet = func._overloadpacket
-        if packet in flop_registry:
-            self.flops += flop_registry[packet](*args, **(kwargs or {}), out_val=out)
-        elif packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:
-            self.flops += sdpa_flop_count(*(tensor.shape for tensor in args[:3]))
+        self.flops += flops_of(func, args, kwargs or {}, out)
         return out
+
+
+def flops_of(func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> int:
+    """Return the FLOPs of an operator's call: a matrix product, convolution or attention.
+
+    Args:
+        func: an overload, as `__torch_dispatch__` gets it.
+        args, kwargs: of the call.
+        out: its result.
+    """
+    packet = func._overloadpacket
+    if packet in flop_registry:
+        found: int = flop_registry[packet](*args, **kwargs, out_val=out)
+        return found
+    if packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:
+        of_attention: int = sdpa_flop_count(*(tensor.shape for tensor in args[:3]))
+        return of_attention
+    return 0
 
 
 class StepPhase(StrEnum):

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, SupportsFloat
 
 import torch
@@ -24,8 +25,9 @@ from zrun_core.distributed.named_vector import HostCopy, NamedVector
 from zrun_core.errors import UserCodeError
 from zrun_core.spine.spec import RunSpec
 from zrun_core.telemetry.recorder import Evaluated, checked_name
+from zrun_core.train.micro_batches import MicroBatchRunner
 from zrun_core.train.rank_phase import RankPhase
-from zrun_core.user_code.loss import LossFunction, compute_loss
+from zrun_core.user_code.loss import Loss, LossFunction, compute_loss
 from zrun_core.user_code.user import user_code
 from zrun_core.zero.sharded_model import ShardedModel
 
@@ -65,6 +67,7 @@ class Evaluator:
         held_out: HeldOut,
         phase: RankPhase,
         asked_to_stop: Callable[[], bool],
+        runner: MicroBatchRunner,
     ) -> None:
         """
         Args:
@@ -73,12 +76,14 @@ class Evaluator:
             held_out: the data, and the user's functions.
             phase: told of each batch.
             asked_to_stop: returns whether a signal has asked this rank for the end.
+            runner: runs forward passes.
         """
         self._spec = spec
         self._sharded = sharded
         self._held_out = held_out
         self._phase = phase
         self._asked_to_stop = asked_to_stop
+        self._runner = runner
         self._comm = sharded.comm
         self._mesh = sharded.mesh
         self._world = sharded.mesh.world
@@ -130,25 +135,39 @@ class Evaluator:
         for micro in batches:
             vote = self._vote_on_stop()
             micro = micro.to(self._device)
-            sums.add(micro, self._numbers(micro))
+            numbers = self._numbers(micro)
+            if numbers:
+                sums.add(micro, numbers)
             self._phase.tick()
             if vote.read()["asked"]:
                 return False
         return True
 
     def _numbers(self, micro: MicroBatch) -> dict[str, Number]:
-        """Compute the numbers of one batch. A loss that the metrics have is not computed again."""
+        """Compute the numbers of one batch; none but on the last stage of a pipeline.
+
+        A loss that the metrics have is not computed again, except in a pipeline, whose other stages
+        do not see the metrics.
+        """
         found: dict[str, Number] = {}
-        model = self._sharded.module
         if self._held_out.metrics is not None:
-            with self._sharded.evaluation(), user_code("eval.metrics failed"):
-                result = self._held_out.metrics(model, micro.batch)
-                found = read_metrics(result, micro.num_samples)
-        if "loss" not in found:
-            with self._sharded.evaluation(), user_code("evaluation failed"):
-                loss = compute_loss(model, micro.batch, self._held_out.loss, micro.num_samples)
-            found["loss"] = Number(loss.total.double(), loss.weight)
+            found = self._runner.evaluate(partial(self._metrics_of, micro)) or {}
+        if "loss" not in found or self._mesh.pipe.size > 1:
+            loss = self._runner.evaluate(partial(self._loss_of, micro))
+            if loss is not None:
+                found.setdefault("loss", Number(loss.total.double(), loss.weight))
         return found
+
+    def _metrics_of(self, micro: MicroBatch) -> dict[str, Number]:
+        assert self._held_out.metrics is not None
+        with user_code("eval.metrics failed"):
+            result = self._held_out.metrics(self._sharded.module, micro.batch)
+            return read_metrics(result, micro.num_samples)
+
+    def _loss_of(self, micro: MicroBatch) -> Loss:
+        model = self._sharded.module
+        with user_code("evaluation failed"):
+            return compute_loss(model, micro.batch, self._held_out.loss, micro.num_samples)
 
     def _vote_on_stop(self) -> HostCopy:
         """Count the ranks that were asked to stop.
@@ -167,10 +186,11 @@ class Evaluator:
         """
         names = sorted(sums.by_name)
         if self._held_out.metrics is not None:
-            self._check_names(names)
-        own = torch.cat([sums.counts, *(sums.by_name[name] for name in names)])
-        if not self._mesh.adds_samples:
-            own = torch.zeros_like(own)
+            names = self._agreed_names(names)
+        if self._mesh.adds_samples:
+            own = torch.cat([sums.counts, *(sums.by_name[name] for name in names)])
+        else:
+            own = sums.counts.new_zeros(2 + 2 * len(names))
         counts_and_numbers = self._comm.all_reduce_small(
             own, self._world, name="evaluation"
         ).tolist()
@@ -181,15 +201,20 @@ class Evaluator:
             values[name] = total / weight if weight else math.nan
         return {"loss": values.pop("loss"), **values}, counts
 
-    def _check_names(self, names: list[str]) -> None:
-        own = json.dumps(names).encode()
-        everyones = self._comm.all_gather_bytes(own, self._world, name="evaluation")
-        for rank, theirs in enumerate(everyones):
-            if theirs != everyones[0]:
+    def _agreed_names(self, names: list[str]) -> list[str]:
+        """Return the names of the ranks that have numbers, which must be the same."""
+        own = json.dumps(names).encode() if self._mesh.adds_samples else b""
+        told = self._comm.all_gather_bytes(own, self._world, name="evaluation")
+        everyones = {rank: json.loads(each) for rank, each in enumerate(told) if each}
+        first, expected = next(iter(everyones.items()))
+        for rank, theirs in everyones.items():
+            if theirs != expected:
                 raise UserCodeError(
-                    f"eval.metrics returned {', '.join(json.loads(everyones[0]))} on rank 0 and "
-                    f"{', '.join(json.loads(theirs))} on rank {rank}: {_SAME_NAMES}"
+                    f"eval.metrics returned {', '.join(expected)} on rank {first} and "
+                    f"{', '.join(theirs)} on rank {rank}: {_SAME_NAMES}"
                 )
+        agreed: list[str] = expected
+        return agreed
 
 
 class _Sums:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -22,6 +22,8 @@ from zrun_core.user_code.loss import Loss, LossFunction, LossKind, compute_loss
 from zrun_core.user_code.user import user_code
 from zrun_core.zero.micro_pass import MicroPass
 from zrun_core.zero.sharded_model import ShardedModel
+
+T = TypeVar("T")
 
 
 class _UnderWay(NamedTuple):
@@ -126,6 +128,15 @@ class MicroBatchRunner:
                     self._sharded.contribute_zeros(boundary=is_last)
         return losses
 
+    def evaluate(self, call: Callable[[], T]) -> T | None:
+        """Return what a forward without gradients returns; None where its end is elsewhere.
+
+        Args:
+            call: runs the forward.
+        """
+        with self._sharded.evaluation():
+            return call()
+
     def _forward(self, batch: MicroBatch, sums: NamedVector) -> _UnderWay:
         """Run the forward of one micro-batch, and add its numbers to `sums`."""
         self._phase.enter("forward")
@@ -176,7 +187,7 @@ class MicroBatchRunner:
         """Run the backward of one micro-batch; return its share of the loss, without its graph."""
         self._phase.enter("backward")
         timed = self._clock.during(StepPhase.BACKWARD)
-        with timed, user_code("backward failed"), _pointing_at_forward():
+        with timed, user_code("backward failed"), pointing_at_forward():
             self._sharded.backward(under_way.share, under_way.micro, boundary=boundary)
         self.waited[StepPhase.BACKWARD] += self._comm.take_waited()
         return under_way.share.detach()
@@ -264,7 +275,7 @@ class LayerMajorRunner(MicroBatchRunner):
             return
         self._phase.enter("backward")
         timed = self._clock.during(StepPhase.BACKWARD)
-        with timed, user_code("backward failed"), _pointing_at_forward():
+        with timed, user_code("backward failed"), pointing_at_forward():
             loss = None
             if turns_round and number in shares:
                 loss = self._sharded.scaler.scaled(shares[number])
@@ -275,7 +286,7 @@ class LayerMajorRunner(MicroBatchRunner):
 
 
 @contextmanager
-def _pointing_at_forward() -> Iterator[None]:
+def pointing_at_forward() -> Iterator[None]:
     """Say how to find the line of the user's code behind an error that names none."""
     try:
         yield

@@ -18,15 +18,16 @@ from zrun_core.distributed.comm import Comm
 from zrun_core.distributed.mesh import Mesh
 from zrun_core.errors import JobError
 from zrun_core.memory.buffers import Placement, Tier, placement_of
-from zrun_core.memory.layout import UnitLayout
+from zrun_core.memory.layout import NO_PARTS, UnitLayout
 from zrun_core.memory.placement import place
 from zrun_core.memory.state_policy import ZeroPolicy
 from zrun_core.optim.resolve import OptimizerSpec
 from zrun_core.spine import memory_limits
 from zrun_core.spine.config import ActivationsConfig, JobConfig, PrecisionConfig, ZeroConfig
 from zrun_core.spine.spec import resolve_bucket
+from zrun_core.train.stage_building import StageParts
 from zrun_core.user_code.build import Built
-from zrun_core.zero.auto_wrap import repeated_blocks
+from zrun_core.zero.auto_wrap import NO_CHUNKS, repeated_blocks
 from zrun_core.zero.exchange import Exchange
 from zrun_core.zero.precision import Precision
 from zrun_core.zero.server import ParameterServer
@@ -96,6 +97,7 @@ def parallelize(
     mesh: Mesh,
     comm: Comm,
     inputs: OffloadedInputs | None = None,
+    parts: StageParts | None = None,
 ) -> tuple[ShardedModel, list[str]]:
     """Transform a built model in place and shard it.
 
@@ -106,6 +108,7 @@ def parallelize(
         mesh: groups of this rank.
         comm: carries the collectives.
         inputs: moves what blocks are recomputed from; None: it stays on the device.
+        parts: of the model's pipeline; None: it has none.
 
     Returns:
         The sharded model, and notes for the user.
@@ -122,7 +125,9 @@ def parallelize(
         inputs=inputs,
     )
     read = read_tiles(built.module, built.read)
-    sharded = ShardedModel(built.module, read, settings, mesh, comm)
+    table = NO_PARTS if parts is None else parts.table
+    chunk_of = NO_CHUNKS if parts is None else parts.chunk_of
+    sharded = ShardedModel(built.module, read, settings, mesh, comm, table=table, chunk_of=chunk_of)
     return sharded, notes + moved_share(sharded.layouts, settings.placement)
 
 

@@ -31,13 +31,14 @@ from zrun_core.optim.lr import Schedule
 from zrun_core.spine.events import Emitter
 from zrun_core.spine.spec import RunSpec
 from zrun_core.spine.stop_signals import StopSignals
+from zrun_core.stages.stage import Stage
 from zrun_core.telemetry.metrics import StepClock, StepPhase
 from zrun_core.telemetry.peak_memory import PeakMemory
 from zrun_core.telemetry.recorder import IssuedStep, Recorder
 from zrun_core.train.ending import Ending, EndRequests
 from zrun_core.train.evaluations import Evaluations
 from zrun_core.train.evaluator import Evaluator, HeldOut, broadcast_buffers
-from zrun_core.train.micro_batches import LayerMajorRunner, MicroBatchRunner
+from zrun_core.train.pipeline_runner import make_runner
 from zrun_core.train.rank_phase import RankPhase
 from zrun_core.train.run_saves import RunSaves
 from zrun_core.train.saved_state import SavedState
@@ -84,6 +85,7 @@ class Trainer:
         phase: RankPhase,
         stop: StopSignals,
         checkpointer: Checkpointer | None = None,
+        stage: Stage | None = None,
     ) -> None:
         """
         Args:
@@ -96,6 +98,7 @@ class Trainer:
             phase: told what this rank does.
             stop: signals of this process.
             checkpointer: None: nothing is saved.
+            stage: of a pipeline; None: there is none.
         """
         job = spec.job
         self.spec = spec
@@ -116,10 +119,24 @@ class Trainer:
         self.hooks = Hooks(functions.hooks, sharded, self.recorder, Path(spec.run_dir), phase)
         self.ending = EndRequests(stop, self.hooks, self.comm, self.world, emitter, self.progress)
 
+        self._micro_batches = make_runner(
+            spec,
+            sharded,
+            functions.loss,
+            self._clock,
+            phase,
+            MemoryGuard(spec, sharded, emitter),
+            stage,
+        )
         evaluator = None
         if functions.held_out is not None:
             evaluator = Evaluator(
-                spec, sharded, functions.held_out, phase, self.ending.asked_to_stop
+                spec,
+                sharded,
+                functions.held_out,
+                phase,
+                self.ending.asked_to_stop,
+                self._micro_batches,
             )
         self.evaluations = Evaluations(
             job.eval,
@@ -156,16 +173,6 @@ class Trainer:
         self._replicas = ReplicaGuard(sharded)
         self._numeric = NumericGuard(job, sharded, emitter, is_main=self.recorder.is_main)
         self._numeric_problem: str | None = None  # found within a step, which is to end first
-        is_layer_major = job.parallel.schedule == "layer-major"
-        make_runner = LayerMajorRunner if is_layer_major else MicroBatchRunner
-        self._micro_batches = make_runner(
-            spec,
-            sharded,
-            functions.loss,
-            self._clock,
-            phase,
-            MemoryGuard(spec, sharded, emitter),
-        )
         self.steps = StepRunner(sharded)
         if "on_step" in self.hooks:  # it is called between two steps, with the totals of the last
             self.steps.reads_late = False

@@ -19,8 +19,9 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -57,9 +58,11 @@ from zrun_core.train import failure_note, parallelize, rendezvous
 from zrun_core.train.evaluator import HeldOut
 from zrun_core.train.host_room import host_room
 from zrun_core.train.rank_phase import RankPhase
+from zrun_core.train.stage_building import StageParts, build_stage
 from zrun_core.train.trainer import Trainer, UserFunctions
 from zrun_core.user_code import user
 from zrun_core.user_code.build import Built, build_once_per_host
+from zrun_core.user_code.loss import compute_loss
 from zrun_core.user_code.meta_init import build_on_meta
 from zrun_core.zero.sharding_config import ShardingConfig, check_model_fits
 
@@ -117,8 +120,17 @@ def _read_arguments(
     if given != size or not 0 <= rank < size:
         raise JobError(f"{path} is for {size} ranks, and this is rank {rank} of {given}; {usage}")
     dims = spec.plan.dims
-    refuse_untrained(dims.tp, dims.pp)
+    refuse_untrained(dims.tp)
     return spec, rank
+
+
+class _Data(NamedTuple):
+    """The job's data, and the user's functions."""
+
+    functions: UserFunctions
+    dataset: object
+    streams: rng.Streams
+    loader: BatchLoader
 
 
 class Worker:
@@ -178,6 +190,13 @@ class Worker:
         settings = self._sharding_config(device, room)
         built = self._build(settings, mesh, comm)
 
+        data = None
+        parts = None
+        if mesh.pipe.size > 1:
+            self.phase.enter("data")
+            data = self._open_data(mesh, device)
+            mesh, parts = self._cut(built, data, settings, mesh, device)
+
         self.phase.enter("shard")
         inputs = parallelize.offloaded_inputs(
             settings.placement.activation,
@@ -186,9 +205,11 @@ class Worker:
             self.spec.offload_folder,
             job.offload.host_memory,
         )
-        sharded, notes = parallelize.parallelize(built, job, settings, mesh, comm, inputs)
+        sharded, notes = parallelize.parallelize(built, job, settings, mesh, comm, inputs, parts)
         sharded.module.to(device)  # buffers: the parameters are there
         notes = [*built.notes, *notes]
+        if parts is not None:
+            notes += parts.notes
 
         self.phase.enter("load")
         if job.checkpoint is not None and self.rank == 0:
@@ -199,27 +220,10 @@ class Worker:
         notes += loading_notes
 
         self.phase.enter("data")
-        functions = self._load_functions()
-        dataset = user.call(_without_options(job.data), self.job_dir)
+        if data is None:
+            data = self._open_data(mesh, device)
+        functions, dataset, streams, loader = data
         state.holders = (dataset, functions.collate)
-        streams = rng.Streams(
-            job.seed,
-            device,
-            dp=mesh.data.index,
-            pp=mesh.pipe.index,
-            tp=mesh.tensor.index,
-        )
-        loader = BatchLoader(
-            dataset,
-            job.data,
-            self.spec.batch,
-            mesh.data.index,
-            job.seed,
-            device,
-            epochs=job.epochs,
-            collate=functions.collate,
-            draws=streams.data,
-        )
         streams.begin()  # from here on each rank draws from its own
         total_steps = self._total_steps(loader, resumed)
         if job.epochs is not None and total_steps is not None:
@@ -236,6 +240,7 @@ class Worker:
             self.phase,
             self.stop,
             checkpointer,
+            None if parts is None else parts.stage,
         )
         trainer.recorder.inputs = inputs
         if resumed is not None:
@@ -313,6 +318,9 @@ class Worker:
 
         if job.init == "meta":
             return build_on_meta(factory, job.seed, values=values)
+        check_states = None
+        if mesh.pipe.size == 1:  # else this rank has a part of the structure
+            check_states = partial(check_model_fits, settings=settings, mesh=mesh, comm=comm)
         return build_once_per_host(
             factory,
             job.seed,
@@ -321,7 +329,7 @@ class Worker:
             comm,
             values=values,
             host_bytes=self._host_bytes() if settings.memory_bytes is not None else None,
-            check_states=lambda structure: check_model_fits(structure, settings, mesh, comm),
+            check_states=check_states,
         )
 
     def _host_bytes(self) -> int:
@@ -343,7 +351,58 @@ class Worker:
             return None, load_weights(init_from, state, mesh.world)
         return None, []
 
-    # The user's functions
+    def _cut(
+        self,
+        built: Built,
+        data: _Data,
+        settings: ShardingConfig,
+        mesh: Mesh,
+        device: torch.device,
+    ) -> tuple[Mesh, StageParts]:
+        """Make the model this rank's stage of a pipeline; return it, and its groups. Collective.
+
+        Raises:
+            JobError: the model cannot be cut as the job asks, or there is no batch to follow.
+        """
+        batch = data.loader.peek()
+        if batch is None:
+            raise JobError("parallel.pp: the data has no batch by which the model could be cut")
+        batch = batch.to(device)
+
+        def forward() -> object:
+            with settings.precision.autocast(device), user.user_code("forward failed"):
+                return compute_loss(built.module, batch.batch, data.functions.loss, 1)
+
+        job = self.spec.job
+        parts = build_stage(built.module, forward, job, settings, mesh, device)
+        places = [place.coordinates for place in self.spec.plan.ranks]
+        return mesh.tie(places, parts.tied_stages, job.limits.collective_s), parts
+
+    # The user's functions and data
+
+    def _open_data(self, mesh: Mesh, device: torch.device) -> _Data:
+        job = self.spec.job
+        functions = self._load_functions()
+        dataset = user.call(_without_options(job.data), self.job_dir)
+        streams = rng.Streams(
+            job.seed,
+            device,
+            dp=mesh.data.index,
+            pp=mesh.pipe.index,
+            tp=mesh.tensor.index,
+        )
+        loader = BatchLoader(
+            dataset,
+            job.data,
+            self.spec.batch,
+            mesh.data.index,
+            job.seed,
+            device,
+            epochs=job.epochs,
+            collate=functions.collate,
+            draws=streams.data,
+        )
+        return _Data(functions, dataset, streams, loader)
 
     def _load_functions(self) -> UserFunctions:
         job = self.spec.job

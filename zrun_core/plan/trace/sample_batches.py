@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.utils.data import default_collate
 
-from zrun_core.data.batch import _map_tensors, count_tokens
+from zrun_core.data.batch import count_tokens, map_tensors
 from zrun_core.data.source import is_map_style, length_of
 from zrun_core.errors import JobError, UserCodeError, ZrunError
 from zrun_core.spine.config import JobConfig
@@ -79,7 +79,7 @@ class SampleBatches:
                 tensor = tensor.index_select(dim, places)
             return tensor
 
-        return _map_tensors(longer, batch)
+        return map_tensors(longer, batch)
 
 
 def samples_of(job: JobConfig, job_dir: Path, *, values: bool = False) -> SampleBatches:
@@ -236,5 +236,5 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
         found.append(tensor)
         return tensor
 
-    _map_tensors(add, value)
+    map_tensors(add, value)
     return found

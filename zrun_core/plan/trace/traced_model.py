@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from zrun_core.activations.checkpoint import apply_checkpointing
 from zrun_core.activations.kv_cache import omit_cache
-from zrun_core.data.batch import _map_tensors
+from zrun_core.data.batch import map_tensors
 from zrun_core.errors import UserCodeError, ZrunError
 from zrun_core.memory.layout import dense_stride
 from zrun_core.plan.trace.block_extrapolation import BlocksDifferError, BlockSeries, shortened
@@ -278,7 +278,7 @@ class TracedModel:
 
         batch = self.samples.batch(micro)
         with self._mode:
-            return _map_tensors(made, batch)
+            return map_tensors(made, batch)
 
     def _forward(self, batch: Any, micro: int) -> torch.Tensor:
         """Return what the trainer differentiates."""

@@ -1,0 +1,386 @@
+"""What flows through a model: one recorded forward says where it can be cut into stages.
+
+The forward runs as it is, on a real batch, with parameters that are fake tensors: whatever depends
+on the batch alone (masks, positions, labels) has values, and the rest has none and takes no time.
+Each tensor carries what it was made of, by its memory:
+
+    call 0  embed      hands out  leaf (0, 0)                            segment 0
+    call 1  blocks.0   uses (0, 0), hands out (1, 0)                     segment 0
+    call 2  blocks.1   uses (1, 0), hands out (2, 0)                     segment 1
+    call 3  norm       uses (2, 0), ...                                  segment 2: after the blocks
+
+A border between two stages is crossed by the leaves that were made before it and are used after it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from zrun_core.errors import JobError
+from zrun_core.memory.layout import dense_stride
+from zrun_core.stages.node_calls import Node, install_nodes, walking
+from zrun_core.telemetry.metrics import flops_of
+from zrun_core.zero.auto_wrap import repeated_blocks, running_norm_params
+from zrun_core.zero.module_hooks import tensors_in
+
+_PP = "parallel.pp"
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A tensor that a call of a node hands out.
+
+    Attributes:
+        call: number of the call in a forward.
+        number: of the tensor among those that it hands out; -1: other than as its result.
+        segment: in which the call is made.
+        last_use: last segment that uses the tensor.
+        shape: for the batch that was followed.
+        dtype: such as "float32".
+        requires_grad: a gradient comes back for it.
+    """
+
+    call: int
+    number: int
+    segment: int
+    last_use: int
+    shape: tuple[int, ...]
+    dtype: str
+    requires_grad: bool
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of it, for the batch that was followed."""
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return torch.Size(self.shape).numel() * dtype.itemsize
+
+
+@dataclass(frozen=True)
+class OutsideUse:
+    """A parameter that is used outside of nodes, and where what is made of it is used.
+
+    Attributes:
+        param: its name.
+        segment: in which it is used.
+        used_in: segments that use what it was made part of.
+    """
+
+    param: str
+    segment: int
+    used_in: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class NodeCall:
+    """A call of a node in a forward.
+
+    Attributes:
+        name: of the node.
+        segment: in which it is called.
+        hands_on: its result is one tensor, like the first that it is given in shape and dtype.
+    """
+
+    name: str
+    segment: int
+    hands_on: bool = False
+
+
+@dataclass(frozen=True)
+class ModelFlow:
+    """The flow through a model with n blocks, in n + 1 segments.
+
+    Segment k is what runs after block k - 1 up to the end of block k; segment n follows the last
+    block.
+
+    Attributes:
+        blocks: their names, in the order in which they are called.
+        flops: of the forward, by segment, for the batch that was followed.
+        uses: by the first name of a parameter, the segments that use it.
+        calls: of nodes, in order.
+        leaves: what they hand out and others use.
+        outside: uses of parameters outside of nodes.
+    """
+
+    blocks: tuple[str, ...]
+    flops: tuple[float, ...]
+    uses: Mapping[str, tuple[int, ...]]
+    calls: tuple[NodeCall, ...]
+    leaves: tuple[Leaf, ...]
+    outside: tuple[OutsideUse, ...] = ()
+
+    def crossing(self, block: int) -> tuple[Leaf, ...]:
+        """Return what crosses the border before block `block`.
+
+        Raises:
+            JobError: a tensor does that cannot be followed.
+        """
+        found = tuple(leaf for leaf in self.leaves if leaf.segment < block <= leaf.last_use)
+        for leaf in found:
+            if leaf.number < 0:
+                name = self.calls[leaf.call].name
+                raise JobError(
+                    f"{_PP}: {name} hands a tensor to {self._segment_in_words(leaf.last_use)} "
+                    "other than as its result (through an attribute or a global), so no stage can "
+                    f"end between them: return it from {name}, or name other blocks in "
+                    "parallel.split"
+                )
+        return found
+
+    def _segment_in_words(self, segment: int) -> str:
+        if segment < len(self.blocks):
+            return self.blocks[segment]
+        return "what follows the blocks"
+
+
+def follow(
+    model: nn.Module,
+    forward: Callable[[], object],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> ModelFlow:
+    """Run one forward of `model` without its values, and return what flows through it.
+
+    Args:
+        model: the user's, on any device, not sharded, with all of its blocks.
+        forward: runs the loss of a batch, with autocast as in training.
+        dtype: that parameters have in training.
+        device: that trains.
+
+    Raises:
+        JobError: the model has no repeated blocks, calls one of them twice, or looks at values.
+    """
+    blocks = repeated_blocks(model)
+    if not blocks:
+        raise JobError(
+            f"{_PP}: the model has no repeated blocks (two members of one class in a ModuleList or "
+            "Sequential, with modules inside) to make stages of; write pp: 1"
+        )
+    names = {id(param): name for name, param in model.named_parameters()}
+    nodes = install_nodes(model, blocks)
+    try:
+        with _fake_parameters(model, dtype, device) as fakes:
+            walk = _FollowingWalk(
+                {fake.untyped_storage()._cdata: names[key] for key, fake in fakes.items()}
+            )
+            with walking(walk), walk:
+                loss = forward()
+            walk.end(loss)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise JobError(
+            f"{_PP}: the model's forward cannot be followed without the values of its parameters "
+            f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}); it may "
+            "not look at values of hidden states, as by .item(); write pp: 1"
+        ) from error
+    finally:
+        for node in nodes:
+            vars(node.module).pop("_call_impl", None)
+    return walk.flow(list(names.values()), [name for name, _ in blocks])
+
+
+@contextmanager
+def _fake_parameters(
+    model: nn.Module, dtype: torch.dtype, device: torch.device
+) -> Iterator[dict[int, torch.Tensor]]:
+    """Replace parameters by fake ones inside; yield these by identity of the true ones."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    in_fp32 = running_norm_params(model)
+    fakes: dict[int, torch.Tensor] = {}
+    true: list[tuple[nn.Module, str, nn.Parameter]] = []
+    for module in model.modules():
+        for key, param in module._parameters.items():
+            if param is None:
+                continue
+            true.append((module, key, param))
+            if id(param) not in fakes:
+                own = torch.float32 if id(param) in in_fp32 else dtype
+                with mode:
+                    fake = torch.empty_strided(
+                        param.shape, dense_stride(param), dtype=own, device=device
+                    )
+                fakes[id(param)] = nn.Parameter(fake, requires_grad=param.requires_grad)
+            module._parameters[key] = fakes[id(param)]  # type: ignore[assignment]
+    try:
+        yield fakes
+    finally:
+        for module, key, param in true:
+            module._parameters[key] = param
+
+
+class _Source(NamedTuple):
+    """What a tensor was made of: a leaf, or a parameter that is used outside of nodes.
+
+    Attributes:
+        call, number: of a leaf, as of `Leaf`.
+        param: name of a parameter, else empty.
+        segment: in which the parameter is used.
+    """
+
+    call: int = -1
+    number: int = -1
+    param: str = ""
+    segment: int = -1
+
+
+_Sources = frozenset[_Source]
+_NONE: _Sources = frozenset()
+
+
+class _FollowingWalk(TorchDispatchMode):
+    """Follows the tensors of one forward, by their memory: views are made of the same."""
+
+    def __init__(self, params: Mapping[int, str]) -> None:
+        """
+        Args:
+            params: by storage, the name of a parameter.
+        """
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._params = params
+        self._blocks: list[str] = []
+        self._calls: list[NodeCall] = []
+        self._running: int | None = None  # number of the call that runs
+        self._flops: Counter[int] = Counter()
+        self._uses: dict[str, set[int]] = defaultdict(set)
+        self._made_of: dict[int, _Sources] = {}  # by storage
+        self._alive: list[object] = []  # so that no storage has the identity of an earlier one
+        self._used_in: dict[_Source, set[int]] = defaultdict(set)
+        self._leaves: dict[_Source, torch.Tensor] = {}
+        self._segment = 0
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled in here
+
+    def call(self, node: Node, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run a node, and note what it hands out."""
+        number = len(self._calls)
+        self._calls.append(NodeCall(node.name, self._segment))
+        if node.is_block:
+            if node.name in self._blocks:
+                raise JobError(
+                    f"{_PP}: {node.name} is called twice in a forward, so it would be on two "
+                    "stages; write pp: 1"
+                )
+            self._blocks.append(node.name)
+        self._running = number
+        try:
+            output = node.run(args, kwargs)
+        finally:
+            self._running = None
+        if _hands_on(args, kwargs, output):
+            self._calls[number] = replace(self._calls[number], hands_on=True)
+        found: dict[int, set[_Source]] = defaultdict(set)
+        for place, tensor in enumerate(tensors_in(output)):
+            leaf = _Source(number, place)
+            found[self._storage(tensor)].add(leaf)
+            self._leaves[leaf] = tensor
+        self._made_of |= {storage: frozenset(leaves) for storage, leaves in found.items()}
+        if node.is_block:
+            self._segment += 1
+        return output
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        self._flops[self._segment] += flops_of(func, args, kwargs, out)
+        sources = _NONE
+        for tensor in tensors_in((args, kwargs)):
+            storage = self._storage(tensor)
+            name = self._params.get(storage)
+            if name is not None:
+                self._uses[name].add(self._segment)
+                if self._running is None:
+                    sources |= {_Source(param=name, segment=self._segment)}
+            sources |= self._made_of.get(storage, _NONE)
+        if self._running is not None:
+            for source in sources:
+                if source.call != self._running:
+                    self._used_in[source].add(self._segment)
+            sources = frozenset([_Source(self._running)])
+        written = [args[0]] if func._schema.is_mutable and args else []
+        for tensor in tensors_in(written):
+            self._add(self._storage(tensor), sources)
+        for tensor in tensors_in(out):
+            storage = self._storage(tensor)
+            if storage not in self._made_of:  # else it is a view, or was written
+                self._add(storage, sources)
+        return out
+
+    def _add(self, storage: int, sources: _Sources) -> None:
+        if storage not in self._params:
+            self._made_of[storage] = self._made_of.get(storage, _NONE) | sources
+
+    def _storage(self, tensor: torch.Tensor) -> int:
+        storage = tensor.untyped_storage()
+        self._alive.append(storage)
+        address: int = storage._cdata
+        return address
+
+    def end(self, result: object) -> None:
+        """End the forward, whose result is used after the last block."""
+        for tensor in tensors_in(result):
+            for source in self._made_of.get(self._storage(tensor), _NONE):
+                self._used_in[source].add(self._segment)
+
+    def flow(self, params: Sequence[str], blocks: Sequence[str]) -> ModelFlow:
+        """Return what was seen.
+
+        Args:
+            params: names of all parameters.
+            blocks: names of all blocks.
+
+        Raises:
+            JobError: a block was not called.
+        """
+        for name in blocks:
+            if name not in self._blocks:
+                raise JobError(f"{_PP}: {name} is not called in a forward; write pp: 1")
+        leaves = []
+        outside = []
+        for source, used_in in sorted(self._used_in.items()):
+            if source.param:
+                outside.append(OutsideUse(source.param, source.segment, tuple(sorted(used_in))))
+                continue
+            tensor = self._leaves.get(source)
+            leaves.append(
+                Leaf(
+                    source.call,
+                    source.number,
+                    self._calls[source.call].segment,
+                    max(used_in),
+                    () if tensor is None else tuple(tensor.shape),
+                    "float32" if tensor is None else str(tensor.dtype).removeprefix("torch."),
+                    tensor is not None and tensor.requires_grad,
+                )
+            )
+        return ModelFlow(
+            tuple(self._blocks),
+            tuple(float(self._flops[segment]) for segment in range(len(self._blocks) + 1)),
+            {name: tuple(sorted(self._uses.get(name, ()))) for name in params},
+            tuple(self._calls),
+            tuple(leaves),
+            tuple(outside),
+        )
+
+
+def first_tensor(args: Any, kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+    """Return the first tensor that a call is given, itself and not inside of anything."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor):
+            return value
+    return None
+
+
+def _hands_on(args: Any, kwargs: Mapping[str, Any], output: Any) -> bool:
+    first = first_tensor(args, kwargs)
+    if first is None or not isinstance(output, torch.Tensor):
+        return False
+    return output.shape == first.shape and output.dtype == first.dtype

@@ -1,0 +1,108 @@
+"""Calls of a model's nodes, which a walk may take over: what a pipeline cuts a model between.
+
+A node is a repeated block, or an outermost module outside of the blocks that has parameters and no
+block inside. A call of one goes to the walk that is under way in this thread, before any hook of
+the module; without a walk it is a plain call.
+
+    with walking(walk):
+        model(**batch)          # walk.call(node, args, kwargs) for each call of a node
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from torch import nn
+
+_here = threading.local()  # `walk`: of the pass that this thread runs
+
+
+class Walk(Protocol):
+    """What takes over the calls of nodes."""
+
+    def call(self, node: Node, args: Any, kwargs: dict[str, Any]) -> Any: ...
+
+
+class Node:
+    """Stands before a module's hooks, as its `_call_impl`.
+
+    Attributes:
+        module: whose calls come here.
+        name: of it in the model.
+        is_block: it is a repeated block.
+        forward: of the module, as the user wrote it.
+    """
+
+    def __init__(self, module: nn.Module, name: str, *, is_block: bool) -> None:
+        self.module = module
+        self.name = name
+        self.is_block = is_block
+        self.forward = module.forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        walk: Walk | None = getattr(_here, "walk", None)
+        if walk is None:
+            return self.run(args, kwargs)
+        return walk.call(self, args, kwargs)
+
+    def run(self, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Call the module, hooks and all. Nodes inside of it are part of it."""
+        walk = getattr(_here, "walk", None)
+        _here.walk = None
+        try:
+            return type(self.module)._call_impl(self.module, *args, **kwargs)
+        finally:
+            _here.walk = walk
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Node:
+        """Return the node of the copied module, of which no walk knows."""
+        module = memo.get(id(self.module), self.module)
+        return Node(module, self.name, is_block=self.is_block)
+
+
+@contextmanager
+def walking(walk: Walk) -> Iterator[None]:
+    """Let `walk` take over the calls of nodes in this thread."""
+    _here.walk = walk
+    try:
+        yield
+    finally:
+        _here.walk = None
+
+
+def install_nodes(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> list[Node]:
+    """Make nodes of the blocks and of the modules outside of them that have parameters.
+
+    Args:
+        model: the user's.
+        blocks: names and modules of its repeated blocks.
+
+    Returns:
+        The nodes, in order of registration.
+    """
+    of_blocks = {id(block) for _, block in blocks}
+    found: list[Node] = []
+    seen: set[int] = set()
+
+    def visit(name: str, module: nn.Module) -> None:
+        if id(module) in seen:
+            return
+        seen.add(id(module))
+        is_block = id(module) in of_blocks
+        holds_block = any(id(inner) in of_blocks for inner in module.modules())
+        has_params = any(True for _ in module.parameters())
+        if is_block or (has_params and not holds_block):
+            node = Node(module, name, is_block=is_block)
+            vars(module)["_call_impl"] = node
+            found.append(node)
+            if is_block:
+                return
+        # A container that is never called has nodes inside; one that is called hides them.
+        for key, child in module.named_children():
+            visit(f"{name}.{key}" if name else key, child)
+
+    visit("", model)
+    return found

@@ -1,0 +1,185 @@
+"""Executes the actions of a pipeline's stage: passes through chunks, and their messages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from zrun_core.data.batch import MicroBatch
+from zrun_core.distributed.named_vector import NamedVector
+from zrun_core.guards.oom import MemoryGuard
+from zrun_core.pipeline.schedule import Action, ActionKind, stage_actions
+from zrun_core.spine.spec import RunSpec
+from zrun_core.stages.links import StageLinks
+from zrun_core.stages.stage import ChunkPass, Stage
+from zrun_core.telemetry.metrics import StepClock, StepPhase
+from zrun_core.train.micro_batches import (
+    LayerMajorRunner,
+    MicroBatchRunner,
+    pointing_at_forward,
+)
+from zrun_core.train.rank_phase import RankPhase
+from zrun_core.user_code.loss import LossFunction
+from zrun_core.user_code.user import user_code
+from zrun_core.zero.micro_pass import MicroPass
+from zrun_core.zero.sharded_model import ShardedModel
+
+T = TypeVar("T")
+
+
+class _InChunk(NamedTuple):
+    """A micro-batch between its forward and its backward through a chunk."""
+
+    micro: MicroPass
+    passed: ChunkPass
+    share: torch.Tensor | None  # 0-d, of the loss, to be differentiated; of the last chunk
+    sent: tuple[tuple[torch.Size, torch.dtype], ...]  # what gradients come back of, by place
+
+
+class PipelineRunner(MicroBatchRunner):
+    """Runs the actions of one stage."""
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        sharded: ShardedModel,
+        loss: LossFunction | None,
+        clock: StepClock,
+        phase: RankPhase,
+        memory: MemoryGuard,
+        stage: Stage,
+        links: StageLinks,
+    ) -> None:
+        """
+        Args:
+            spec, sharded, loss, clock, phase, memory: as of `MicroBatchRunner`.
+            stage: of this rank.
+            links: to the other stages.
+        """
+        super().__init__(spec, sharded, loss, clock, phase, memory)
+        self._stage = stage
+        self._schedule = spec.job.parallel.schedule
+        self._links = links
+        self._under_way: dict[tuple[int, int], _InChunk] = {}  # by chunk and micro-batch
+
+    def order(self, micro_batches: int) -> tuple[Action, ...]:
+        split = self._stage.split
+        schedule = self._schedule
+        return stage_actions(schedule, self._stage.index, split.pp, split.virtual, micro_batches)
+
+    def run(
+        self,
+        actions: Sequence[Action],
+        micro_batches: Sequence[MicroBatch],
+        sums: NamedVector,
+        step: int,
+    ) -> list[torch.Tensor]:
+        losses: list[torch.Tensor] = []
+        for action in actions:
+            if action.kind is ActionKind.FORWARD:
+                self._run_forward(action, micro_batches[action.micro], sums)
+            else:
+                is_last = action.micro == len(micro_batches) - 1
+                share = self._run_backward(action, boundary=is_last)
+                if share is not None:
+                    losses.append(share)
+        self._links.flush()
+        return losses
+
+    def _run_forward(self, action: Action, batch: MicroBatch, sums: NamedVector) -> None:
+        """Run a micro-batch's forward through a chunk, and send on what it makes."""
+        chunk, number = action.chunk, action.micro
+        receive = partial(self._receive, chunk, number)
+        share = None
+        self._phase.enter("forward")
+        with self._clock.during(StepPhase.FORWARD):
+            with self._sharded.forward(self._local(chunk)) as micro:
+                passed = self._stage.forward(chunk, partial(self._loss_of, batch), receive)
+            if self._is_last(chunk):
+                self._add_numbers(sums, batch, passed.result)
+                share = self._share_of(passed.result, batch)
+                passed.result = None
+            sent = tuple((tensor.shape, tensor.dtype) for tensor in passed.outputs)
+            for place, tensor in enumerate(passed.outputs):
+                self._links.send_activation(tensor, chunk, number, place)
+            passed.outputs = []
+        self._under_way[chunk, number] = _InChunk(micro, passed, share, sent)
+        self.waited[StepPhase.FORWARD] += self._comm.take_waited()
+
+    def _run_backward(self, action: Action, *, boundary: bool) -> torch.Tensor | None:
+        """Run a micro-batch's backward through a chunk, and send back what it makes.
+
+        Returns:
+            Its share of the loss, without its graph; of the last chunk.
+        """
+        chunk, number = action.chunk, action.micro
+        micro, passed, share, sent = self._under_way.pop((chunk, number))
+        self._phase.enter("backward")
+        timed = self._clock.during(StepPhase.BACKWARD)
+        with timed, user_code("backward failed"), pointing_at_forward():
+            roots: list[Any] = []
+            grads: list[torch.Tensor | None] = []
+            if share is not None:
+                roots.append(self._sharded.scaler.scaled(share))
+                grads.append(None)
+            for place, edge in enumerate(passed.edges):
+                if edge is not None:
+                    roots.append(edge)
+                    grads.append(self._links.receive_grad(*sent[place], chunk, number, place))
+            with self._sharded.backward_pass(micro, boundary=boundary):
+                if roots:
+                    torch.autograd.backward(roots, grads)
+                for place, arrived in passed.arrived.items():
+                    self._links.send_grad(arrived.take_grad(), chunk, number, place)
+        self.waited[StepPhase.BACKWARD] += self._comm.take_waited()
+        return None if share is None else share.detach()
+
+    def evaluate(self, call: Callable[[], T]) -> T | None:
+        result: T | None = None
+        for chunk in self._stage.chunks:
+            receive = partial(self._receive, chunk, 0)
+            with self._sharded.evaluation(self._local(chunk)):
+                passed = self._stage.forward(chunk, call, receive)
+            for place, tensor in enumerate(passed.outputs):
+                self._links.send_activation(tensor, chunk, 0, place)
+            result = passed.result
+        self._links.flush()
+        return result
+
+    def _receive(self, chunk: int, number: int, place: int, like: torch.Tensor) -> torch.Tensor:
+        return self._links.receive_activation(like, chunk, number, place)
+
+    def _is_last(self, chunk: int) -> bool:
+        return chunk == self._stage.split.num_chunks - 1
+
+    def _local(self, chunk: int) -> int:
+        """Return the number of a chunk among those of this stage."""
+        return chunk // self._stage.split.pp
+
+
+def make_runner(
+    spec: RunSpec,
+    sharded: ShardedModel,
+    loss: LossFunction | None,
+    clock: StepClock,
+    phase: RankPhase,
+    memory: MemoryGuard,
+    stage: Stage | None,
+) -> MicroBatchRunner:
+    """Return what runs the micro-batches of a job's steps.
+
+    Args:
+        spec, sharded, loss, clock, phase, memory: as of `MicroBatchRunner`.
+        stage: of a pipeline; None: there is none.
+    """
+    if stage is not None:
+        mesh = sharded.mesh
+        most = max(len(border) for border in stage.borders)
+        links = StageLinks(sharded.comm, mesh.pipe, mesh.pipe_back, stage.split, most)
+        return PipelineRunner(spec, sharded, loss, clock, phase, memory, stage, links)
+    if spec.job.parallel.schedule == "layer-major":
+        return LayerMajorRunner(spec, sharded, loss, clock, phase, memory)
+    return MicroBatchRunner(spec, sharded, loss, clock, phase, memory)

@@ -1,0 +1,145 @@
+"""Make a stage of a pipeline of a built model: follow its forward, cut it, keep one part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from zrun_core.distributed.mesh import Mesh
+from zrun_core.errors import JobError
+from zrun_core.memory.layout import dense_stride
+from zrun_core.memory.tensors import TIED, TensorPart, full_part
+from zrun_core.pipeline.ownership import owned, tied_stages
+from zrun_core.pipeline.split import Split, balance_in_words, balanced
+from zrun_core.spine.config import JobConfig
+from zrun_core.stages.flow import ModelFlow, follow
+from zrun_core.stages.stage import Stage
+from zrun_core.zero.sharding_config import ShardingConfig
+
+
+@dataclass(frozen=True)
+class StageParts:
+    """A stage, and what its parameters are of the whole model.
+
+    Attributes:
+        stage: made of the model, in place.
+        tied_stages: stages that share tied parameters.
+        table: by name of a tied parameter, its part of a tensor: all of it, on several stages.
+        chunk_of: by name of a parameter, its chunk among those of this stage.
+        notes: for the user.
+    """
+
+    stage: Stage
+    tied_stages: tuple[int, ...]
+    table: Mapping[str, TensorPart]
+    chunk_of: Mapping[str, int]
+    notes: tuple[str, ...]
+
+
+def build_stage(
+    model: nn.Module,
+    forward: Callable[[], object],
+    job: JobConfig,
+    settings: ShardingConfig,
+    mesh: Mesh,
+    device: torch.device,
+) -> StageParts:
+    """Cut a model into stages, and make it this rank's one, in place.
+
+    Args:
+        model: the user's, whole, before it is transformed and sharded.
+        forward: runs the loss of a micro-batch, with autocast as in training.
+        job: says how to cut.
+        settings: of its sharding.
+        mesh: groups of this rank.
+        device: that trains.
+
+    Raises:
+        JobError: the model cannot be cut so.
+    """
+    dtype = settings.precision.compute
+    for module in model.modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[key] = buffer.to(device)
+    flow = follow(model, forward, dtype, device)
+    split = split_of(job, flow, mesh.pipe.size)
+    owners = owned(flow.uses, split)
+    _check_outside_uses(flow, split, owners)
+    index = mesh.pipe.index
+    chunk_of = _chunks_of_params(flow, split, owners, index)
+    params = dict(model.named_parameters())
+    table = {
+        name: full_part(
+            name, tuple(params[name].shape), dense_stride(params[name]), replicated_over=(TIED,)
+        )
+        for name, stages in owners.items()
+        if index in stages and len(stages) > 1
+    }
+    stage = Stage(model, flow, split, index, owners, dtype, device)
+    notes = (f"parallel.split: {balance_in_words(split, flow.flops, flow.blocks)}",)
+    return StageParts(stage, tied_stages(owners), table, chunk_of, notes)
+
+
+def split_of(job: JobConfig, flow: ModelFlow, pp: int) -> Split:
+    """Return the chunks that a job asks for.
+
+    Args:
+        job: the job.
+        flow: of its model.
+        pp: stages.
+
+    Raises:
+        JobError: the model has not as many blocks, or others.
+    """
+    return balanced(flow.flops, len(flow.blocks), pp)
+
+
+def _check_outside_uses(flow: ModelFlow, split: Split, owners: Mapping[str, Sequence[int]]) -> None:
+    """Check that what is made outside of modules with a parameter is used where that is.
+
+    Raises:
+        JobError: a stage needs it that has not the parameter.
+    """
+    for use in flow.outside:
+        for segment in use.used_in:
+            chunk = split.chunk_of_segment(segment)
+            if segment < use.segment or split.stage_of(chunk) in owners[use.param]:
+                continue
+            where = "what follows the blocks"
+            if segment < len(flow.blocks):
+                where = flow.blocks[segment]
+            raise JobError(
+                f"parallel.pp: {use.param} is used in the model's forward itself, and {where}, "
+                f"which is on stage {split.stage_of(chunk)}, uses what is made of it: compute that "
+                "in a module that has the parameter, whose result can be sent; or write pp: 1"
+            )
+
+
+def _chunks_of_params(
+    flow: ModelFlow, split: Split, owners: Mapping[str, Sequence[int]], index: int
+) -> dict[str, int]:
+    """Return by name the chunk of each of this stage's parameters, among its own ones.
+
+    Raises:
+        JobError: several of them use one.
+    """
+    if split.virtual == 1:
+        return {}
+    found = {}
+    for name, stages in owners.items():
+        if index not in stages:
+            continue
+        chunks = {split.chunk_of_segment(segment) for segment in flow.uses[name]}
+        here = sorted(chunk for chunk in chunks if split.stage_of(chunk) == index)
+        if len(here) > 1:
+            raise JobError(
+                f"parallel.virtual: chunks {here[0]} and {here[1]} of stage {index} both use "
+                f"{name}: write virtual: 1, or another parallel.split"
+            )
+        chunk = here[0] if here else split.chunks(index)[-1]
+        found[name] = chunk // split.pp
+    return found

@@ -13,6 +13,7 @@ import random
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,6 +27,8 @@ from zrun_core.memory.buffers import ON_DEVICE, Kind, Placement, Tier
 from zrun_core.memory.tier_traffic import Direction, Move
 from zrun_core.pipeline.schedule import ActionKind, layer_major
 from zrun_core.tiers.copies import ThreadCopier
+from zrun_core.tiers.swap_file import Extent
+from zrun_core.tiers.tiers import Tiers
 from zrun_core.tiers.transfer import DONE, Transfer
 from zrun_core.zero.exchange import Exchange
 from zrun_core.zero.sharded_model import ShardedModel
@@ -356,6 +359,32 @@ def test_a_sum_that_is_added_to_and_what_user_code_writes(ranks: Ranks, stage: i
             differ = {name: (own[name] - other[name]).abs().max() for name in own}
             # At stage 0 the late gradient is summed over ranks before it is added, not after.
             assert max(differ.values()) <= (1e-7 if stage < 2 else 0), differ
+
+
+def test_only_what_was_changed_is_written_to_the_disk_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sharded = make_sharded(
+        build(), 1, precision="bf16", placement=PLACEMENTS["disk"], disk_folder=str(tmp_path)
+    )
+    train_sharded(sharded, data(1))
+    sharded.settle_updates()
+    written: list[str] = []
+    write = Tiers.write
+
+    def watched(self: Tiers, extent: Extent, source: torch.Tensor, kind: Kind) -> Transfer:
+        written.append(extent.name)
+        return write(self, extent, source, kind)
+
+    monkeypatch.setattr(Tiers, "write", watched)
+    with sharded.gathered():
+        pass
+    assert written == []
+    with sharded.gathered() as module:
+        module.last.weight.zero_()
+    assert set(written) == {
+        f"the optim of {unit.name}" for unit in sharded.units if "last" in unit.name
+    }
 
 
 def run_delayed(placement: Placement, delay_after: int) -> list[float]:

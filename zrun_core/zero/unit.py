@@ -422,8 +422,9 @@ class FlatUnit:
         master = self.master
         written = self.local_part(self.full).to(master.device)
         changed = written != master.to(self.layout.dtype)
-        master[changed] = written[changed].float()
-        self.record.put()
+        if changed.any():
+            master[changed] = written[changed].float()
+            self.record.put()
         self.record.drop()
 
     # Update

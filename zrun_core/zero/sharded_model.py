@@ -131,7 +131,8 @@ class ShardedModel:
         self.mesh = mesh
         self.comm = comm
         states = settings.states
-        planned = wrap_plan(module, settings, mesh_info_of(comm, mesh), table, chunk_of)
+        self._mesh_info = mesh_info_of(comm, mesh)
+        planned = wrap_plan(module, settings, self._mesh_info, table, chunk_of)
         self.layouts = [unit.layout for unit in planned.units]
         moves = moves_pages(comm.device.type)
         check_states_fit(self.layouts, settings, mesh, comm)
@@ -176,20 +177,32 @@ class ShardedModel:
         """Reserve what the rank has beside its device, if a state lives there."""
         if not self._placements:
             return None
-        settings = self.settings
-        mesh_info = mesh_info_of(self.comm, self.mesh)
         device = self.comm.device
-        buffers = planned_buffers(
-            self.layouts, settings, mesh_info, device, is_apart=self._is_apart
-        )
-        sizes = settings.states.slot_sizes(
+        sizes = self.settings.states.slot_sizes(
             self.layouts,
-            mesh_info,
+            self._mesh_info,
             self._placements,
             host_is_device=device.type == "cpu" and not self._is_apart,
         )
-        folder = None if settings.disk_folder is None else Path(settings.disk_folder)
-        return Tiers(device, buffers, sizes, folder, apart=apart, board=self.comm.flight_recorder)
+        disk = self.settings.disk_folder
+        return Tiers(
+            device,
+            self._planned_buffers(),
+            sizes,
+            None if disk is None else Path(disk),
+            apart=apart,
+            board=self.comm.flight_recorder,
+        )
+
+    def _planned_buffers(self) -> list[Buffer]:
+        """Return all that this rank allocates for its units, on every tier."""
+        return planned_buffers(
+            self.layouts,
+            self.settings,
+            self._mesh_info,
+            self.comm.device,
+            is_apart=self._is_apart,
+        )
 
     def _make_unit(
         self,
@@ -208,7 +221,7 @@ class ShardedModel:
             exchange=self.settings.exchange,
             shard=self.mesh.shard,
             replicate=self.mesh.replicate,
-            mesh_info=mesh_info_of(self.comm, self.mesh),
+            mesh_info=self._mesh_info,
             device=self.comm.device,
             pool=self._pool,
             placement=self._placements.get(planned.layout.name, ON_DEVICE),
@@ -588,7 +601,7 @@ class ShardedModel:
             self.settings.states,
             self.settings.exchange,
             StepCounts(num_steps, num_micro_batches, self._gatherer.num_refreshes),
-            mesh_info_of(self.comm, self.mesh),
+            self._mesh_info,
             gathers=[self._gatherer.num_gathers(unit) for unit in self.units],
         )
 
@@ -606,7 +619,7 @@ class ShardedModel:
             self.layouts,
             self._placements,
             states,
-            mesh_info_of(self.comm, self.mesh),
+            self._mesh_info,
             micro_batches=micro_batches,
             gathers={unit.name: passes * self._gatherer.num_gathers(unit) for unit in self.units},
             host_is_device=self.tiers.host_is_device,
@@ -615,16 +628,7 @@ class ShardedModel:
     def planned_memory(self) -> MemoryAccount:
         """Return what this rank allocates according to the layouts."""
         account = MemoryAccount()
-        mesh_info = mesh_info_of(self.comm, self.mesh)
-        account.add(
-            planned_buffers(
-                self.layouts,
-                self.settings,
-                mesh_info,
-                self.comm.device,
-                is_apart=self._is_apart,
-            )
-        )
+        account.add(self._planned_buffers())
         account.add(module_buffers(self.module))
         return account
 

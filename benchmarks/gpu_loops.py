@@ -67,18 +67,24 @@ class Model:
 
     def build(self, device: torch.device) -> nn.Module:
         """The model on `device`, always with the same first values."""
-        from zrun_core.models.gpt import gpt
-
         torch.manual_seed(0)
         with device:
-            return gpt(
-                "gpt2",
-                vocab_size=self.vocab,
-                dim=self.dim,
-                depth=self.depth,
-                heads=self.heads,
-                seq_len=self.seq,
-            )
+            return gpt_of(self)
+
+
+def gpt_of(shape: Any, **more: Any) -> nn.Module:
+    """A GPT-2 as large as `shape` says, with other arguments of `gpt` as given."""
+    from zrun_core.models.gpt import gpt
+
+    return gpt(
+        "gpt2",
+        vocab_size=shape.vocab,
+        dim=shape.dim,
+        depth=shape.depth,
+        heads=shape.heads,
+        seq_len=shape.seq,
+        **more,
+    )
 
 
 MODELS = {

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import offload_update
 import torch
-from gpu_loops import BETAS, CLIP, LR, WEIGHT_DECAY, gemm_tflops, gib
+from gpu_loops import BETAS, CLIP, LR, WEIGHT_DECAY, gemm_tflops, gib, gpt_of
 from limits import median_s
 from offload_step import ALONE, RawDisk
 from torch import Tensor, nn
@@ -22,7 +22,6 @@ from zrun_core.distributed.comm import Comm
 from zrun_core.distributed.mesh import Mesh
 from zrun_core.distributed.named_vector import NamedVector
 from zrun_core.memory.buffers import Placement, Tier
-from zrun_core.models.gpt import gpt
 from zrun_core.optim.resolve import resolve_optimizer
 from zrun_core.spine.config import JobConfig
 from zrun_core.spine.memory_limits import host_available
@@ -69,16 +68,7 @@ class Shape:
     def build(self, device: str) -> nn.Module:
         """Return the model with undefined values."""
         with torch.device(device):
-            return gpt(
-                "gpt2",
-                vocab_size=self.vocab,
-                dim=self.dim,
-                depth=self.depth,
-                heads=self.heads,
-                seq_len=self.seq,
-                tied=False,
-                loss_chunk=2048,
-            )
+            return gpt_of(self, tied=False, loss_chunk=2048)
 
 
 TINY = Shape(dim=64, depth=3, heads=2, vocab=128, seq=32, micro=2)

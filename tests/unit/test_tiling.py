@@ -24,7 +24,8 @@ from zrun_core.spine.config import PrecisionConfig, TileConfig, ZeroConfig
 from zrun_core.zero.auto_wrap import repeated_blocks
 from zrun_core.zero.precision import Precision
 from zrun_core.zero.sharding_config import ShardingConfig, wrap_plan
-from zrun_core.zero.tiling import TiledLinear, read_tiles, tensors_of_tiles, tile_linears
+from zrun_core.zero.tiled_linear import TiledLinear
+from zrun_core.zero.tiling import read_tiles, tensors_of_tiles, tile_linears
 
 IN, OUT = 8, 200
 ROW = IN * 4  # bytes of fp32

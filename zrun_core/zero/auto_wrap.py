@@ -34,7 +34,8 @@ from zrun_core.errors import JobError
 from zrun_core.memory.layout import NO_PARTS, UnitLayout, lay_out
 from zrun_core.memory.tensors import TensorPart
 from zrun_core.zero.foreign import had_params
-from zrun_core.zero.tiling import TiledLinear, tiled_linears
+from zrun_core.zero.tiled_linear import TiledLinear
+from zrun_core.zero.tiling import tiled_linears
 
 NO_CHUNKS: Mapping[str, int] = {}  # all parameters of a rank are of one
 

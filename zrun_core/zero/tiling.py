@@ -11,195 +11,31 @@ need. In tiles it needs that of a few tiles, in forward, in recomputation and in
     y[:, rows of a tile] = tile(x)      each output is the same sum of products
     dx = sum of the tiles' dx           added up tile by tile, last one first
 
-The parameters of a tile are parts of the tensors that the linear had (`tensors_of_tiles`): for
-checkpoints, optimizers and names there is one `head.weight`.
+`tiled_linear.py` has such a linear; here is which linears of a model become one. The parameters of
+a tile are parts of the tensors that the linear had (`tensors_of_tiles`): for checkpoints,
+optimizers and names there is one `head.weight`.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import nn
 
 from zrun_core.errors import JobError
-from zrun_core.memory.tensors import TensorPart, sliced_part
+from zrun_core.memory.tensors import TensorPart
 from zrun_core.spine.config import TileConfig
 from zrun_core.spine.sizes import format_size
+from zrun_core.zero.tiled_linear import TiledLinear, output_dim
 
 _ALIGN = 64  # output features: matrix products are fastest in multiples of it
-_TENSORS = ("weight", "bias")
-_REGISTERED = ("_parameters", "_buffers", "_modules")  # what is not copied from a linear
 # They hand the weights of their linears to functions and kernels of their own.
 _READ_WEIGHTS = (nn.TransformerEncoderLayer, nn.MultiheadAttention)
-
-
-class TiledLinear(nn.Module):
-    """A linear module in tiles, which are its children: each has some of the output features.
-
-    Attributes:
-        dim: of the weight, along which it is divided: that of the output features.
-        sizes: output features of each tile.
-    """
-
-    def __init__(self, linear: nn.Module, dim: int, tile_features: int) -> None:
-        """Divide a linear. The tiles' parameters are views of its own.
-
-        Args:
-            linear: of a kind of `_output_dim`; it is left as it is.
-            dim: of its weight, that of the output features.
-            tile_features: output features of each tile; the last may have fewer.
-        """
-        super().__init__()
-        kept = {key: value for key, value in vars(linear).items() if key not in _REGISTERED}
-        vars(self).update(kept)  # mode, the user's hooks and attributes
-        self.dim = dim
-        features = linear.get_parameter("weight").shape[dim]
-        starts = range(0, features, tile_features)
-        self.sizes = [min(tile_features, features - start) for start in starts]
-        for number, (start, size) in enumerate(zip(starts, self.sizes, strict=True)):
-            self.add_module(str(number), _tile(linear, dim, start, size))
-
-    def __getattr__(self, name: str) -> Any:
-        if name in _TENSORS:
-            raise AttributeError(
-                f"this linear runs in tiles, by zero.tile: its {name} is in parts, and cannot be "
-                "read from outside; name the other linears in zero.tile.modules"
-            )
-        return super().__getattr__(name)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what the linear would return of `x` [..., in]: [..., out]."""
-        device = x.device.type
-        if torch.is_autocast_enabled(device):
-            x = x.to(torch.get_autocast_dtype(device))  # once: each tile would keep a copy
-        whole: torch.Tensor | None = None
-        start = 0
-        for tile in self.children():
-            # Of an alias the gradient is complete when this tile's backward is over.
-            part = tile(x.view_as(x))
-            if whole is None:
-                whole = part.new_empty((*part.shape[:-1], sum(self.sizes)))
-            whole = _Place.apply(whole, part, start)  # type: ignore[no-untyped-call]
-            start += part.shape[-1]
-        assert whole is not None
-        return whole
-
-    # The names of tensors are those of one linear
-
-    def parts(self, name: str) -> Iterator[tuple[str, TensorPart]]:
-        """Yield the name of each parameter of a tile, and what it is of the tensors of `name`."""
-        ends = list(itertools.accumulate(self.sizes))
-        for number, tile in self.named_children():
-            stop = ends[int(number)]
-            rows = [(stop - self.sizes[int(number)], stop)]
-            for key, param in tile.named_parameters():
-                dim = self._dim_of(key)
-                shape = (*param.shape[:dim], ends[-1], *param.shape[dim + 1 :])
-                yield f"{name}.{number}.{key}", sliced_part(f"{name}.{key}", shape, dim, rows)
-
-    def _dim_of(self, key: str) -> int:
-        return self.dim if key == "weight" else 0
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the state with one weight, as the linear's."""
-        found = super().state_dict(*args, **kwargs)
-        prefix = kwargs.get("prefix", "")
-        for key in _TENSORS:
-            values = [found.pop(f"{prefix}{n}.{key}", None) for n in self._modules]
-            present = [value for value in values if value is not None]
-            if present:
-                found[prefix + key] = _joined(present, self._dim_of(key))
-        return found
-
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        for key in _TENSORS:
-            value = state_dict.pop(prefix + key, None)
-            if value is None:
-                continue
-            for number, part in enumerate(value.split(self.sizes, self._dim_of(key))):
-                state_dict[f"{prefix}{number}.{key}"] = part
-        super()._load_from_state_dict(state_dict, prefix, *args)
-
-
-def _tile(linear: nn.Module, dim: int, start: int, size: int) -> nn.Module:
-    """Return a linear of the same class that has output features [start, start + size)."""
-    tile = type(linear).__new__(type(linear))
-    nn.Module.__init__(tile)
-    own = vars(tile).keys()
-    vars(tile).update({key: value for key, value in vars(linear).items() if key not in own})
-    tile.training = linear.training
-    vars(tile)[_FEATURES[dim]] = size
-    for key in _TENSORS:
-        whole = linear._parameters[key]
-        param = None
-        if whole is not None:
-            rows = _rows(whole.detach(), dim if key == "weight" else 0, start, size)
-            param = nn.Parameter(rows, requires_grad=whole.requires_grad)
-            vars(param).update(vars(whole))
-        tile.register_parameter(key, param)
-    return tile
-
-
-def _rows(whole: torch.Tensor, dim: int, start: int, size: int) -> torch.Tensor:
-    """Return a range along `dim`: a view, or without memory where `whole` has none."""
-    if whole.untyped_storage().nbytes():
-        return whole.narrow(dim, start, size)
-    shape = (*whole.shape[:dim], size, *whole.shape[dim + 1 :])
-    hollow = whole.new_empty(shape)
-    hollow.untyped_storage().resize_(0)
-    return hollow
-
-
-def _joined(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
-    """Return the tensor of which these are parts along `dim`."""
-    if any(any(part.stride()) for part in parts):
-        return torch.cat(list(parts), dim)
-    # Placeholders of parameters that are resharded: one element in memory.
-    shape = list(parts[0].shape)
-    shape[dim] = sum(part.shape[dim] for part in parts)
-    return parts[0].as_strided(shape, [0] * len(shape))
-
-
-class _Place(torch.autograd.Function):
-    """Write a tile's output to its place in the whole one, of which there is one in memory."""
-
-    @staticmethod
-    def forward(ctx: Any, whole: torch.Tensor, part: torch.Tensor, start: int) -> torch.Tensor:
-        ctx.columns = (start, part.shape[-1])
-        whole.narrow(-1, *ctx.columns).copy_(part)
-        ctx.mark_dirty(whole)
-        return whole
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-        return grad, grad.narrow(-1, *ctx.columns), None
-
-
-# Kinds of linear modules
-
-
-_FEATURES = ("out_features", "nf")  # attribute with the number of output features, by dimension
-
-
-def _output_dim(module: nn.Module) -> int | None:
-    """Return the dimension of the weight that has the output features; None: not a linear."""
-    owns_more = any(module.children()) or module._buffers or {*module._parameters} - {*_TENSORS}
-    if owns_more or "forward" in vars(module) or module._parameters.get("weight") is None:
-        return None
-    if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
-        return 0
-    kind = (type(module).__module__, type(module).__name__)
-    return 1 if kind == ("transformers.pytorch_utils", "Conv1D") else None
-
-
-# A model's linears
 
 
 @dataclass
@@ -240,7 +76,7 @@ def tile_linears(
     linears = {
         name: module
         for name, module in model.named_modules()
-        if name and _output_dim(module) is not None
+        if name and output_dim(module) is not None
     }
     whole = _cannot_be_tiled(model, linears, leaf_names)
     _check_patterns(config.modules, model, linears, whole)
@@ -274,7 +110,7 @@ def _replace(
     tiling: Tiling,
 ) -> None:
     """Replace one linear. Raises JobError where a tile cannot be so small."""
-    dim = _output_dim(linear)
+    dim = output_dim(linear)
     assert dim is not None
     weight = linear.get_parameter("weight")
     features = weight.shape[dim]

@@ -22,7 +22,7 @@ from zrun_core.zero.sharded_model import ShardedModel
 from zrun_core.zero.unit import FlatUnit, UnitState
 
 STEPS, MICRO_BATCHES, DIM = 5, 4, 24
-LAYER_MAJOR = {"parallel": {"schedule": "layer-major"}}
+LAYER_MAJOR = {"parallel": {"schedule": "layer_major"}}
 Found = dict[str, Any]
 
 
@@ -228,7 +228,7 @@ def test_what_it_cannot_do_is_named_and_what_raises_is_the_users(ranks, tmp_path
         for name, (_, sliced) in of_rank.items():
             assert REFUSED[name] in sliced["error"], sliced["error"]
             if name != "Faulty":
-                assert "layer-major" in sliced["error"]
+                assert "layer_major" in sliced["error"]
                 assert "write parallel.schedule: 1f1b" in sliced["error"]
             assert sliced["threads left"] == 0, name
         assert "test_layer_major.py" in of_rank["Faulty"][1]["error"]

@@ -196,6 +196,32 @@ def test_a_patch_leads_to_the_homes_that_were_planned(hardware: str) -> None:
             assert not job_changes(job, batch, wanted, machine)
 
 
+@pytest.mark.parametrize("dims", [(2, 1, 1), (1, 1, 2), (1, 1, 2, 2)])
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        {},
+        {"schedule": "layer_major"},
+        {"pp": 2, "schedule": "zero_bubble"},
+        {"pp": 2, "schedule": "interleaved"},
+        {"pp": 2, "schedule": "pipedream"},
+    ],
+)
+def test_a_patch_leads_to_a_schedule_that_has_the_stages(
+    parallel: dict[str, Any], dims: tuple[int, ...]
+) -> None:
+    document = {"name": "t", "model": "m:f", "data": "m:f", "steps": 1, "batch": {"micro": 1}}
+    document |= {"parallel": parallel}
+    batch = BatchPlan(global_size=1, micro=1, accumulation=1, ranks=1)
+    wanted = Candidate(0, ParallelDims(*dims), 1, 1, precision="fp32")
+    keys = job_changes(JobConfig.model_validate(document), batch, wanted, parse_simulate("2xCPU"))
+    text = yaml.safe_dump(document, sort_keys=False)
+    found = validate(Document.parse(patched(text, keys), "job", {})).parallel
+    assert (found.pp, found.virtual) == (wanted.dims.pp, wanted.dims.virtual)
+    if parallel.get("schedule") == "zero_bubble" and found.virtual == 1:
+        assert found.schedule == "zero_bubble", "what can stay stays"
+
+
 def test_what_moves_to_a_disk_is_one_word() -> None:
     assert patched(JOB, {"offload.optimizer": "disk"}).endswith("# often\noffload: disk\n")
     config = JobConfig.model_validate(

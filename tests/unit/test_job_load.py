@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from hypothesis import given
@@ -15,7 +16,8 @@ from zrun.job.load import MAX_FILE_BYTES, LoadedJob, load_job
 from zrun.job.scalars import resolve, write
 from zrun.job.schema import find_key, job_schema, keys
 from zrun_core.errors import ExitCode, JobError
-from zrun_core.spine.config import EarlyStopConfig, JobConfig
+from zrun_core.pipeline.schedule import SCHEDULES
+from zrun_core.spine.config import EarlyStopConfig, JobConfig, PipelineSchedule
 from zrun_core.spine.section import Ref
 from zrun_core.spine.sizes import parse_size
 
@@ -435,7 +437,8 @@ def test_every_key_has_a_description_and_a_valid_example(folder: Folder) -> None
         ]
         length = ["steps=null"] if key.name in ("tokens", "epochs") else []
         held_out = ["eval={data: m:f}"] if "best" in key.path else []
-        load_job(path, [*held_out, *around, *length, f"{key}={write(key.example)}"])
+        chunks = ["parallel.schedule=interleaved"] if key.name == "virtual" else []
+        load_job(path, [*held_out, *around, *chunks, *length, f"{key}={write(key.example)}"])
 
 
 def _complete(path: tuple[str, ...]) -> str:
@@ -547,6 +550,107 @@ def test_an_update_that_cannot_be_made_is_refused_with_the_job(
     folder: Folder, lines: str, message: str
 ) -> None:
     assert folder.problems(f"{FIVE_LINES}{lines}\n") == [message]
+
+
+PIPEDREAM = "parallel: {pp: 2, schedule: pipedream}"
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (
+            "parallel: {pp: 2, virtual: 2}",
+            "parallel.virtual: 2 chunks on each stage are for interleaved, and 1f1b has 1; write "
+            "schedule: interleaved, or virtual: 1",
+        ),
+        (
+            "parallel: {pp: 2, virtual: 1, schedule: interleaved}",
+            "parallel.virtual: interleaved goes through several chunks on each stage; write "
+            "virtual: 2 or more, or schedule: 1f1b",
+        ),
+        (
+            "parallel: {schedule: interleaved}",
+            "parallel.schedule: interleaved is an order of several stages; write pp: 2 or more",
+        ),
+        (
+            "parallel: {schedule: pipedream_vertical}",
+            "parallel.schedule: pipedream_vertical is an order of several stages; write pp: 2 or "
+            "more",
+        ),
+        (
+            "parallel: {pp: 2, schedule: layer_major}",
+            "parallel.schedule: layer_major is an order of the whole model on each rank, and pp 2 "
+            "divides it; write schedule: 1f1b, or pp: 1",
+        ),
+        (
+            "parallel: {pp: 4, split: [h.3, h.6]}",
+            "parallel.split: pp 4 x virtual 1 = 4 chunks have 3 borders, and it names 2; write the "
+            "first block of each chunk but the first, or split: auto",
+        ),
+        (
+            "parallel: {split: [h.3]}",
+            "parallel.split: pp 1 x virtual 1 = 1 chunks have 0 borders, and it names 1; write the "
+            "first block of each chunk but the first, or split: auto",
+        ),
+        (
+            f"{PIPEDREAM}\noptim: {{clip: 1.0}}",
+            "parallel.schedule: pipedream: a stage updates its weights without waiting for the "
+            "others, and optim.clip needs the gradient norm of all of them; leave optim.clip out, "
+            "or write schedule: 1f1b",
+        ),
+        (
+            f"{PIPEDREAM}\nprecision: fp16",
+            "parallel.schedule: pipedream: a stage updates its weights without waiting for the "
+            "others, and the loss scale of fp16 needs to know of overflows in all of them; write "
+            "precision: bf16, or schedule: 1f1b",
+        ),
+        (
+            f"{PIPEDREAM}\nzero: 2",
+            "parallel.schedule: pipedream keeps versions of the weights whose gradients are summed "
+            "at each update: zero 2 would shard them; write zero: 1, or schedule: 1f1b",
+        ),
+        (
+            f"{PIPEDREAM}\nsync: server",
+            "parallel.schedule: pipedream keeps versions of the weights on each rank, and sync: "
+            "server all states on one; leave sync out, or write schedule: 1f1b",
+        ),
+        (
+            "parallel: {pp: 2, tp: 2}\nguards: {on_oom: skip}",
+            "guards.on_oom: skip is impossible where tp 2 x pp 2 = 4 ranks share a model: the "
+            "others would wait for the one that ran out; write on_oom: stop",
+        ),
+        (
+            "parallel: {pp: 2, schedule: zero_bubble}\ncompile: true",
+            "parallel.schedule: zero_bubble makes the gradients of linears' weights apart from "
+            "those of their inputs, and compile: true makes them in one graph; write schedule: "
+            "1f1b, or compile: false",
+        ),
+    ],
+)
+def test_a_pipeline_that_cannot_be_is_refused_with_the_job(
+    folder: Folder, lines: str, message: str
+) -> None:
+    (found,) = folder.problems(f"{FIVE_LINES}{lines}\n")
+    assert found.partition(": ")[2] == message
+
+
+def test_the_old_spelling_of_a_schedule_is_no_schedule(folder: Folder) -> None:
+    (found,) = folder.problems(f"{FIVE_LINES}parallel: {{schedule: layer-major}}\n")
+    assert "parallel.schedule" in found
+    assert "layer_major" in found
+
+
+def test_interleaved_stages_have_two_chunks_unless_the_job_says_more(folder: Folder) -> None:
+    text = f"{FIVE_LINES}parallel: {{pp: 2, schedule: interleaved}}\n"
+    assert folder.load(text).config.parallel.virtual == 2
+    assert folder.load(text, "parallel.virtual=4").config.parallel.virtual == 4
+    assert folder.load(f"{FIVE_LINES}parallel: {{pp: 2}}\n").config.parallel.virtual == 1
+    split = folder.load(text, "parallel.split=[h.2,h.4,h.6]").config.parallel.split
+    assert split == ["h.2", "h.4", "h.6"]
+
+
+def test_every_schedule_that_a_job_may_name_has_an_order() -> None:
+    assert set(get_args(PipelineSchedule)) == SCHEDULES.keys()
 
 
 def test_evaluation_data_is_one_reference_or_several_by_name(folder: Folder) -> None:

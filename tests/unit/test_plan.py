@@ -85,7 +85,8 @@ def test_hyper_parameters_that_are_left_to_the_optimizer_are_told() -> None:
 def test_no_auto_is_left() -> None:
     asked = job(batch=6, steps=50, lr={"schedule": "wsd"}, zero=2, launch="local")
     resolved = make_plan(asked, CPU_HOST).job
-    assert "auto" not in resolved.model_dump_json()
+    of_the_model = {"parallel": {"split"}}  # it is divided once it is built
+    assert "auto" not in resolved.model_dump_json(exclude=of_the_model)
     assert (resolved.batch.global_, resolved.batch.micro) == (6, 6)
     assert (resolved.zero.bucket, resolved.lr.decay_steps) == (12 << 20, 10)
     assert make_plan(resolved, CPU_HOST).job == resolved
@@ -342,3 +343,38 @@ def test_probe_finds_this_machine() -> None:
     assert host.cores >= 1
     assert host.memory_bytes > 1 << 28
     assert host.hostname in str(host)
+
+
+# Pipelines
+
+
+def notes_of(micro_batches: int, **parallel: Any) -> list[str]:
+    """Notes on 4 ranks with micro-batches of 2 samples."""
+    replicas = 4 // parallel["pp"]
+    batch = {"global": 2 * replicas * micro_batches, "micro": 2}
+    resolved = make_plan(job(parallel=parallel, batch=batch), GPU_HOST)
+    return [note for note in resolved.notes if note.startswith("parallel")]
+
+
+def test_fewer_micro_batches_than_stages_are_told_with_the_batch_that_would_do() -> None:
+    assert notes_of(2, pp=4) == [
+        "parallel.pp: 2 micro-batches per step for 4 stages: each waits 60% of the time; "
+        "batch.global: 32 (16 micro-batches of 2 x 1 data-parallel ranks) would make it 16%"
+    ]
+    (one,) = notes_of(1, pp=2)
+    assert one.startswith("parallel.pp: 1 micro-batch per step for 2 stages: each waits 50% of")
+    assert "batch.global: 24 (6 micro-batches of 2 x 2 data-parallel ranks)" in one
+    (pieces,) = notes_of(3, pp=4, schedule="interleaved", virtual=4)
+    assert "batch.global: 8 (4 micro-batches" in pieces, "chunks make the wait shorter"
+    assert notes_of(4, pp=4) == notes_of(1, pp=1) == []
+    assert notes_of(1, pp=4, schedule="pipedream") == [], "it is never drained"
+
+
+def test_pipedream_has_steps_of_one_micro_batch() -> None:
+    asked = job(parallel={"pp": 2, "schedule": "pipedream"}, batch={"global": 24, "micro": 3})
+    with pytest.raises(JobError) as caught:
+        make_plan(asked, GPU_HOST)
+    assert str(caught.value) == (
+        "parallel.schedule: pipedream updates after each micro-batch, of micro 3 x 2 data-parallel "
+        "ranks = 6 samples, and batch.global is 24: write global: 6, or micro: 12"
+    )

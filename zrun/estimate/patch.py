@@ -20,7 +20,7 @@ from zrun.job.scalars import write
 from zrun.job.schema import find_key
 from zrun.job.validate import validate
 from zrun_core.errors import JobError
-from zrun_core.spine.config import DataConfig, JobConfig
+from zrun_core.spine.config import PIPEDREAMS, DataConfig, JobConfig
 from zrun_core.spine.section import Ref, Section
 from zrun_core.spine.spec import BatchPlan, resolve_batch
 
@@ -51,6 +51,8 @@ def job_changes(
         "precision.compute": candidate.precision,
         "parallel.tp": dims.tp,
         "parallel.pp": dims.pp,
+        "parallel.schedule": _schedule(config, candidate),
+        "parallel.virtual": dims.virtual,
         "init": candidate.init,
     }
     has = {key: _value(config, key) for key in wanted} | {"batch.micro": batch.micro}
@@ -66,6 +68,18 @@ def job_changes(
     if "batch.micro" in changed and _global(after, dims.dp) != whole:
         changed["batch.global"] = whole
     return changed | _offload_changes(config, candidate.placement, hardware.device.kind)
+
+
+def _schedule(config: JobConfig, candidate: Candidate) -> str:
+    """Return the schedule of a candidate: the job's own where it has the stages for it."""
+    dims = candidate.dims
+    if dims.virtual > 1:
+        return "interleaved"
+    schedule = config.parallel.schedule
+    has_no_stages = schedule in PIPEDREAMS and dims.pp == 1
+    if schedule == "interleaved" or has_no_stages or (schedule == "layer_major" and dims.pp > 1):
+        return "1f1b"
+    return schedule
 
 
 def _offload_changes(config: JobConfig, wanted: Placement, device: str) -> Changes:

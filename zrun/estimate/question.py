@@ -353,7 +353,9 @@ def _candidate(job: JobConfig, batch: BatchPlan, hardware: Hardware) -> Candidat
     from zrun_core.plan.question.candidate import Candidate
 
     parallel = job.parallel
-    dims = ParallelDims(batch.ranks, parallel.tp, parallel.pp, order=parallel.order)
+    dims = ParallelDims(
+        batch.ranks, parallel.tp, parallel.pp, parallel.virtual, order=parallel.order
+    )
     shard = resolve_shard_size(job.zero, dims.dp, dims.dp_per_host(hardware.devices_per_node))
     if job.zero.stage and shard != dims.dp:
         dims = replace(dims, shard=shard)
@@ -367,7 +369,7 @@ def _candidate(job: JobConfig, batch: BatchPlan, hardware: Hardware) -> Candidat
         placement=placement_of(job.offload, job.activations, hardware.device.kind),
         sequence_parallel=dims.tp > 1,
         init=job.init,
-        layer_major=parallel.schedule == "layer-major" and parallel.pp == 1,
+        layer_major=parallel.schedule == "layer_major",
     )
 
 

@@ -31,7 +31,6 @@ from zrun_core.spine.spec import RankPlace
 
 _GIB = 1 << 30
 _NUM_SHOWN = 3  # hosts or kinds of GPU in a message
-_NUM_SHOWN = 3  # hosts or kinds of GPU in a message
 
 
 def resolve_dims(parallel: ParallelConfig, num_ranks: int) -> ParallelDims:
@@ -58,7 +57,7 @@ def resolve_dims(parallel: ParallelConfig, num_ranks: int) -> ParallelDims:
                 f"parallel: {what} x dp {dp} = {several(asked, 'rank')}, but the hosts have "
                 f"{several(num_ranks, 'slot')}: write dp: auto, or slots that give {asked}"
             )
-    return ParallelDims(dp, parallel.tp, parallel.pp, order=parallel.order)
+    return ParallelDims(dp, parallel.tp, parallel.pp, parallel.virtual, order=parallel.order)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from zrun.hosts.backend import Backend, with_backend
 from zrun.hosts.cluster import Cluster, HostFacts, each, listed, several
 from zrun.hosts.offload_disk import find_warnings
 from zrun.job.problems import AutoValue
+from zrun.placement.pipelines import check_micro_batches, notes_on_bubble
 from zrun.placement.place import RankAssignment, assign_ranks, resolve_dims
 from zrun_core.errors import JobError, PreflightError
 from zrun_core.spine.config import JobConfig
@@ -43,8 +44,9 @@ def make_plan(job: JobConfig, cluster: Cluster) -> ResolvedJob:
 
     Raises:
         PreflightError: a host lacks the GPUs, slots or links that the job asks for.
-        JobError: `parallel`, the batch or `zero.shard_group` does not divide over the ranks, or the
-            learning rate has no end to decay to.
+        JobError: `parallel`, the batch or `zero.shard_group` does not divide over the ranks, each
+            micro-batch is a step and steps have several, or the learning rate has no end to decay
+            to.
     """
     reasons: list[AutoValue] = []
     device = _device(job, cluster, reasons)
@@ -63,6 +65,7 @@ def make_plan(job: JobConfig, cluster: Cluster) -> ResolvedJob:
     found = assign_ranks(job, cluster, device, dims, slots, threads)
     batch = _batch(job, dims.dp, reasons)
     _check_shard_group(job, dims.dp)
+    check_micro_batches(job, batch)
     plan = LaunchPlan(ranks=found.ranks)
     plan.shard_size(job.zero)  # refuses hosts that would hold different parts of the states
     resolved = job.model_copy(
@@ -81,7 +84,7 @@ def make_plan(job: JobConfig, cluster: Cluster) -> ResolvedJob:
         }
     )
     warnings = list(_absent(job, num_ranks))
-    notes: list[str] = []
+    notes = [*notes_on_bubble(job, batch)]
     if device == "cpu":
         warnings = [*_crowded(cluster, slots), *warnings]
         notes += _stays_on_host(job)

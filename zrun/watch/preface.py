@@ -192,6 +192,10 @@ def _has_effect(job: JobConfig, key: str) -> bool:
         return False
     if key.startswith("offload."):
         return job.uses_disk or job.offload.tiers != {"device"}
+    if key == "parallel.schedule":
+        return job.parallel.pp > 1 or job.parallel.schedule == "layer_major"
+    if key in ("parallel.virtual", "parallel.split"):
+        return job.parallel.pp > 1
     if key.startswith("parallel."):
         return job.parallel.tp * job.parallel.pp > 1
     if key == "lr.power":

@@ -775,6 +775,19 @@ class LaunchConfig(Section):
 Axis = Literal["tp", "dp", "pp"]
 
 
+# Schedules that update the weights after each micro-batch of each stage.
+PIPEDREAMS = ("pipedream", "pipedream_vertical")
+PipelineSchedule = Literal[
+    "1f1b",
+    "gpipe",
+    "interleaved",
+    "zero_bubble",
+    "layer_major",
+    "pipedream",
+    "pipedream_vertical",
+]
+
+
 class ParallelConfig(Section):
     """How the ranks divide the model: tp inside of layers, pp between layers, dp over the batch."""
 
@@ -793,13 +806,36 @@ class ParallelConfig(Section):
     allow_cross_node_tp: bool = Field(
         default=False, description="let a tp group span hosts that no NVLink joins, which is slow"
     )
-    schedule: Literal["1f1b", "layer-major"] = Field(
+    schedule: PipelineSchedule = Field(
         default="1f1b",
-        description="1f1b: a micro-batch goes forward and backward, then the next one | "
-        "layer-major: all micro-batches of a step go through a block before the next one comes: "
-        "parameters are gathered or fetched twice per step",
-        examples=["layer-major"],
+        description="order of a step's micro-batches. 1f1b: each goes backward as soon as it can, "
+        "which keeps the fewest activations | gpipe: all go forward, then all backward | "
+        "interleaved: 1f1b of several chunks per stage, with shorter waits and more messages | "
+        "zero_bubble: 1f1b whose weights' gradients are made while a stage would wait | pipedream, "
+        "pipedream_vertical: stages never wait, and use older weights | layer_major: one stage; "
+        "all micro-batches go through a block before the next one comes: parameters are gathered "
+        "or fetched twice per step",
+        examples=["interleaved"],
     )
+    virtual: Annotated[int, Field(gt=0, le=1024)] = Field(
+        default=1,
+        description="chunks of the model on each stage: 2 or more with interleaved, whose default "
+        "is 2",
+        examples=[4],
+    )
+    split: Literal["auto"] | Annotated[list[str], Field(min_length=1)] = Field(
+        default="auto",
+        description="names of the blocks with which each chunk but the first begins; auto: by what "
+        "the blocks compute",
+        examples=[["transformer.h.12"]],
+    )
+
+    @classmethod
+    def expand(cls, value: Any) -> Any:
+        """Return what is given, with the chunks of an interleaved pipeline."""
+        if isinstance(value, dict) and value.get("schedule") == "interleaved":
+            return {"virtual": 2, **value}
+        return super().expand(value)
 
     @field_validator("order")
     @classmethod
@@ -810,6 +846,55 @@ class ParallelConfig(Section):
                 "of them"
             )
         return order
+
+    @field_validator("schedule")
+    @classmethod
+    def _require_its_stages(
+        cls, schedule: PipelineSchedule, info: ValidationInfo
+    ) -> PipelineSchedule:
+        pp = info.data.get("pp")
+        if schedule == "layer_major" and pp not in (1, None):
+            raise ValueError(
+                f"layer_major is an order of the whole model on each rank, and pp {pp} divides it; "
+                "write schedule: 1f1b, or pp: 1"
+            )
+        if schedule in ("interleaved", *PIPEDREAMS) and pp == 1:
+            raise ValueError(f"{schedule} is an order of several stages; write pp: 2 or more")
+        return schedule
+
+    @field_validator("virtual")
+    @classmethod
+    def _require_a_schedule_with_chunks(cls, virtual: int, info: ValidationInfo) -> int:
+        schedule = info.data.get("schedule")
+        if schedule == "interleaved" and virtual == 1:
+            raise ValueError(
+                "interleaved goes through several chunks on each stage; write virtual: 2 or more, "
+                "or schedule: 1f1b"
+            )
+        if schedule not in ("interleaved", None) and virtual > 1:
+            raise ValueError(
+                f"{virtual} chunks on each stage are for interleaved, and {schedule} has 1; write "
+                "schedule: interleaved, or virtual: 1"
+            )
+        return virtual
+
+    @field_validator("split")
+    @classmethod
+    def _require_every_border(
+        cls, split: list[str] | Literal["auto"], info: ValidationInfo
+    ) -> list[str] | Literal["auto"]:
+        pp = info.data.get("pp")
+        virtual = info.data.get("virtual")
+        if split == "auto" or pp is None or virtual is None:
+            return split
+        chunks = pp * virtual
+        if len(split) != chunks - 1:
+            raise ValueError(
+                f"pp {pp} x virtual {virtual} = {chunks} chunks have {chunks - 1} borders, and it "
+                f"names {len(split)}; write the first block of each chunk but the first, or split: "
+                "auto"
+            )
+        return split
 
 
 # What is printed, and what ends a run
@@ -1099,6 +1184,56 @@ class JobConfig(Section):
             raise ValueError(
                 "guards.on_oom: skip is impossible at zero.stage 3: the other ranks would wait "
                 "for parameters of the one that ran out; write stop, or zero.stage: 2"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _refuse_dropped_batches_of_a_part_of_the_model(self) -> Self:
+        model = self.parallel.tp * self.parallel.pp
+        if self.guards.on_oom == "skip" and model > 1:
+            raise ValueError(
+                f"guards.on_oom: skip is impossible where tp {self.parallel.tp} x pp "
+                f"{self.parallel.pp} = {model} ranks share a model: the others would wait for the "
+                "one that ran out; write on_oom: stop"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _refuse_late_weights_of_compiled_blocks(self) -> Self:
+        if self.parallel.schedule == "zero_bubble" and self.compile:
+            raise ValueError(
+                "parallel.schedule: zero_bubble makes the gradients of linears' weights apart from "
+                "those of their inputs, and compile: true makes them in one graph; write "
+                "schedule: 1f1b, or compile: false"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _refuse_what_steps_of_one_micro_batch_lack(self) -> Self:
+        if self.parallel.schedule not in PIPEDREAMS:
+            return self
+        key = f"parallel.schedule: {self.parallel.schedule}"
+        if self.optim.clip is not None:
+            raise ValueError(
+                f"{key}: a stage updates its weights without waiting for the others, and optim."
+                "clip needs the gradient norm of all of them; leave optim.clip out, or write "
+                "schedule: 1f1b"
+            )
+        if self.precision.compute == "fp16":
+            raise ValueError(
+                f"{key}: a stage updates its weights without waiting for the others, and the loss "
+                "scale of fp16 needs to know of overflows in all of them; write precision: bf16, "
+                "or schedule: 1f1b"
+            )
+        if self.zero.stage > 1:
+            raise ValueError(
+                f"{key} keeps versions of the weights whose gradients are summed at each update: "
+                f"zero {self.zero.stage} would shard them; write zero: 1, or schedule: 1f1b"
+            )
+        if self.sync == "server":
+            raise ValueError(
+                f"{key} keeps versions of the weights on each rank, and sync: server all states on "
+                "one; leave sync out, or write schedule: 1f1b"
             )
         return self
 

@@ -36,7 +36,7 @@ from zrun_core.zero.parked_call import ParkedCall
 if TYPE_CHECKING:
     from zrun_core.zero.sliced_passes import SlicedPasses
 
-KEY = "parallel.schedule: layer-major"
+KEY = "parallel.schedule: layer_major"
 INSTEAD = "write parallel.schedule: 1f1b"
 _here = threading.local()  # `walk`: the micro-batch whose forward this thread runs
 

@@ -68,6 +68,25 @@ def test_one_process(ranks, tmp_path: Path, stage: int, dims: dict[str, int]) ->
     assert_equal(whole(many), whole(one))
 
 
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        {"schedule": "gpipe"},
+        {"schedule": "interleaved"},
+        {"schedule": "interleaved", "split": ["blocks.1", "blocks.2", "blocks.3"]},
+        {"split": ["blocks.3"]},
+    ],
+)
+def test_any_schedule_and_split(ranks, tmp_path: Path, parallel: dict[str, Any]) -> None:
+    """With 7 micro-batches: the last of their groups is not full."""
+    keys = small(batch={"global": 7, "micro": 1}, zero=2)
+    one = ranks(1).run(run, keys, str(tmp_path / "one"))
+    keys["parallel"] = {"pp": 2, **parallel}
+    many = ranks(2).run(run, keys, str(tmp_path / "many"), None, None, None, {"dp": 1, "pp": 2})
+    assert losses(many[0]) == losses(one[0])
+    assert_equal(whole(many), whole(one))
+
+
 def test_tied_ends(ranks, tmp_path: Path) -> None:
     optim = {"name": "sgd", "lr": 0.1, "clip": 1.0, "args": {"momentum": 0.9}}
     keys = small(model=gpt(tied=True), optim=optim, zero=2)

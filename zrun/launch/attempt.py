@@ -144,7 +144,8 @@ def _plan(request: LaunchRequest, members: list[AgentLink]) -> tuple[ClusterSess
     if _tells_user(request):
         _print_plan(request, resolved, session.cluster)
     if not request.dry_run:
-        refuse_untrained(resolved.job.parallel.tp)
+        parallel = resolved.job.parallel
+        refuse_untrained(parallel.tp, parallel.schedule)
     return session, resolved
 
 

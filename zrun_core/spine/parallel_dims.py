@@ -14,9 +14,12 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from zrun_core.errors import JobError
-from zrun_core.spine.config import Axis, ZeroConfig
+from zrun_core.spine.config import PIPEDREAMS, Axis, ZeroConfig
 
 GroupAxis = Literal["world", "pipe", "data", "tensor", "shard", "replicate", "tied"]
+
+
+_UNTRAINED = ("zero_bubble", *PIPEDREAMS)
 
 
 class Coordinates(NamedTuple):
@@ -151,12 +154,21 @@ def resolve_shard_size(zero: ZeroConfig, dp: int, dp_per_host: int) -> int:
             return size
 
 
-def refuse_untrained(tp: int) -> None:
-    """Refuse tensor parallelism, which has a plan, but nothing that trains by it.
+def refuse_untrained(tp: int, schedule: str) -> None:
+    """Refuse what has a plan, but nothing that trains by it yet.
+
+    Args:
+        tp: ranks of a tensor-parallel group.
+        schedule: of the pipeline, by name.
 
     Raises:
-        JobError: a plan needs it.
+        JobError: a plan needs tensor parallelism, or a schedule of the kind.
     """
+    if schedule in _UNTRAINED:
+        raise JobError(
+            f"parallel.schedule: {schedule} is drawn by zrun check --grid, but not trained yet: "
+            "write schedule: 1f1b, gpipe or interleaved"
+        )
     if tp == 1:
         return
     raise JobError(

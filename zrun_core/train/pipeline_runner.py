@@ -180,6 +180,6 @@ def make_runner(
         most = max(len(border) for border in stage.borders)
         links = StageLinks(sharded.comm, mesh.pipe, mesh.pipe_back, stage.split, most)
         return PipelineRunner(spec, sharded, loss, clock, phase, memory, stage, links)
-    if spec.job.parallel.schedule == "layer-major":
+    if spec.job.parallel.schedule == "layer_major":
         return LayerMajorRunner(spec, sharded, loss, clock, phase, memory)
     return MicroBatchRunner(spec, sharded, loss, clock, phase, memory)

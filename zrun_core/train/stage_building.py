@@ -13,7 +13,7 @@ from zrun_core.errors import JobError
 from zrun_core.memory.layout import dense_stride
 from zrun_core.memory.tensors import TIED, TensorPart, full_part
 from zrun_core.pipeline.ownership import owned, tied_stages
-from zrun_core.pipeline.split import Split, balance_in_words, balanced
+from zrun_core.pipeline.split import Split, at_names, balance_in_words, balanced
 from zrun_core.spine.config import JobConfig
 from zrun_core.stages.flow import ModelFlow, follow
 from zrun_core.stages.stage import Stage
@@ -95,7 +95,10 @@ def split_of(job: JobConfig, flow: ModelFlow, pp: int) -> Split:
     Raises:
         JobError: the model has not as many blocks, or others.
     """
-    return balanced(flow.flops, len(flow.blocks), pp)
+    parallel = job.parallel
+    if parallel.split == "auto":
+        return balanced(flow.flops, len(flow.blocks), pp, parallel.virtual)
+    return at_names(parallel.split, flow.blocks, pp, parallel.virtual)
 
 
 def _check_outside_uses(flow: ModelFlow, split: Split, owners: Mapping[str, Sequence[int]]) -> None:

@@ -120,7 +120,7 @@ def _read_arguments(
     if given != size or not 0 <= rank < size:
         raise JobError(f"{path} is for {size} ranks, and this is rank {rank} of {given}; {usage}")
     dims = spec.plan.dims
-    refuse_untrained(dims.tp)
+    refuse_untrained(dims.tp, spec.job.parallel.schedule)
     return spec, rank
 
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from typing import Any
 
+import pytest
 import torch
 
 from zrun.job.environment import WORKER_DEFAULTS
+from zrun_core.telemetry import peak_memory
 from zrun_core.telemetry.peak_memory import PeakMemory
 
 BYTES = 777_767
@@ -21,6 +24,19 @@ def test_the_highest_moment_counts():
         del first, second
         torch.empty(BYTES, dtype=torch.uint8)
     assert water.num_bytes == 2 * BYTES
+
+
+def test_what_it_notes_is_allocations_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    noted: list[str] = []
+
+    def highest(results: Any) -> int:
+        noted.extend(event.name() for event in results.events())
+        return 0
+
+    monkeypatch.setattr(peak_memory, "_highest", highest)
+    with PeakMemory(torch.device("cpu")):
+        torch.ones(3) + torch.ones(3)
+    assert set(noted) == {"[memory]"}
 
 
 _GIVES_BACK = """

@@ -10,13 +10,17 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
+from torch._C._profiler import RecordScope
+
+_autograd: Any = torch.autograd  # its stubs know no scopes
 
 
 class PeakMemory:
     """Watches what torch's allocator gives out and gets back, while it is entered.
 
     On CUDA the allocator counts by itself. On a CPU torch's profiler notes each allocation, also
-    those inside of operators. That costs some microseconds each, so only one step is watched.
+    those inside of operators. That costs some microseconds and a kilobyte each, so only one step is
+    watched.
 
     Attributes:
         num_bytes: on CUDA, of all tensors; on a CPU, above what there was at the beginning. None:
@@ -40,7 +44,11 @@ class PeakMemory:
         self._quiet.enter_context(_quiet_allocator())
         profiler = torch.autograd.profiler.profile(profile_memory=True)
         with suppress(RuntimeError):
-            profiler.__enter__()
+            profiler._prepare_trace()
+            # Noting operators too, as `profile` does, takes several times the memory.
+            _autograd._enable_profiler(
+                profiler.config(), profiler.kineto_activities, {RecordScope.USER_SCOPE}
+            )
             self._profiler = profiler
         return self
 
@@ -50,8 +58,7 @@ class PeakMemory:
             self.reserved = torch.cuda.max_memory_reserved(self._device)
         elif self._profiler is not None:
             with suppress(RuntimeError):
-                self._profiler.__exit__(*error)
-                self.num_bytes = _highest(self._profiler.kineto_results)
+                self.num_bytes = _highest(_autograd._disable_profiler())
         self._quiet.close()
 
 

@@ -121,7 +121,7 @@ class Bounds:
         at_home, away = known.dynamic
         dynamic = at_home if placement.activation is Tier.DEVICE else away
         workspace = self._hardware.device.workspace_bytes
-        return total + dynamic + workspace + self._planner.outside(candidate.dims)
+        return total + dynamic + workspace + self._planner.outside(candidate)
 
     def _least_seconds(self, number: int, placement: Placement) -> float:
         known = self._known[number]

@@ -143,7 +143,7 @@ class Planner:
         steady = {phase: num_bytes + beside for phase, num_bytes in states.steady.items()}
         peak = self.peak(candidate, stage, steady)
         reserved = peak.num_bytes + self._reserved_beyond(candidate, peak, states)
-        outside = self.outside(candidate.dims)
+        outside = self.outside(candidate)
         if self.device_type == "cuda":
             reserved = -(-reserved // _SEGMENT_BYTES) * _SEGMENT_BYTES
         else:
@@ -290,17 +290,19 @@ class Planner:
         assert isinstance(self.subject, Profile)
         return rank_memory.kernel_bytes(self.subject, candidate)
 
-    def outside(self, dims: ParallelDims) -> int:
+    def outside(self, candidate: Candidate) -> int:
         """Return the bytes of a device outside of its allocator.
 
         They are the driver's, and those of a communicator for each group that a rank belongs to.
         """
+        dims = candidate.dims
         replicas = dims.dp // dims.shard_size
         sizes = {dims.world_size, dims.tp, dims.dp, dims.pp, dims.shard_size, replicas}
         groups = len(sizes - {1})
         device = self.hardware.device
         imported = 0
-        if self.device_type == "cpu" and dims.world_size > 1:
+        builds_on_meta = candidate.init == "meta" or dims.world_size > 1
+        if self.device_type == "cpu" and builds_on_meta:
             imported = rank_memory.BUILDS_ON_META
         return device.context_bytes + imported + groups * device.communicator_bytes
 
@@ -315,7 +317,7 @@ class Planner:
         self._check(candidate)
         capacity = self.hardware.device.memory_bytes
         others = sum(buffer.num_bytes for buffer in self._others(candidate))
-        beside = others + self.outside(candidate.dims)
+        beside = others + self.outside(candidate)
         used = 0
         for index in _stages(candidate.dims):
             stage = PipelineStage.of(candidate, index, self.num_blocks)

@@ -27,8 +27,8 @@ _HEAP_SLACK = 0.1
 # (ONEDNN_PRIMITIVE_CACHE_CAPACITY).
 _KERNEL_BYTES = 800 << 10
 _MAX_KERNELS = 256
-# Modules of torch that a CPU rank imports by building on meta, as all do but the first one of a
-# host; measured.
+# Modules of torch that a CPU rank imports by building on meta, as all do with init: meta, and all
+# but the first one of a host without it; measured.
 BUILDS_ON_META = 80 << 20
 _INPUTS_HERE = 2  # of recomputed blocks, where the others wait elsewhere
 _FORMULA_SLACK = 0.03  # reserved beyond allocated, where no timeline tells

@@ -75,16 +75,16 @@ def test_each_allocation_is_rounded_up() -> None:
 
 
 def test_stages_of_a_pipeline() -> None:
-    first = peak_of(trace(), 1, blocks=range(0, 1), steady={})
+    first = peak_of(trace(), 1, segments=range(0, 1), steady={})
     # Embedding, block 0 and its output; in backward the gradient that arrives, and the one of the
     # embedding's output.
     assert first.num_bytes == 5 + 10 + 104 + 4
-    last = peak_of(trace(), 1, blocks=range(1, 2), steady={})
+    last = peak_of(trace(), 1, segments=range(1, 3), steady={})
     assert (
         last.num_bytes == 4 + 10 + 4 + 104
     )  # its input has arrived; its output went when the loss was over
     assert (
-        peak_of(trace(), 1, blocks=range(1, 2), steady={F: 500, TracePhase.LOSS: 500}).phase
+        peak_of(trace(), 1, segments=range(1, 3), steady={F: 500, TracePhase.LOSS: 500}).phase
         is TracePhase.LOSS
     )
 
@@ -127,7 +127,7 @@ def test_inputs_that_wait_elsewhere_are_two_at_a_time(every: int, gone: int) -> 
 def test_micro_batches_in_flight_hold_what_forward_kept() -> None:
     kept = 5 + 10  # block 0 of the first stage; its output has been sent
     one, three = (
-        peak_of(trace(), 1, blocks=range(0, 1), in_flight=n, steady={}).num_bytes for n in (1, 3)
+        peak_of(trace(), 1, segments=range(0, 1), in_flight=n, steady={}).num_bytes for n in (1, 3)
     )
     assert three == one + 2 * kept
 
@@ -209,11 +209,13 @@ def test_blocks_are_stored_once() -> None:
     assert events_of(found.traces["none"]) == events_of(deep(200).traces["none"])
     for micro in (1, 3):
         one, other = (
-            peak_of(each.traces["none"], micro, blocks=range(5, 9), steady={})
+            peak_of(each.traces["none"], micro, segments=range(5, 9), steady={})
             for each in (found, deep(200))
         )
         assert (
-            one == other == peak_of(deep(200).traces["none"], micro, blocks=range(5, 9), steady={})
+            one
+            == other
+            == peak_of(deep(200).traces["none"], micro, segments=range(5, 9), steady={})
         )
         assert one.num_bytes == 4 * (4 * micro + 8)
 

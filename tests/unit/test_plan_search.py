@@ -208,7 +208,7 @@ def test_contradictions_are_said(limits: dict[str, object], said: str) -> None:
 def test_a_batch_that_does_not_divide_is_said() -> None:
     hardware = parse_simulate("8xA100-80G")
     with pytest.raises(JobError, match="no configuration has 7 samples per step on 8xA100-80G"):
-        search(BIG, hardware, SearchSpace(7, trainable=True), "best")
+        search(BIG, hardware, SearchSpace(7, pp=(1,), trainable=True), "best")
     with pytest.raises(JobError, match="one of something"):
         search(BIG, hardware, SearchSpace(8), "fit")
 
@@ -229,7 +229,7 @@ def test_an_estimate_adds_up() -> None:
         assert rank.device_used > rank.reserved
     assert found.headroom == found.capacity - max(rank.device_used for rank in found.ranks)
     assert found.source == "formula"
-    assert sum("does not train with it yet" in note for note in found.notes) == 2
+    assert sum("does not train with it yet" in note for note in found.notes) == 1
     share = BIG.num_params / 8
     assert found.paper == {"params": 2 * share, "grads": 2 * share, "optim": 12 * share / 2}
     middle = planner.estimate(Candidate(1, ParallelDims(1, tp=4, pp=4), 1, 8))
@@ -326,7 +326,9 @@ def test_layer_by_layer_parameters_come_twice_per_step() -> None:
 
     def read(layer_major: bool) -> int:
         placement = Placement(param=HOST)
-        asked = Candidate(3, ONE, 1, 4, placement=placement, layer_major=layer_major)
+        asked = Candidate(
+            3, ONE, 1, 4, placement=placement, schedule="layer_major" if layer_major else "1f1b"
+        )
         return planner.estimate(asked).moved["host"]["read"]["params"]
 
     in_turn = read(layer_major=False)
@@ -452,12 +454,20 @@ def test_a_jobs_own_keys_count() -> None:
             "tp 3: 16 heads and 16 key heads do not divide over 3 ranks",
         ),
         (
-            Candidate(0, ParallelDims(1, pp=4, virtual=4), 1, 4),
-            "the model has 8 repeated blocks only",
+            Candidate(0, ParallelDims(1, pp=4, virtual=4), 1, 4, schedule="interleaved"),
+            "4 stages x 4 chunks = 16 > 8 blocks; write virtual: 2",
         ),
         (
-            Candidate(0, ParallelDims(1, pp=4, virtual=2), 1, 6),
-            "micro-batches in groups of 4, and a step has 6",
+            Candidate(0, ParallelDims(1, pp=4, virtual=2), 1, 4),
+            "1f1b has one chunk on each stage: write schedule: interleaved",
+        ),
+        (
+            Candidate(0, ParallelDims(1, pp=4), 1, 4, schedule="interleaved"),
+            "interleaved has 2 chunks on each stage or more: write virtual: 2",
+        ),
+        (
+            Candidate(0, ParallelDims(1, pp=4), 1, 4, split=("blocks.2", "blocks.4")),
+            "4 stages have 3 borders, and it names 2",
         ),
     ],
 )

@@ -16,6 +16,7 @@ from zrun_core.memory.buffers import ON_DEVICE, Buffer, Kind, Placement, Tier
 from zrun_core.memory.layout import PAGE_BYTES
 from zrun_core.memory.placement import place
 from zrun_core.models.gpt import gpt
+from zrun_core.pipeline.split import Split
 from zrun_core.plan.memory.states import (
     PlannedModel,
     plan_model,
@@ -147,7 +148,7 @@ def test_fp32_parameters_need_a_copy_where_the_update_is_elsewhere():
 
 
 def test_a_fraction_takes_the_units_whose_gradients_come_first():
-    layouts = cut(settings()).layouts(ParallelDims(1), 0, 1)
+    layouts = cut(settings()).layouts()
     assert [unit.name for unit in layouts][1:-1] == [f"blocks.{n}" for n in range(4)]
     away = Placement(optimizer=HOST, fraction=0.5)
     assert list(place(layouts, away)) == [layouts[-1].name, "blocks.3", "blocks.2", "blocks.1"]
@@ -220,43 +221,65 @@ def test_scratch_of_updates_is_on_each_tier_that_updates(optim):
 # Pipelines
 
 
+def uses(depth: int = 4, tied: bool = True) -> dict[str, tuple[int, ...]]:
+    found = {"embed.weight": (0, depth) if tied else (0,), "places.weight": (0,)}
+    for number in range(depth):
+        found |= {f"blocks.{number}.{name}.weight": (number,) for name in ("up", "down")}
+    return found | {"norm.weight": (depth,)} | ({} if tied else {"head.weight": (depth,)})
+
+
 @pytest.mark.parametrize("tied", [True, False])
-def test_ends_of_a_pipeline_have_what_they_use(tied):
+def test_stages_have_what_they_use(tied):
     chosen = settings(zero=1)
-    on_paper = cut(chosen, tied=tied)
-    dims = ParallelDims(2, pp=2)
-    stages = [[unit.name for unit in on_paper.layouts(dims, stage, 2)] for stage in range(2)]
-    assert stages[0] == ["{embed,places}", "blocks.0", "blocks.1"]
-    assert stages[1] == [*["{embed,places}"] * tied, "blocks.2", "blocks.3", "{norm,head}"]
-    one, other = (
-        rank_buffers(on_paper, chosen, dims, rank=Coordinates(pp=stage)) for stage in range(2)
-    )
-    assert {b.name for b in one if b.kind is Kind.BUFFER} == {
-        "mask",
-        "blocks.0.scale",
-        "blocks.1.scale",
-    }
-    assert {b.name for b in other if b.kind is Kind.BUFFER} == {
-        "mask",
-        "blocks.2.scale",
-        "blocks.3.scale",
-    }
-
-
-def test_small_parameters_are_with_their_blocks():
-    chosen = settings(zero={"stage": 3, "persist_below": "9kB"})
-    stages = [cut(chosen).layouts(ParallelDims(1, pp=2), stage, 1) for stage in range(2)]
-    small = [
-        [slot.name for unit in units if unit.keep_unsharded for slot in unit.slots]
-        for units in stages
+    with torch.device("meta"):
+        on_paper = plan_model(Net(tied=tied), chosen, uses=uses(tied=tied))
+    names = [slot.name for unit in on_paper.units() for slot in unit.slots]
+    split = Split((0, 3), num_blocks=4, pp=2)
+    stages = [
+        [unit.name for unit in on_paper.layouts(2, split=split, stage=stage)] for stage in range(2)
     ]
-    assert small == [["places.weight", "norm.weight"]] * 2, (
-        "where they are used is not known of those outside"
-    )
-    assert (
-        sum(unit.numel for units in stages for unit in units if not unit.keep_unsharded)
-        == P + 1024 * 256 - 2 * 16 * 256
-    )
+    alike = "{embed,places}(alike over tied)" if tied else "{embed,places}"
+    assert stages[0] == [*["{embed,places}"] * tied, alike, "blocks.0", "blocks.1", "blocks.2"]
+    assert stages[1] == [*["embed(alike over tied)"] * tied, "blocks.3", "{norm,head}"]
+    buffers = [
+        rank_buffers(on_paper, chosen, ParallelDims(2, pp=2), rank=Coordinates(pp=stage))
+        for stage in range(2)
+    ]
+    for found in buffers:
+        kept = {b.name for b in found if b.kind is Kind.BUFFER}
+        assert kept == {"mask", *(f"blocks.{number}.scale" for number in range(4))}, (
+            "what is computed from the batch alone may need any of them"
+        )
+    again = [slot.name for unit in on_paper.units() for slot in unit.slots]
+    assert again == names, "the whole model is as it was"
+
+
+def test_a_stage_with_one_block_has_it_as_a_block() -> None:
+    chosen = settings()
+    with torch.device("meta"):
+        on_paper = plan_model(Net(), chosen, uses=uses())
+    found = on_paper.units(Split((0, 1, 2, 3), num_blocks=4, pp=4), 1)
+    assert [(unit.name, unit.block) for unit in found] == [("blocks.1", "blocks.1")]
+
+
+def test_chunks_of_a_stage_have_units_of_their_own() -> None:
+    chosen = settings(zero={"stage": 3, "persist_below": "9kB"})
+    with torch.device("meta"):
+        on_paper = plan_model(Net(), chosen, uses=uses())
+    split = Split((0, 1, 2, 3), num_blocks=4, pp=2)
+    found = [
+        [(unit.chunk, slot.name) for unit in on_paper.units(split, stage) for slot in unit.slots]
+        for stage in range(2)
+    ]
+    assert found[0] == [
+        (0, "embed.weight"),
+        *((0, f"blocks.0.{name}.weight") for name in ("up", "down")),
+        *((1, f"blocks.2.{name}.weight") for name in ("up", "down")),
+        (0, "places.weight"),
+    ]
+    assert {chunk for chunk, name in found[1] if name in ("embed.weight", "norm.weight")} == {1}
+    everything = sum(unit.numel for stage in (0, 1) for unit in on_paper.units(split, stage))
+    assert everything == P + 1024 * 256, "the tied embedding is on both"
 
 
 def test_dims_must_divide():
@@ -309,9 +332,9 @@ def test_tensor_parallel_ranks_share_what_they_can():
     whole, of_two, of_four = (plan_shape(shape, chosen, tp) for tp in (1, 2, 4))
     assert whole.num_params == shape.num_params
     norms = 5 * 512
-    alike = [unit.layout.numel for unit in of_two.units if unit.layout.replicated_over]
+    alike = [unit.numel for unit in of_two.units() if unit.replicated_over]
     assert sum(alike) == norms, "in units of their own"
-    assert not any(unit.layout.replicated_over for unit in whole.units)
+    assert not any(unit.replicated_over for unit in whole.units())
     assert of_two.num_params == (shape.num_params - norms) // 2 + norms
     keys = (
         2 * 512 * 64

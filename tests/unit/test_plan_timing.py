@@ -45,6 +45,7 @@ def korthikanti(name: str, *, present: bool) -> tuple[TransformerShape, StepTime
         "attention" if present else "full",
         "fp16",
         sequence_parallel=present,
+        schedule="interleaved" if virtual > 1 else "1f1b",
     )
     return shape, megatron(shape, parse_simulate(f"{pp}x8xA100-80G"), candidate)
 
@@ -95,10 +96,10 @@ def test_aggregates_of_narayanan_are_in_range() -> None:
     ]
     for layers, hidden, heads, tp, pp, devices, batch, wanted in rows:
         shape = TransformerShape.gpt(layers, hidden, heads, flash=False)
-        dims = ParallelDims(
-            devices // tp // pp, tp=tp, pp=pp, virtual=2 if pp > 1 and layers % (2 * pp) == 0 else 1
-        )
-        candidate = Candidate(0, dims, 1, batch // dims.dp, "full", "fp16")
+        virtual = 2 if pp > 1 and layers % (2 * pp) == 0 else 1
+        dims = ParallelDims(devices // tp // pp, tp=tp, pp=pp, virtual=virtual)
+        schedule = "interleaved" if virtual > 1 else "1f1b"
+        candidate = Candidate(0, dims, 1, batch // dims.dp, "full", "fp16", schedule=schedule)
         found = megatron(shape, parse_simulate(f"{devices // 8}x8xA100-80G"), candidate)
         assert found.hardware_flops / found.seconds / devices / 1e12 == pytest.approx(
             wanted, rel=0.2
@@ -131,13 +132,15 @@ def timed(
 
 
 def test_the_parts_are_the_step() -> None:
-    for dims in (
-        ParallelDims(8),
-        ParallelDims(2, tp=4),
-        ParallelDims(2, pp=4),
-        ParallelDims(2, pp=4, virtual=2),
+    for dims, schedule in (
+        (ParallelDims(8), "1f1b"),
+        (ParallelDims(2, tp=4), "1f1b"),
+        (ParallelDims(2, pp=4), "1f1b"),
+        (ParallelDims(2, pp=4), "gpipe"),
+        (ParallelDims(2, pp=4), "zero_bubble"),
+        (ParallelDims(2, pp=4, virtual=2), "interleaved"),
     ):
-        found = timed("8xA100-80G", 1, dims)
+        found = timed("8xA100-80G", 1, dims, schedule=schedule)
         assert sum(found.parts.values()) == pytest.approx(found.seconds)
         assert found.low < found.seconds < found.high
         assert (found.high - found.seconds) / found.seconds == pytest.approx(0.25)
@@ -171,7 +174,9 @@ def test_bytes_per_link_are_the_stages_traffic() -> None:
 def test_layers_first_gathers_twice_per_step() -> None:
     def first(count: int, layer_major: bool) -> StepTime:
         hardware = "4x8xA100-80G@1x10G"
-        return timed(hardware, 3, ParallelDims(32), count, layer_major=layer_major)
+        return timed(
+            hardware, 3, ParallelDims(32), count, schedule="layer_major" if layer_major else "1f1b"
+        )
 
     plain, layers = first(4, False), first(4, True)
     share = 31 / 32

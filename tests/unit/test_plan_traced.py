@@ -22,6 +22,7 @@ from zrun_core.plan.trace.profile import Profile, Trace
 from zrun_core.plan.trace.rows import Affine, TracePhase
 from zrun_core.spine.config import JobConfig
 from zrun_core.spine.parallel_dims import ParallelDims
+from zrun_core.stages.flow import Leaf, ModelFlow, NodeCall
 
 BLOCKS, WIDTH, TOKENS = 4, 512, 128
 KEPT = 2 * TOKENS * WIDTH  # bytes of an activation of one sample, bf16
@@ -180,11 +181,43 @@ def test_the_peak_is_states_and_live_events() -> None:
     one = planner.estimate(Candidate(1, ParallelDims(2), 4, 1)).ranks[0]
     assert one.peak.dynamic == BLOCKS * 4 * KEPT
     assert one.allocated == one.peak.dynamic + sum(buffer.num_bytes for buffer in one.buffers)
-    first, last = planner.estimate(Candidate(1, ParallelDims(1, pp=2), 4, 4)).ranks
-    assert (first.peak.dynamic, last.peak.dynamic) == (
-        2 * BLOCKS // 2 * 4 * KEPT,
-        BLOCKS // 2 * 4 * KEPT,
+
+
+def flow() -> ModelFlow:
+    """Each block hands its output to the next one; the head costs as much as a block."""
+    once = 2.0 * TOKENS * WIDTH**2
+    names = tuple(f"blocks.{number}" for number in range(BLOCKS))
+    uses = {"embed.weight": (0,), "head.weight": (BLOCKS,)}
+    uses |= {
+        f"{block}.linear.{name}": (number,)
+        for number, block in enumerate(names)
+        for name in ("weight", "bias")
+    }
+    calls = tuple(NodeCall(name, number) for number, name in enumerate(names))
+    leaves = tuple(
+        Leaf(number, 0, number, number + 1, (1, TOKENS, WIDTH), "bfloat16", requires_grad=True)
+        for number in range(BLOCKS)
     )
+    return ModelFlow(names, (once,) * (BLOCKS + 1), uses, calls, leaves)
+
+
+def test_stages_hold_what_their_schedule_has_under_way() -> None:
+    planner = Planner(replace(profile(), flow=flow()), HARDWARE, JOB)
+    dims = ParallelDims(1, pp=2)
+    message = sample = 4 * KEPT  # of a micro-batch of 4
+    held = {"1f1b": 2, "gpipe": 6, "zero_bubble": 2}
+    for schedule, most in held.items():
+        first, last = planner.estimate(Candidate(1, dims, 4, 6, schedule=schedule)).ranks
+        assert first.peak.dynamic == most * 3 * sample + message, "three blocks, no head"
+        of_last = 6 if schedule == "gpipe" else 1
+        assert last.peak.dynamic == of_last * sample + message, "one block, and the head"
+    named = planner.estimate(Candidate(1, dims, 4, 6, split=("blocks.1",))).ranks[0]
+    assert named.peak.dynamic == 2 * sample + message
+    virtual = Candidate(1, ParallelDims(1, pp=2, virtual=2), 4, 6, schedule="interleaved")
+    assert planner.split(virtual).starts == (0, 1, 2, 3)
+    first = planner.estimate(virtual).ranks[0]
+    assert first.peak.dynamic == 5 * sample + 2 * message, "5 of its chunks wait, of one block each"
+    first, last = planner.estimate(Candidate(1, dims, 4, 4)).ranks
     with_head = sum(b.num_bytes for b in last.buffers if b.name.startswith("head"))
     assert with_head > 0
     assert not any(b.name.startswith("head") for b in first.buffers)

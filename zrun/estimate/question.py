@@ -369,7 +369,8 @@ def _candidate(job: JobConfig, batch: BatchPlan, hardware: Hardware) -> Candidat
         placement=placement_of(job.offload, job.activations, hardware.device.kind),
         sequence_parallel=dims.tp > 1,
         init=job.init,
-        layer_major=parallel.schedule == "layer_major",
+        schedule=parallel.schedule,
+        split=() if parallel.split == "auto" else tuple(parallel.split),
     )
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from zrun_core.errors import JobError
 from zrun_core.pipeline.split import Split
 
 
@@ -45,3 +46,38 @@ def tied_stages(owners: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
     return tuple(
         sorted({stage for stages in owners.values() if len(stages) > 1 for stage in stages})
     )
+
+
+def chunks_of(
+    uses: Mapping[str, tuple[int, ...]],
+    split: Split,
+    owners: Mapping[str, tuple[int, ...]],
+    stage: int,
+) -> dict[str, int]:
+    """Return the chunk of each parameter of a stage, counted among its own; none with one chunk.
+
+    Args:
+        uses: as of `owned`.
+        split: of the model.
+        owners: as `owned` returns them.
+        stage: whose parameters they are.
+
+    Raises:
+        JobError: several of its chunks use one.
+    """
+    if split.virtual == 1:
+        return {}
+    found = {}
+    for name, stages in owners.items():
+        if stage not in stages:
+            continue
+        chunks = {split.chunk_of_segment(segment) for segment in uses[name]}
+        here = sorted(chunk for chunk in chunks if split.stage_of(chunk) == stage)
+        if len(here) > 1:
+            raise JobError(
+                f"parallel.virtual: chunks {here[0]} and {here[1]} of stage {stage} both use "
+                f"{name}: write virtual: 1, or another parallel.split"
+            )
+        chunk = here[0] if here else split.chunks(stage)[-1]
+        found[name] = chunk // split.pp
+    return found

@@ -19,7 +19,8 @@ from zrun_core.spine.config import PIPEDREAMS, Axis, ZeroConfig
 GroupAxis = Literal["world", "pipe", "data", "tensor", "shard", "replicate", "tied"]
 
 
-_UNTRAINED = ("zero_bubble", *PIPEDREAMS)
+# Schedules that have a plan, but nothing that trains by them yet.
+UNTRAINED = ("zero_bubble", *PIPEDREAMS)
 
 
 class Coordinates(NamedTuple):
@@ -164,7 +165,7 @@ def refuse_untrained(tp: int, schedule: str) -> None:
     Raises:
         JobError: a plan needs tensor parallelism, or a schedule of the kind.
     """
-    if schedule in _UNTRAINED:
+    if schedule in UNTRAINED:
         raise JobError(
             f"parallel.schedule: {schedule} is drawn by zrun check --grid, but not trained yet: "
             "write schedule: 1f1b, gpipe or interleaved"

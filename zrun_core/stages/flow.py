@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zrun_core.errors import JobError
@@ -191,7 +191,7 @@ def _fake_parameters(
     model: nn.Module, dtype: torch.dtype, device: torch.device
 ) -> Iterator[dict[int, torch.Tensor]]:
     """Replace parameters by fake ones inside; yield these by identity of the true ones."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = _mode_of(model) or FakeTensorMode(allow_non_fake_inputs=True)
     in_fp32 = running_norm_params(model)
     fakes: dict[int, torch.Tensor] = {}
     true: list[tuple[nn.Module, str, nn.Parameter]] = []
@@ -213,6 +213,12 @@ def _fake_parameters(
     finally:
         for module, key, param in true:
             module._parameters[key] = param
+
+
+def _mode_of(model: nn.Module) -> FakeTensorMode | None:
+    """Return the mode of parameters that are fake already, as in a trace; None: they are not."""
+    first = next(model.parameters(), None)
+    return first.fake_mode if isinstance(first, FakeTensor) else None
 
 
 class _Source(NamedTuple):

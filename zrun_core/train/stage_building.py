@@ -12,7 +12,7 @@ from zrun_core.distributed.mesh import Mesh
 from zrun_core.errors import JobError
 from zrun_core.memory.layout import dense_stride
 from zrun_core.memory.tensors import TIED, TensorPart, full_part
-from zrun_core.pipeline.ownership import owned, tied_stages
+from zrun_core.pipeline.ownership import chunks_of, owned, tied_stages
 from zrun_core.pipeline.split import Split, at_names, balance_in_words, balanced
 from zrun_core.spine.config import JobConfig
 from zrun_core.stages.flow import ModelFlow, follow
@@ -70,7 +70,7 @@ def build_stage(
     owners = owned(flow.uses, split)
     _check_outside_uses(flow, split, owners)
     index = mesh.pipe.index
-    chunk_of = _chunks_of_params(flow, split, owners, index)
+    chunk_of = chunks_of(flow.uses, split, owners, index)
     params = dict(model.named_parameters())
     table = {
         name: full_part(
@@ -120,29 +120,3 @@ def _check_outside_uses(flow: ModelFlow, split: Split, owners: Mapping[str, Sequ
                 f"which is on stage {split.stage_of(chunk)}, uses what is made of it: compute that "
                 "in a module that has the parameter, whose result can be sent; or write pp: 1"
             )
-
-
-def _chunks_of_params(
-    flow: ModelFlow, split: Split, owners: Mapping[str, Sequence[int]], index: int
-) -> dict[str, int]:
-    """Return by name the chunk of each of this stage's parameters, among its own ones.
-
-    Raises:
-        JobError: several of them use one.
-    """
-    if split.virtual == 1:
-        return {}
-    found = {}
-    for name, stages in owners.items():
-        if index not in stages:
-            continue
-        chunks = {split.chunk_of_segment(segment) for segment in flow.uses[name]}
-        here = sorted(chunk for chunk in chunks if split.stage_of(chunk) == index)
-        if len(here) > 1:
-            raise JobError(
-                f"parallel.virtual: chunks {here[0]} and {here[1]} of stage {index} both use "
-                f"{name}: write virtual: 1, or another parallel.split"
-            )
-        chunk = here[0] if here else split.chunks(index)[-1]
-        found[name] = chunk // split.pp
-    return found

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Container, Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import nn
 
@@ -26,3 +29,28 @@ def had_params(module: nn.Module) -> bool:
     if any(True for _ in module.parameters()):
         return True
     return any(_REMOVED in vars(inner) for inner in module.modules())
+
+
+@contextmanager
+def only_params(model: nn.Module, names: Container[str]) -> Iterator[None]:
+    """Remove all parameters of `model` but these inside, and put them back.
+
+    Args:
+        model: on any device.
+        names: first names of those that stay.
+    """
+    stay = {id(param) for name, param in model.named_parameters() if name in names}
+    before = [(module, dict(module._parameters)) for module in model.modules()]
+    try:
+        for module, params in before:
+            for key, param in params.items():
+                if param is not None and id(param) not in stay:
+                    remove_param(module, key, param.data)
+        yield
+    finally:
+        for module, params in before:
+            for key in vars(module).pop(_REMOVED, ()):
+                del vars(module)[key]
+            module._parameters.update(params)
+            for key in params:  # in the order in which they were
+                module._parameters[key] = module._parameters.pop(key)

@@ -54,6 +54,7 @@ class _ModelSums(NamedTuple):
     largest: float  # segment, as a share of the model's parameters
     block_params: float  # of an average block
     block_s: float  # seconds of the block that takes least
+    block_forward_s: float  # and of its forward
     before_s: float  # and of the segments before and after all blocks
     after_s: float
 
@@ -142,7 +143,7 @@ class Bounds:
         update = device_update_seconds(
             self._hardware.device, owned, self._settings, candidate.precision
         )
-        first = PipelineStage.of(candidate, 0, self._planner.num_blocks)
+        first = self._planner.stage(candidate, 0)
         # Of the model's parameters the first stage has at least those of its blocks.
         share = 1.0
         if dims.pp > 1:
@@ -173,6 +174,7 @@ class Bounds:
             largest=max(params) / sum(params),
             block_params=sum(block.params for block in blocks) / max(1, len(blocks)),
             block_s=min(map(_seconds, blocks), default=0.0),
+            block_forward_s=min((each.forward for each in blocks), default=0.0),
             before_s=_seconds(micro_batch.before),
             after_s=_seconds(micro_batch.after),
         )
@@ -180,13 +182,23 @@ class Bounds:
 
     def _computing_seconds(self, candidate: Candidate, sums: _ModelSums) -> float:
         """Return the seconds of kernels on the fullest stage, and of an even pipeline's bubble."""
-        dims = candidate.dims
-        blocks = self._planner.num_blocks // dims.pp
-        largest = sums.forward + sums.backward
-        if dims.pp > 1:
-            largest = blocks * sums.block_s + max(sums.before_s, sums.after_s)
-        bubble = (dims.pp - 1) / dims.virtual * blocks * sums.block_s
-        return candidate.accumulation * largest + bubble
+        if candidate.dims.pp == 1:
+            return candidate.accumulation * (sums.forward + sums.backward)
+        split = self._planner.split(candidate)
+        # What stage s waits for: the first micro-batch on its way to it, and the gradients of the
+        # last one on their way from it, beside which zero bubble still has weights' to make.
+        passing = sums.block_s
+        if candidate.schedule == "zero_bubble":
+            passing = sums.block_forward_s
+        most = 0.0
+        for stage in range(split.pp):
+            busy = sum(map(len, split.stage_blocks(stage))) * sums.block_s
+            if stage == 0:
+                busy += sums.before_s
+            if stage == split.pp - 1:
+                busy += sums.after_s
+            most = max(most, candidate.accumulation * busy + split.starts[stage] * passing)
+        return most
 
     def _transfer_seconds(self, candidate: Candidate, sums: _ModelSums, shard_ranks: int) -> float:
         """Return the seconds of all gathers and reductions of an average stage."""

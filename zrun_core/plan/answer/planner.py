@@ -20,6 +20,7 @@ from zrun_core.hardware.hardware import GB, MIB, Hardware
 from zrun_core.memory.buffers import Buffer, Kind, Tier
 from zrun_core.memory.layout import UnitLayout, whole_pages
 from zrun_core.memory.tier_traffic import Direction, Move
+from zrun_core.pipeline.split import Split
 from zrun_core.plan.answer.outcome import FROM_DATA_SHEETS, Estimate, RankMemory, offloaded_bytes
 from zrun_core.plan.answer.state_model import StageStates, StateModel
 from zrun_core.plan.memory import rank_memory
@@ -123,9 +124,53 @@ class Planner:
             self.tokens_per_sample = subject.tokens_per_sample
             self.num_samples = subject.num_samples
         self._settings = settings
-        self._states = StateModel(subject, shape, self.job, settings, self.device_type)
+        self.pipeline = self.cost_model.pipeline
+        self._states = StateModel(
+            subject, shape, self.job, settings, self.device_type, self.pipeline
+        )
         self._peaks: dict[tuple[object, ...], Peak] = {}
         self._beyond: dict[tuple[object, ...], int] = {}
+
+    def split(self, candidate: Candidate) -> Split:
+        """Return the stages of a candidate.
+
+        Raises:
+            JobError: the model cannot be cut so.
+        """
+        return self.pipeline.split(candidate.dims, candidate.split)
+
+    def stage(self, candidate: Candidate, index: int) -> PipelineStage:
+        """Return a stage of a candidate, as its activations see it.
+
+        Raises:
+            JobError: the model cannot be cut so.
+        """
+        if candidate.dims.pp == 1:
+            return PipelineStage.whole(candidate, self.num_blocks)
+        split = self.split(candidate)
+        borders = self.cost_model.border_bytes(candidate, split)
+        return PipelineStage.of(candidate, split, index, borders)
+
+    def _stages(self, candidate: Candidate) -> list[int]:
+        """Return a stage of each class: of those alike, the one that holds most micro-batches."""
+        dims = candidate.dims
+        if dims.pp == 1:
+            return [0]
+        split = self.split(candidate)
+        found: dict[object, int] = {}
+        for index in range(dims.pp):
+            sizes = tuple(map(len, split.stage_blocks(index)))
+            found.setdefault((index == 0, index == dims.pp - 1, sizes), index)
+        return sorted(found.values())
+
+    def _role(self, candidate: Candidate, index: int) -> str:
+        if candidate.dims.pp == 1:
+            return "all"
+        if index == 0:
+            return "first"
+        if index == candidate.dims.pp - 1:
+            return "last"
+        return "middle" if len(self._stages(candidate)) == 3 else f"stage {index}"
 
     # One rank
 
@@ -135,7 +180,7 @@ class Planner:
         Raises:
             JobError: it is impossible.
         """
-        stage = PipelineStage.of(candidate, index, self.num_blocks)
+        stage = self.stage(candidate, index)
         states = self._states.of_stage(candidate, index)
         others = self._others(candidate)
         waiting = self._waiting_inputs(candidate, stage)
@@ -149,7 +194,7 @@ class Planner:
         else:
             outside += self._kernels(candidate)
         return RankMemory(
-            role=_role(candidate.dims, index),
+            role=self._role(candidate, index),
             buffers=(*states.buffers, *others, *waiting),
             peak=peak,
             allocated=peak.num_bytes,
@@ -194,7 +239,7 @@ class Planner:
     def _waiting_inputs(self, candidate: Candidate, stage: PipelineStage) -> list[Buffer]:
         """Return what the inputs of a stage's recomputed blocks take where they wait."""
         tier = candidate.placement.activation
-        share = stage.held * stage.blocks / max(1, self.num_blocks)
+        share = stage.held_blocks / max(1, self.num_blocks)
         num_bytes = round(share * sum(map(whole_pages, self._input_sizes(candidate))))
         if not num_bytes:
             return []
@@ -233,10 +278,7 @@ class Planner:
             rank_memory.adds_gradients(candidate),
             candidate.dims.tp,
             candidate.sequence_parallel,
-            stage.blocks,
-            stage.held,
-            stage.first,
-            stage.last,
+            stage,
             tuple(beyond.values()),
             rank_memory.moves_inputs(candidate),
         )
@@ -319,8 +361,8 @@ class Planner:
         others = sum(buffer.num_bytes for buffer in self._others(candidate))
         beside = others + self.outside(candidate)
         used = 0
-        for index in _stages(candidate.dims):
-            stage = PipelineStage.of(candidate, index, self.num_blocks)
+        for index in self._stages(candidate):
+            stage = self.stage(candidate, index)
             steady = self._states.of_stage(candidate, index).steady
             in_use = self.peak(candidate, stage, steady).num_bytes + beside
             if in_use <= capacity:
@@ -347,7 +389,7 @@ class Planner:
             return False
         if not self.hardware.shares_memory:
             return True
-        ranks = [self.rank(candidate, index) for index in _stages(candidate.dims)]
+        ranks = [self.rank(candidate, index) for index in self._stages(candidate)]
         return _most_at_once(self._host(candidate, ranks)) <= self.hardware.host_bytes
 
     def estimate(self, candidate: Candidate, *, traffic: bool = True) -> Estimate:
@@ -361,7 +403,7 @@ class Planner:
             JobError: it is impossible.
         """
         self._check(candidate)
-        ranks = tuple(self.rank(candidate, index) for index in _stages(candidate.dims))
+        ranks = tuple(self.rank(candidate, index) for index in self._stages(candidate))
         host = self._host(candidate, ranks)
         source = "formula"
         is_ragged = False
@@ -480,16 +522,11 @@ class Planner:
                 f"{candidate}: {dims.world_size} ranks on {num_devices} devices: name "
                 "more of them, or fewer ranks"
             )
-        if dims.pp * dims.virtual > max(1, self.num_blocks):
-            raise JobError(
-                f"pp {dims.pp} with {dims.virtual} parts each: the model has {self.num_blocks} "
-                "repeated blocks only"
-            )
-        if dims.virtual > 1 and candidate.accumulation % dims.pp:
-            raise JobError(
-                f"virtual {dims.virtual}: interleaved stages take micro-batches in groups of "
-                f"{dims.pp}, and a step has {candidate.accumulation}"
-            )
+        if dims.pp > 1:
+            why_not = why_not_scheduled(candidate.schedule, dims.virtual)
+            if why_not:
+                raise JobError(why_not)
+            self.split(candidate)
         why_not = self.why_not_placed(candidate)
         if why_not:
             raise JobError(f"offload: {why_not}")
@@ -600,21 +637,20 @@ def _without_activations(rank: RankMemory) -> RankMemory:
     )
 
 
-def _stages(dims: ParallelDims) -> list[int]:
-    """Return a pipeline stage of each class; in the middle the one with most micro-batches."""
-    return sorted({0, min(1, dims.pp - 1), dims.pp - 1})
-
-
 def _on_tier(buffers: Iterable[Buffer], tier: Tier) -> int:
     return sum(buffer.num_bytes for buffer in buffers if buffer.tier is tier)
 
 
-def _role(dims: ParallelDims, index: int) -> str:
-    if dims.pp == 1:
-        return "all"
-    if index == 0:
-        return "first"
-    return "last" if index == dims.pp - 1 else "middle"
+def why_not_scheduled(schedule: str, virtual: int) -> str:
+    """Return why a schedule cannot have so many chunks on a stage; "" if it can."""
+    if virtual > 1 and schedule != "interleaved":
+        one = f"{schedule} has one chunk on each stage"
+        return f"parallel.virtual: {virtual}: {one}: write schedule: interleaved"
+    if virtual == 1 and schedule == "interleaved":
+        return "parallel.schedule: interleaved has 2 chunks on each stage or more: write virtual: 2"
+    if schedule == "layer_major":
+        return "parallel.schedule: layer_major is for the whole model on a rank: write pp: 1"
+    return ""
 
 
 def _most_at_once(parts: Mapping[str, int]) -> int:

@@ -30,6 +30,8 @@ _OFFLOADS = (
 )
 _FRACTIONS = (0.25, 0.5, 0.75, 1.0)  # of the states
 _POLICIES = ("none", "selective", "every_n", "full")
+# Of pipelines whose stages have one chunk. GPipe takes as long as 1F1B, and more memory.
+_SCHEDULES = ("1f1b", "zero_bubble")
 
 
 @dataclass(frozen=True)
@@ -73,10 +75,9 @@ class SearchSpace:
             given = getattr(self, name)
             if given is not None and not given:
                 raise JobError(f"the constraints leave nothing to choose {name} from")
-        if self.trainable and not {1} & set(self.tp or (1,)) & set(self.pp or (1,)):
+        if self.trainable and 1 not in (self.tp or (1,)):
             raise JobError(
-                "the constraints contradict each other: zrun does not train with tp or pp above 1 "
-                "yet"
+                "the constraints contradict each other: zrun does not train with tp above 1 yet"
             )
 
 
@@ -135,15 +136,15 @@ class _Enumeration:
         samples, rest = divmod(self._space.global_batch, dims.dp)  # of a data-parallel rank
         if rest:
             return
-        layer_major = self._base is not None and self._base.layer_major
         init = "meta"
         if self._planner.can_build(dims.world_size):
             init = "factory" if self._base is None else self._base.init
         for micro, checkpoint in itertools.product(self._micros(samples), self._checkpoints()):
             count = samples // micro
             if dims.virtual > 1 and count % dims.pp:
-                continue  # interleaved stages take micro-batches in groups
-            for stage in self._space.stages:
+                continue  # interleaved stages take micro-batches in groups, and wait for the last
+            stages = itertools.product(self._space.stages, self._schedules(dims))
+            for stage, schedule in stages:
                 for shard in self._shards(dims, stage):
                     yield Candidate(
                         stage,
@@ -154,8 +155,27 @@ class _Enumeration:
                         precision,
                         sequence_parallel=dims.tp > 1,
                         init=init,
-                        layer_major=layer_major and dims.pp == 1,
+                        schedule=schedule,
+                        split=self._split(dims),
                     )
+
+    def _schedules(self, dims: ParallelDims) -> Sequence[str]:
+        """Return the orders of forwards and backwards, that of the base first."""
+        base = self._base
+        if dims.pp == 1:
+            return ("layer_major",) if base is not None and base.layer_major else ("1f1b",)
+        if dims.virtual > 1:
+            return ("interleaved",)
+        if base is None or base.dims.pp == 1 or base.dims.virtual > 1:
+            return _SCHEDULES
+        return tuple(dict.fromkeys((base.schedule, *_SCHEDULES)))
+
+    def _split(self, dims: ParallelDims) -> tuple[str, ...]:
+        """Return the base's own split where there are as many chunks."""
+        base = self._base
+        if base is None or (dims.pp, dims.virtual) != (base.dims.pp, base.dims.virtual):
+            return ()
+        return base.split
 
     def _worlds(self) -> list[int]:
         if self._space.devices is not None:
@@ -191,8 +211,6 @@ class _Enumeration:
                 if pp > max(1, num_blocks):
                     continue
                 if self._space.pp is not None and pp not in self._space.pp:
-                    continue
-                if self._space.trainable and tp * pp > 1:
                     continue
                 most_virtual = min(self._space.virtual, num_blocks // pp) if pp > 1 else 1
                 for virtual in range(1, most_virtual + 1):

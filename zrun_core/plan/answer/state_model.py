@@ -10,10 +10,10 @@ from zrun_core.errors import JobError
 from zrun_core.memory.buffers import Buffer, Tier
 from zrun_core.memory.layout import UnitLayout, whole_pages
 from zrun_core.memory.placement import place
-from zrun_core.memory.state_policy import ZeroPolicy
+from zrun_core.memory.state_policy import MeshInfo, ZeroPolicy
 from zrun_core.memory.tier_traffic import Move, step_traffic
+from zrun_core.pipeline.split import Split
 from zrun_core.plan.memory.states import (
-    FIRST,
     PlannedModel,
     layouts_of_rank,
     mesh_info_of_rank,
@@ -22,6 +22,7 @@ from zrun_core.plan.memory.states import (
     rank_buffers,
 )
 from zrun_core.plan.question.candidate import Candidate
+from zrun_core.plan.question.pipeline_model import PipelineModel
 from zrun_core.plan.question.transformer import TransformerShape
 from zrun_core.plan.trace.module_tree import skeleton_of
 from zrun_core.plan.trace.profile import Profile
@@ -63,6 +64,7 @@ class StateModel:
         job: JobConfig,
         settings: ShardingConfig,
         device_type: str,
+        pipeline: PipelineModel,
     ) -> None:
         """
         Args:
@@ -71,12 +73,14 @@ class StateModel:
             job: whose states they are.
             settings: how the job would be sharded as it is.
             device_type: "cuda" or "cpu".
+            pipeline: cuts the model into stages.
         """
         self._subject = subject
         self._formula = formula
         self._job = job
         self._job_settings = settings
         self._device_type = device_type
+        self._pipeline = pipeline
         self._settings: dict[tuple[object, ...], ShardingConfig] = {}
         self._models: dict[tuple[object, ...], PlannedModel] = {}
         self._states: dict[tuple[object, ...], StageStates] = {}
@@ -93,6 +97,8 @@ class StateModel:
             candidate.precision,
             candidate.checkpoint != "none",
             candidate.placement,
+            candidate.layer_major,
+            self._split_of(candidate),
             index,
         )
         found = self._states.get(key)
@@ -112,13 +118,14 @@ class StateModel:
             rank=rank,
             placement=candidate.placement,
             device=self._device_type,
+            tied_size=model.num_tied(self._split_of(candidate), index),
+            split=self._split_of(candidate),
         )
-        mesh_info = mesh_info_of_rank(settings, dims, rank, self._device_type)
         on_host = [buffer for buffer in buffers if buffer.tier is Tier.HOST]
         on_disk = [buffer for buffer in buffers if buffer.tier is Tier.DISK]
         return StageStates(
             buffers=tuple(buffers),
-            layouts=layouts_of_rank(model, settings, dims, rank, mesh_info),
+            layouts=self._layouts(candidate, index),
             steady=_bytes_by_phase(buffers),
             moments=tuple(
                 buffer.num_bytes
@@ -130,6 +137,24 @@ class StateModel:
             disk=sum(each.num_bytes for each in on_disk),
         )
 
+    def _split_of(self, candidate: Candidate) -> Split | None:
+        if candidate.dims.pp == 1:
+            return None
+        return self._pipeline.split(candidate.dims, candidate.split)
+
+    def _layouts(self, candidate: Candidate, index: int) -> tuple[UnitLayout, ...]:
+        settings = self._settings_of(candidate)
+        mesh_info = self._mesh_info(candidate, index)
+        model = self._model_of(candidate)
+        split = self._split_of(candidate)
+        return layouts_of_rank(model, settings, Coordinates(pp=index), mesh_info, split)
+
+    def _mesh_info(self, candidate: Candidate, index: int) -> MeshInfo:
+        settings = self._settings_of(candidate)
+        num_tied = self._model_of(candidate).num_tied(self._split_of(candidate), index)
+        rank = Coordinates(pp=index)
+        return mesh_info_of_rank(settings, candidate.dims, rank, self._device_type, num_tied)
+
     def traffic(self, candidate: Candidate) -> dict[str, int]:
         """Return the bytes that a step sends to data-parallel peers, by collective.
 
@@ -137,14 +162,14 @@ class StateModel:
         """
         settings = self._settings_of(candidate)
         counts = StepCounts(1, candidate.accumulation, 1)
-        mesh_info = mesh_info_of_rank(settings, candidate.dims, FIRST, self._device_type)
+        mesh_info = self._mesh_info(candidate, 0)
         layouts = self.of_stage(candidate, 0).layouts
         return expected_traffic(layouts, settings.states, settings.exchange, counts, mesh_info)
 
     def moved(self, candidate: Candidate) -> dict[Move, int]:
         """Return the bytes of states that a step moves between tiers, as `traffic` does."""
         settings = self._settings_of(candidate)
-        mesh_info = mesh_info_of_rank(settings, candidate.dims, FIRST, self._device_type)
+        mesh_info = self._mesh_info(candidate, 0)
         layouts = self.of_stage(candidate, 0).layouts
         passes = 1 if candidate.layer_major else candidate.accumulation
         gathers = planned_gathers(layouts, settings.states)
@@ -188,21 +213,28 @@ class StateModel:
 
     def _model_of(self, candidate: Candidate) -> PlannedModel:
         """Return the units of one tensor-parallel rank."""
-        key = (candidate.dims.tp, candidate.precision)
+        key = (candidate.dims.tp, candidate.precision, self._is_shape(candidate))
         found = self._models.get(key)
         if found is None:
             found = self._models[key] = self._plan_model(candidate)
         return found
 
+    def _is_shape(self, candidate: Candidate) -> bool:
+        """Return True if the tree of a shape stands for the model."""
+        if not isinstance(self._subject, Profile) or candidate.dims.tp > 1:
+            return True
+        return candidate.dims.pp > 1 and self._pipeline.uses is None
+
     def _plan_model(self, candidate: Candidate) -> PlannedModel:
         tp = candidate.dims.tp
         settings = self._settings_of(candidate)
-        if isinstance(self._subject, Profile) and tp == 1:
+        if not self._is_shape(candidate):
+            assert isinstance(self._subject, Profile)
             try:
                 model = skeleton_of(self._subject)
             except ValueError as error:
                 raise JobError(f"the states of this model are not known: {error}") from None
-            return plan_model(model, settings, self._subject.buffer_bytes)
+            return plan_model(model, settings, self._subject.buffer_bytes, uses=self._pipeline.uses)
         if self._formula is None:
             raise JobError(
                 f"tp {tp}: how this model is divided is not known: it has no transformer's shape"

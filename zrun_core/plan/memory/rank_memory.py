@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import mul
 
 from zrun_core.memory.buffers import Tier
-from zrun_core.pipeline.schedule import max_in_flight, stage_actions
-from zrun_core.pipeline.split import equal
+from zrun_core.pipeline.schedule import ActionKind, stage_actions
+from zrun_core.pipeline.split import Split
 from zrun_core.plan.memory.allocator import heap_bytes, simulate
 from zrun_core.plan.question.candidate import Candidate
 from zrun_core.plan.question.transformer import TransformerShape
 from zrun_core.plan.timing.micro_batch_cost import BYTES
 from zrun_core.plan.trace import waiting_inputs
-from zrun_core.plan.trace.peak import Peak, peak_of
+from zrun_core.plan.trace.peak import ONE_AT_A_TIME, Moment, Peak, peak_of, peak_of_stage
 from zrun_core.plan.trace.profile import Profile, Trace
 from zrun_core.plan.trace.rows import TracePhase
 
@@ -34,67 +34,133 @@ _INPUTS_HERE = 2  # of recomputed blocks, where the others wait elsewhere
 _FORMULA_SLACK = 0.03  # reserved beyond allocated, where no timeline tells
 
 
-@lru_cache(maxsize=1024)
-def _held(stage: int, stages: int, virtual: int, micro_batches: int) -> float:
-    """Return the micro-batches whose activations a stage holds at most."""
-    schedule = "interleaved" if virtual > 1 else "1f1b"
-    return max_in_flight(stage_actions(schedule, stage, stages, virtual, micro_batches)) / virtual
-
-
 @dataclass(frozen=True)
 class PipelineStage:
     """A pipeline stage as its activations see it.
 
     Attributes:
-        index: its number.
+        chunks: of the model, on the stage: the segments of each; none: it has the whole model.
+        moments: of a step, in which some micro-batches wait while another one runs.
         blocks: how many of the model's it has.
-        held: micro-batches whose activations it holds at most, in units of all its blocks.
-        waiting: blocks of which the others wait, in layer-major order, while one of them turns
-            round in the last block; None: none waits before others.
+        held_blocks: blocks that hold a micro-batch's activations at most, each counted as often as
+            it does.
+        weight_blocks: blocks that keep what weights' gradients need at most, counted so too.
         first: whether it is the first stage.
         last: whether it is the last one.
+        waiting: segments of which other micro-batches wait, in layer-major order, while one of them
+            turns round in the last block; None: none waits before others.
+        beside: bytes of messages to other stages that are under way.
     """
 
-    index: int
+    chunks: tuple[range, ...]
+    moments: tuple[Moment, ...]
     blocks: int
-    held: float
-    first: bool
-    last: bool
+    held_blocks: int
+    weight_blocks: int = 0
+    first: bool = True
+    last: bool = True
     waiting: range | None = None
+    beside: int = 0
 
     @classmethod
-    def of(cls, candidate: Candidate, index: int, num_blocks: int) -> PipelineStage:
-        """Return a stage of 1F1B, or of its interleaved form; or the model in layer-major order.
+    def whole(cls, candidate: Candidate, num_blocks: int) -> PipelineStage:
+        """Return a model that is on one stage.
 
         Args:
-            candidate: of which the pipeline, the order, and the micro-batches of a step count.
-            index: number of the stage.
+            candidate: of which the order, and the micro-batches of a step count.
             num_blocks: of the model.
         """
-        dims = candidate.dims
-        accumulation = candidate.accumulation
         if candidate.layer_major and num_blocks > 1:
-            waiting = range(num_blocks - 1)
-            return cls(0, num_blocks, accumulation, True, True, waiting)
-        if dims.pp == 1:
-            return cls(0, num_blocks, 1.0, True, True)
-        blocks = sum(map(len, equal(num_blocks, dims.pp, dims.virtual).stage_blocks(index)))
-        # No stage runs ahead by more than two rounds of micro-batches.
-        held = _held(index, dims.pp, dims.virtual, min(accumulation, 2 * dims.pp))
-        return cls(index, blocks, held, index == 0, index == dims.pp - 1)
+            held = candidate.accumulation * num_blocks
+            return cls((), ONE_AT_A_TIME, num_blocks, held, waiting=range(num_blocks - 1))
+        return cls((), ONE_AT_A_TIME, num_blocks, num_blocks)
 
-    def range(self, num_blocks: int) -> range | None:
-        """Return neighbouring blocks of the model that stand for the stage's; None: all.
+    @classmethod
+    def of(
+        cls, candidate: Candidate, split: Split, index: int, border_bytes: Sequence[float]
+    ) -> PipelineStage:
+        """Return a stage of a pipeline.
 
-        With the model's ends where the stage has them: a stage that is neither the first nor the
-        last one does not begin with block 0.
+        Args:
+            candidate: of which the schedule, and the micro-batches of a step count.
+            split: of the model.
+            index: number of the stage.
+            border_bytes: that cross the border in front of each chunk, for a micro-batch.
         """
-        if self.first and self.last:
-            return None
-        if self.last:
-            return range(num_blocks - self.blocks, num_blocks)
-        start = 0 if self.first else min(1, num_blocks - self.blocks)
-        return range(start, start + self.blocks)
+        moments = moments_of(candidate.schedule, index, split.pp, split.virtual, candidate)
+        chunks = split.chunks(index)
+        sizes = [len(split.blocks(chunk)) for chunk in chunks]
+        here = {(moment.chunk, moment.held) for moment in moments}
+        held = [sum(map(mul, counts, sizes)) + sizes[chunk] for chunk, counts in here]
+        waiting = [sum(map(mul, moment.weights, sizes)) for moment in moments]
+        # What was sent last is held until something else is sent: activations and a gradient.
+        comes = max(border_bytes[chunk] for chunk in chunks)
+        borders = [*border_bytes, 0.0]
+        goes = max(borders[chunk + 1] for chunk in chunks)
+        return cls(
+            tuple(split.segments(chunk) for chunk in chunks),
+            moments,
+            sum(sizes),
+            max(held),
+            max(waiting),
+            first=index == 0,
+            last=index == split.pp - 1,
+            beside=round(comes + goes),
+        )
+
+
+def moments_of(
+    schedule: str, stage: int, stages: int, virtual: int, candidate: Candidate
+) -> tuple[Moment, ...]:
+    """Return the moments of a stage's step that matter: of the others, one has more that waits.
+
+    Args:
+        schedule: by name.
+        stage: of `stages`, from 0.
+        stages: of the pipeline.
+        virtual: chunks of the stage.
+        candidate: of which the micro-batches of a step count.
+    """
+    micro_batches = candidate.accumulation
+    if schedule != "gpipe":  # no stage runs ahead by more than two rounds of micro-batches
+        micro_batches = min(micro_batches, 2 * stages)
+    return _moments(schedule, stage, stages, virtual, micro_batches)
+
+
+@lru_cache(maxsize=4096)
+def _moments(
+    schedule: str, stage: int, stages: int, virtual: int, micro_batches: int
+) -> tuple[Moment, ...]:
+    actions = stage_actions(schedule, stage, stages, virtual, micro_batches)
+    has_weights = any(action.kind is ActionKind.WEIGHT for action in actions)
+    held = [0] * virtual
+    weights = [0] * virtual
+    found: dict[Moment, None] = {}
+    for action in actions:
+        chunk = action.chunk // stages
+        if action.kind is ActionKind.FORWARD:
+            found[Moment(True, chunk, tuple(held), tuple(weights))] = None
+            held[chunk] += 1
+        elif action.kind is ActionKind.BACKWARD:
+            held[chunk] -= 1
+            found[Moment(False, chunk, tuple(held), tuple(weights))] = None
+            weights[chunk] += has_weights
+        elif action.kind is ActionKind.WEIGHT:
+            weights[chunk] -= 1
+    kept: list[Moment] = []
+    # The largest sums first: what nothing before has at least as much of, is not dominated.
+    for moment in sorted(found, key=lambda each: -sum(each.held) - sum(each.weights)):
+        if not any(_dominates(other, moment) for other in kept):
+            kept.append(moment)
+    return tuple(kept)
+
+
+def _dominates(one: Moment, other: Moment) -> bool:
+    if (one.is_forward, one.chunk) != (other.is_forward, other.chunk):
+        return False
+    mine = (*one.held, *one.weights)
+    others = (*other.held, *other.weights)
+    return all(a >= b for a, b in zip(mine, others, strict=True))
 
 
 def adds_gradients(candidate: Candidate) -> bool:
@@ -160,24 +226,33 @@ def traced(
     Raises:
         KeyError: it was not traced with this kind of checkpointing.
     """
+    trace = _trace_of(profile, candidate, every)
+    accumulating = adds_gradients(candidate)
+    align = ALIGN if cuda else 1
+    if stage.chunks:
+        return peak_of_stage(
+            trace,
+            candidate.micro,
+            stage.chunks,
+            stage.moments,
+            steady=steady,
+            beside=stage.beside,
+            accumulating=accumulating,
+            align=align,
+        )
+    in_flight = 1.0
+    if stage.waiting is not None:
+        # What waits has the last block's input too, which is counted like a block of them.
+        in_flight += (candidate.accumulation - 1) * stage.blocks / len(stage.waiting)
     return peak_of(
-        _trace_of(profile, candidate, every),
+        trace,
         candidate.micro,
-        blocks=stage.range(profile.num_blocks),
         waiting=stage.waiting,
-        in_flight=_in_flight(stage),
+        in_flight=in_flight,
         steady=steady,
-        accumulating=adds_gradients(candidate),
-        align=ALIGN if cuda else 1,
+        accumulating=accumulating,
+        align=align,
     )
-
-
-def _in_flight(stage: PipelineStage) -> float:
-    """Return the micro-batches whose activations are held, as `peak_of` counts them."""
-    if stage.waiting is None:
-        return math.ceil(stage.held)
-    # What waits has the last block's input too, which is counted like a block of them.
-    return 1 + (stage.held - 1) * stage.blocks / len(stage.waiting)
 
 
 def reserved_beyond(profile: Profile, candidate: Candidate, every: int) -> int:
@@ -266,10 +341,12 @@ def by_formula(
             element=element,
         )
 
-    kept = stage.held * stage.blocks * of_block(policy)
+    kept = stage.held_blocks * of_block(policy)
     if moves_inputs(candidate):
-        recomputed = -(-stage.blocks // every) if policy == "every_n" else stage.blocks
-        gone = max(0.0, stage.held * recomputed - _INPUTS_HERE)
+        recomputed = stage.held_blocks
+        if policy == "every_n":
+            recomputed = -(-recomputed // every)
+        gone = max(0, recomputed - _INPUTS_HERE)
         kept = max(0.0, kept - gone * _block_input(shape, candidate))
     again = 0.0
     if policy != "none":
@@ -279,20 +356,24 @@ def by_formula(
     grads = 2 * element * tokens * widest
     matrix = element * shape.hidden * max(shape.qkv_width, shape.ffn) / tp
     logits = 0.0
-    end_of_forward = kept
     if stage.last:
         logits = shape.logit_bytes(candidate.micro, tp=tp, element=element)
-        end_of_forward = kept + logits + element * tokens * shape.hidden
-    backward = kept + again + grads + matrix
-    sizes = {TracePhase.LOSS: end_of_forward, TracePhase.BACKWARD: backward}
+    anyway = {"activations of blocks": kept, "messages to other stages": float(stage.beside)}
+    if stage.weight_blocks:
+        anyway["inputs of layers"] = stage.weight_blocks * shape.weight_inputs(
+            candidate.micro, tp=tp, sequence_parallel=candidate.sequence_parallel, element=element
+        )
     live = {
-        TracePhase.LOSS: {"activations of blocks": kept, "logits": logits},
+        TracePhase.LOSS: {**anyway, "logits": logits},
         TracePhase.BACKWARD: {
-            "activations of blocks": kept,
+            **anyway,
             "a recomputed block": again,
             "gradients of a block": grads + matrix,
         },
     }
+    sizes = {phase: sum(holders.values()) for phase, holders in live.items()}
+    if stage.last:
+        sizes[TracePhase.LOSS] += element * tokens * shape.hidden
     totals = {phase: size + steady.get(phase, 0) for phase, size in sizes.items()}
     totals |= {phase: float(size) for phase, size in steady.items() if phase not in totals}
     phase = max(totals, key=lambda each: totals[each])

@@ -5,14 +5,14 @@
     buffers = rank_buffers(model, settings, ParallelDims(dp=8))
 
 The list is made by `StatePolicy.rank_buffers`, as the list that the runtime allocates is: what is
-planned is what is allocated. Pipelines have no runtime yet; their buffers are the contract that it
-will allocate from.
+planned is what is allocated. A stage of a pipeline is what is left of the model without the
+parameters of other stages, cut into units by the same `wrap_plan`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -21,17 +21,19 @@ from torch import nn
 
 from zrun_core.distributed.comm import direct_up_to
 from zrun_core.memory.buffers import ON_DEVICE, Buffer, Kind, Placement, Tier
-from zrun_core.memory.layout import NO_PARTS, UnitLayout
+from zrun_core.memory.layout import NO_PARTS, UnitLayout, dense_stride
 from zrun_core.memory.placement import place
 from zrun_core.memory.state_policy import MeshInfo, module_buffers
-from zrun_core.memory.tensors import TensorPart, contiguous_stride, full_part
+from zrun_core.memory.tensors import TIED, TensorPart, contiguous_stride, full_part
 from zrun_core.optim.resolve import resolve_optimizer
-from zrun_core.pipeline.split import equal
+from zrun_core.pipeline.ownership import chunks_of, owned, tied_stages
+from zrun_core.pipeline.split import Split
 from zrun_core.plan.question.transformer import TransformerShape
 from zrun_core.spine.config import JobConfig
 from zrun_core.spine.parallel_dims import Coordinates, ParallelDims
 from zrun_core.train.parallelize import make_settings
-from zrun_core.zero.auto_wrap import repeated_blocks
+from zrun_core.zero.auto_wrap import WrapPlan
+from zrun_core.zero.foreign import only_params
 from zrun_core.zero.sharding_config import ShardingConfig, wrap_plan
 from zrun_core.zero.tiling import tile_linears
 from zrun_core.zero.unit import moves_pages
@@ -43,114 +45,105 @@ PAPER_ADAM_BYTES = 12
 FIRST = Coordinates()  # the first of an axis has at least as many bytes as any other
 
 
-@dataclass(frozen=True)
-class PlannedUnit:
-    """A unit, and which parts of the model use it.
-
-    Attributes:
-        layout: of one rank alone, which has all of it.
-        block: number of the repeated block that it lies in; -1 outside.
-        before: used by modules that come before the first block. Tied embeddings are used at both
-            ends.
-        after: used by modules outside of blocks that come after the first block began.
-    """
-
-    layout: UnitLayout
-    block: int = -1
-    before: bool = False
-    after: bool = False
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PlannedModel:
-    """The units of a model, or of one tensor-parallel rank's part of it, before they are sharded.
+    """A model, or one tensor-parallel rank's part of it, which stages and shards are planned of.
 
     Attributes:
-        units: in the order of the model.
-        blocks: names of the repeated blocks.
-        buffers: of its modules.
+        tree: its modules, on the meta device.
+        settings: how it is sharded.
+        buffers: of its modules. Every stage of a pipeline has them.
+        uses: by name of a parameter, the segments that use it; None: it has no pipeline.
+        table: as of `ShardedModel`.
     """
 
-    units: tuple[PlannedUnit, ...]
-    blocks: tuple[str, ...]
+    tree: nn.Module
+    settings: ShardingConfig
     buffers: tuple[Buffer, ...]
+    uses: Mapping[str, tuple[int, ...]] | None = None
+    table: Mapping[str, TensorPart] = field(default_factory=dict)
 
     @property
     def num_params(self) -> int:
         """Elements of all parameters."""
-        return sum(unit.layout.numel for unit in self.units)
+        return sum(param.numel() for param in self.tree.parameters())
 
     @cached_property
-    def _stages(self) -> dict[tuple[Any, ...], tuple[UnitLayout, ...]]:
+    def _units(self) -> dict[tuple[Split, int] | None, tuple[UnitLayout, ...]]:
+        return {}
+
+    @cached_property
+    def _layouts(self) -> dict[tuple[Any, ...], tuple[UnitLayout, ...]]:
         return {}
 
     def layouts(
         self,
-        dims: ParallelDims,
-        stage: int,
-        num_shards: int,
+        num_shards: int = 1,
         num_parts: int | None = None,
+        split: Split | None = None,
+        stage: int = 0,
     ) -> tuple[UnitLayout, ...]:
-        """Return the units of a pipeline stage, divided over `num_shards` ranks.
+        """Return the units of a rank, divided over `num_shards` ranks.
 
         Args:
-            dims: of which the pipeline counts.
-            stage: number of the pipeline stage.
             num_shards: ranks of a shard group.
             num_parts: that units are padded to; None: as many as shards.
+            split: into the stages of a pipeline; None: there is none.
+            stage: of it.
+
+        Raises:
+            JobError: the model cannot be cut so.
         """
         parts = num_parts or num_shards
-        key = (dims.pp, dims.virtual, stage, num_shards, parts)
-        if key not in self._stages:
-            units = self._units_of_stage(dims, stage)
+        key = (split, stage, num_shards, parts)
+        if key not in self._layouts:
+            units = self.units(split, stage)
             found = (replace(unit, num_shards=num_shards, num_parts=parts) for unit in units)
-            self._stages[key] = tuple(found)
-        return self._stages[key]
+            self._layouts[key] = tuple(found)
+        return self._layouts[key]
 
-    def _units_of_stage(self, dims: ParallelDims, stage: int) -> list[UnitLayout]:
-        if dims.pp == 1:
-            return [unit.layout for unit in self.units]
-        is_first = stage == 0
-        is_last = stage == dims.pp - 1
-        here = self._blocks_of_stage(dims, stage)
-        foreign = self._prefixes_of_others(here)
-        found = []
-        for unit in self.units:
-            if unit.layout.keep_unsharded:  # one unit of small parameters from all over the model
-                found += _without(unit.layout, foreign)
-            elif unit.block in here:
-                found.append(unit.layout)
-            elif unit.block < 0:
-                is_used = (is_first and unit.before) or (is_last and unit.after)
-                if is_used:
-                    found.append(unit.layout)
-        return found
+    def units(self, split: Split | None = None, stage: int = 0) -> tuple[UnitLayout, ...]:
+        """Return the units of a stage as one rank alone has them.
 
-    def module_buffers(self, dims: ParallelDims, stage: int) -> list[Buffer]:
-        """Return the buffers of modules on a stage: in its blocks, and all outside of blocks."""
-        foreign = self._prefixes_of_others(self._blocks_of_stage(dims, stage))
-        return [buffer for buffer in self.buffers if not buffer.name.startswith(foreign)]
+        Args:
+            split: into the stages of a pipeline; None: there is none.
+            stage: of it.
 
-    def _blocks_of_stage(self, dims: ParallelDims, stage: int) -> set[int]:
-        split = equal(len(self.blocks), dims.pp, dims.virtual)
-        return {block for each in split.stage_blocks(stage) for block in each}
+        Raises:
+            JobError: the model cannot be cut so.
+        """
+        key = None if split is None or split.pp == 1 else (split, stage)
+        if key not in self._units:
+            if key is None:
+                plan = wrap_plan(self.tree, self.settings, MeshInfo(), self.table)
+            else:
+                plan = self._plan_of_stage(*key)
+            self._units[key] = tuple(unit.layout for unit in plan.units)
+        return self._units[key]
 
-    def _prefixes_of_others(self, here: set[int]) -> tuple[str, ...]:
-        """Return how names in blocks of other stages begin."""
-        return tuple(f"{name}." for number, name in enumerate(self.blocks) if number not in here)
+    def num_tied(self, split: Split | None, stage: int) -> int:
+        """Return the number of stages that share tied parameters with a stage, with itself."""
+        if split is None or split.pp == 1 or self.uses is None:
+            return 1
+        together = tied_stages(owned(self.uses, split))
+        return len(together) if stage in together else 1
 
-
-def _without(unit: UnitLayout, prefixes: tuple[str, ...]) -> list[UnitLayout]:
-    """Return `unit` without the parameters whose names begin so; nothing if none is left."""
-    slots = []
-    offset = 0
-    for slot in unit.slots:
-        if not slot.name.startswith(prefixes):
-            slots.append(replace(slot, offset=offset))
-            offset += slot.numel
-    if not slots:
-        return []
-    return [replace(unit, slots=tuple(slots))]
+    def _plan_of_stage(self, split: Split, stage: int) -> WrapPlan:
+        """Return the units of what is left of the model where others' parameters are gone."""
+        assert self.uses is not None
+        owners = owned(self.uses, split)
+        here = {name: stages for name, stages in owners.items() if stage in stages}
+        params = dict(self.tree.named_parameters())
+        table = {name: part for name, part in self.table.items() if name in here}
+        for name, stages in here.items():
+            if len(stages) > 1:
+                part = table.get(name) or full_part(
+                    name, tuple(params[name].shape), dense_stride(params[name])
+                )
+                table[name] = replace(part, replicated_over=(*part.replicated_over, TIED))
+        chunks = chunks_of(self.uses, split, owners, stage)
+        with only_params(self.tree, here):
+            return wrap_plan(self.tree, self.settings, MeshInfo(), table, chunks)
 
 
 def settings_of(job: JobConfig, load: Callable[[str], Any], device: str) -> ShardingConfig:
@@ -172,6 +165,7 @@ def plan_model(
     settings: ShardingConfig,
     buffer_bytes: int | None = None,
     table: Mapping[str, TensorPart] = NO_PARTS,
+    uses: Mapping[str, tuple[int, ...]] | None = None,
 ) -> PlannedModel:
     """Divide `model`, on any device, into units as the runtime does.
 
@@ -180,32 +174,17 @@ def plan_model(
         settings: how it is sharded.
         buffer_bytes: of the modules' buffers, where `model` itself has none to look at.
         table: as of `ShardedModel`.
+        uses: by name of a parameter, the segments that use it; None: it has no pipeline.
 
     Raises:
         JobError: the settings name modules that the model lacks.
     """
-    wrapped = wrap_plan(model, settings, MeshInfo(), table)
-    blocks = dict(repeated_blocks(model))
-    numbers = {name: number for number, name in enumerate(blocks)}
-    inside = {id(inner) for block in blocks.values() for inner in block.modules()}
-    before: set[int] = set()
-    after: set[int] = set()
-    outside = before  # of the two, that of the modules outside of blocks that come now
-    for module, needed, _ in wrapped.hooked:
-        if id(module) in inside:
-            outside = after
-        else:
-            outside.update(needed)
-    units = tuple(
-        PlannedUnit(
-            unit.layout, numbers.get(unit.layout.block, -1), number in before, number in after
-        )
-        for number, unit in enumerate(wrapped.units)
-    )
     buffers = module_buffers(model)
     if buffer_bytes is not None:
         buffers = [Buffer("buffers of modules", Kind.BUFFER, buffer_bytes)]
-    return PlannedModel(units, tuple(blocks), tuple(buffers))
+    planned = PlannedModel(model, settings, tuple(buffers), uses, table)
+    planned.units()
+    return planned
 
 
 def plan_shape(shape: TransformerShape, settings: ShardingConfig, tp: int = 1) -> PlannedModel:
@@ -231,8 +210,8 @@ def plan_shape(shape: TransformerShape, settings: ShardingConfig, tp: int = 1) -
     tree = _TransformerTree(shape, tp)
     if tp == 1:
         tile_linears(tree, settings.tile, settings.precision.compute, settings.leaf_names)
-        return plan_model(tree, settings)
-    return plan_model(tree, settings, table=_replicated_params(tree))
+        return plan_model(tree, settings, uses=tree.uses())
+    return plan_model(tree, settings, table=_replicated_params(tree), uses=tree.uses())
 
 
 def _replicated_params(tree: nn.Module) -> dict[str, TensorPart]:
@@ -328,6 +307,22 @@ class _TransformerTree(nn.Module):
         else:
             self.head = _linear(shape.hidden, vocab, bias=False)
 
+    def uses(self) -> dict[str, tuple[int, ...]]:
+        """Return the segments that use each parameter: those of blocks, and the one after them."""
+        after = len(self.blocks)
+        found: dict[str, tuple[int, ...]] = {}
+        for name, param in self.named_parameters():
+            part, _, rest = name.partition(".")
+            if part == "blocks":
+                found[name] = (int(rest.partition(".")[0]),)
+            elif part in ("norm", "head"):
+                found[name] = (after,)
+            elif param is getattr(self.head, "weight", None):
+                found[name] = (0, after)
+            else:
+                found[name] = (0,)
+        return found
+
 
 def mesh_info_of_rank(
     settings: ShardingConfig,
@@ -360,20 +355,24 @@ def mesh_info_of_rank(
 def layouts_of_rank(
     model: PlannedModel,
     settings: ShardingConfig,
-    dims: ParallelDims,
     rank: Coordinates,
     mesh_info: MeshInfo,
+    split: Split | None = None,
 ) -> tuple[UnitLayout, ...]:
     """Return the units of a rank, divided as at run time.
 
     Args:
         model: of one tensor-parallel rank.
         settings: how it is sharded.
-        dims: sizes of the axes.
         rank: its coordinates.
         mesh_info: as `mesh_info_of_rank` returns it.
+        split: into the stages of a pipeline; None: there is none.
+
+    Raises:
+        JobError: the model cannot be cut so.
     """
-    return model.layouts(dims, rank.pp, mesh_info.shard_size, settings.zero.num_parts(mesh_info))
+    num_parts = settings.zero.num_parts(mesh_info)
+    return model.layouts(mesh_info.shard_size, num_parts, split, rank.pp)
 
 
 def rank_buffers(
@@ -385,6 +384,7 @@ def rank_buffers(
     placement: Placement = ON_DEVICE,
     device: str = "cuda",
     tied_size: int = 1,
+    split: Split | None = None,
 ) -> list[Buffer]:
     """Return everything that a rank keeps from step to step.
 
@@ -397,12 +397,13 @@ def rank_buffers(
         placement: where its states are.
         device: type of what trains, "cpu" or "cuda".
         tied_size: stages that have the same parameters, this one among them.
+        split: into the stages of a pipeline; None: there is none.
 
     Raises:
-        JobError: the blocks do not fill the pipeline.
+        JobError: the model cannot be cut so.
     """
     mesh_info = mesh_info_of_rank(settings, dims, rank, device, tied_size)
-    layouts = layouts_of_rank(model, settings, dims, rank, mesh_info)
+    layouts = layouts_of_rank(model, settings, rank, mesh_info, split)
     away = place(layouts, placement)
     found = settings.states.rank_buffers(
         layouts,
@@ -413,7 +414,7 @@ def rank_buffers(
         host_is_device=device == "cpu",
     )
     scratch = _update_scratch(settings, layouts, away, device)
-    everything = [*found, *model.module_buffers(dims, rank.pp), *scratch]
+    everything = [*found, *model.buffers, *scratch]
     if device == "cpu":
         return [_where_host_is_device(buffer) for buffer in everything]
     return everything

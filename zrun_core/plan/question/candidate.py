@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from zrun_core.memory.buffers import ON_DEVICE, Placement, Tier
-from zrun_core.spine.parallel_dims import ParallelDims
+from zrun_core.spine.parallel_dims import UNTRAINED, ParallelDims
 
 
 class CandidateKey(NamedTuple):
@@ -29,7 +29,8 @@ class Candidate:
         checkpoint: "none", "full", "every_n" or "selective".
         precision: "fp32", "bf16" or "fp16".
         sequence_parallel: tensor-parallel ranks divide what lies between their products, too.
-        layer_major: all micro-batches go through a block before the next one comes.
+        schedule: as of `parallel.schedule`: the order of its forwards and backwards.
+        split: names of the first block of each chunk but the first; none: where it is most even.
         init: "factory": a node holds the whole model while it is built; "meta": none does.
     """
 
@@ -42,7 +43,13 @@ class Candidate:
     placement: Placement = ON_DEVICE
     sequence_parallel: bool = False
     init: str = "factory"
-    layer_major: bool = False
+    schedule: str = "1f1b"
+    split: tuple[str, ...] = ()
+
+    @property
+    def layer_major(self) -> bool:
+        """True if all micro-batches go through a block before the next one comes."""
+        return self.schedule == "layer_major"
 
     @property
     def global_batch(self) -> int:
@@ -86,8 +93,8 @@ class Candidate:
         found = []
         if self.dims.tp > 1:
             found.append("tensor parallelism")
-        if self.dims.pp > 1:
-            found.append("pipelines")
+        if self.dims.pp > 1 and self.schedule in UNTRAINED:
+            found.append(f"the schedule {self.schedule}")
         return tuple(found)
 
     def __str__(self) -> str:
@@ -97,6 +104,7 @@ class Candidate:
             words.append(f"tp {dims.tp}+sp" if self.sequence_parallel else f"tp {dims.tp}")
         if dims.pp > 1:
             words.append(f"pp {dims.pp}x{dims.virtual}" if dims.virtual > 1 else f"pp {dims.pp}")
+            words.append(self.schedule)
         if self.stage and dims.shard_size < dims.dp:
             words.append(f"shard {dims.shard_size}")
         words.append(f"micro {self.micro} x {self.accumulation}")

@@ -465,6 +465,25 @@ class TransformerShape:
             divided += self.heads * self.seq * (element + self.dropout * (1 + element))
         return whole, divided
 
+    def weight_inputs(
+        self, micro: float, *, tp: int = 1, sequence_parallel: bool = False, element: int = 2
+    ) -> float:
+        """Return the bytes that a block keeps until its weights' gradients are made.
+
+        They are the inputs of its products, and the gradients of their outputs.
+
+        Args:
+            micro: samples.
+            tp: tensor-parallel ranks.
+            sequence_parallel: what tp does not divide is divided along the sequence.
+            element: bytes of an activation.
+        """
+        up = (self.num_ffn_matrices - 1) * self.ffn
+        whole = 4 * self.hidden  # inputs of two products, gradients of the outputs of two
+        divided = self.attention_width + self.ffn + self.qkv_width + up
+        undivided = whole / (tp if sequence_parallel else 1)
+        return element * micro * self.seq * (undivided + divided / tp)
+
     def logit_bytes(self, micro: float, *, tp: int = 1, element: int = 2) -> float:
         """Return the bytes at the loss: logits, their copy in fp32, and its gradient.
 

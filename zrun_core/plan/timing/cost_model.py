@@ -5,7 +5,9 @@ considers.
 from __future__ import annotations
 
 from zrun_core.hardware.hardware import Hardware
-from zrun_core.plan.question.candidate import CandidateKey
+from zrun_core.pipeline.split import Split
+from zrun_core.plan.question.candidate import Candidate, CandidateKey
+from zrun_core.plan.question.pipeline_model import PipelineModel
 from zrun_core.plan.question.transformer import TransformerShape
 from zrun_core.plan.timing.formula_cost import cost_by_formula
 from zrun_core.plan.timing.micro_batch_cost import MicroBatchCost, TimingSettings
@@ -20,6 +22,7 @@ class CostModel:
         subject: a traced model, or a shape.
         formula: the shape that stands for a traced model where tensor parallelism divides it; None:
             nothing divides it.
+        pipeline: cuts the model into stages.
     """
 
     def __init__(
@@ -39,6 +42,7 @@ class CostModel:
         else:
             for policy, trace in subject.traces.items():
                 self._columns[policy] = columns_of(trace, subject.num_blocks)
+        self.pipeline = PipelineModel(subject, self.formula)
         self._known: dict[CandidateKey, MicroBatchCost] = {}
 
     def uses_formula(self, key: CandidateKey) -> bool:
@@ -58,6 +62,21 @@ class CostModel:
         found = self._known.get(key)
         if found is None:
             found = self._known[key] = self._cost(key)
+        return found
+
+    def border_bytes(self, candidate: Candidate, split: Split) -> list[float]:
+        """Return the bytes of a micro-batch that cross the border in front of each chunk.
+
+        Args:
+            candidate: how the model is computed.
+            split: of the model.
+        """
+        found = [0.0]
+        for start in split.starts[1:]:
+            num_bytes = self.pipeline.crossing_bytes(start, candidate.micro)
+            if num_bytes is None or self.uses_formula(candidate.key):
+                num_bytes = self.micro_batch(candidate.key).boundary_bytes
+            found.append(num_bytes)
         return found
 
     def _cost(self, key: CandidateKey) -> MicroBatchCost:

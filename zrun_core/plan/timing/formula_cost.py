@@ -34,6 +34,7 @@ class _BlockCost(NamedTuple):
 
     forward: float
     backward: float
+    weights: float  # of backward: products that make gradients of weights
     core: float  # of forward: the inside of attention
     cheap: float  # of forward: all that is neither a product nor attention
     flops: float  # of forward
@@ -65,6 +66,7 @@ def cost_by_formula(
     kept = SegmentCost(
         forward=block.forward,
         backward=block.backward + accumulate,
+        weights=block.weights + accumulate,
         tp_forward=forward_traffic,
         tp_backward=backward_traffic,
         params=params,
@@ -78,6 +80,7 @@ def cost_by_formula(
         forward=block.forward,
         backward=block.backward + recompute + accumulate,
         recompute=recompute,
+        weights=block.weights + accumulate,
         tp_forward=forward_traffic,
         tp_backward=repeated_traffic,
         params=params,
@@ -125,12 +128,15 @@ def _block_cost(
         (tokens, up, hidden),
         (tokens, hidden, inner),
     )
-    forward = backward = 0.0
+    forward = 0.0
+    backward = 0.0
+    weights = 0.0
     for m, n, k in products:
         forward += product_seconds(device, key.precision, m, n, k)
         adds = 2 * settings.reduce_bytes * n * k if settings.fused_accumulation else 0.0
         backward += product_seconds(device, key.precision, m, k, n)
-        backward += product_seconds(device, key.precision, k, n, m, extra_bytes=adds)
+        weights += product_seconds(device, key.precision, k, n, m, extra_bytes=adds)
+    backward += weights
 
     # Norms, residuals and dropout lie outside of the products; sequence parallelism divides them.
     outside = tokens * hidden * size / (tp if key.sequence_parallel else 1)
@@ -151,6 +157,7 @@ def _block_cost(
     return _BlockCost(
         forward=forward + cheap + core,
         backward=backward + core_back,
+        weights=weights,
         core=core,
         cheap=cheap,
         flops=flops + core_flops,
@@ -212,14 +219,16 @@ def _ends(
     forward += stream_seconds(device, logits * (size + 16))
     forward += stream_seconds(device, 2 * looked_up)
     backward = product_seconds(device, key.precision, tokens, hidden, vocab)
-    backward += product_seconds(device, key.precision, hidden, vocab, tokens, extra_bytes=adds)
+    weights = product_seconds(device, key.precision, hidden, vocab, tokens, extra_bytes=adds)
+    weights += accumulation_seconds(device, key.precision, params, settings)
+    backward += weights
     backward += stream_seconds(device, logits * (size + 8))
     backward += stream_seconds(device, 3 * looked_up)
-    backward += accumulation_seconds(device, key.precision, params, settings)
     scored = group.all_reduce(looked_up)
     after = SegmentCost(
         forward=forward,
         backward=backward,
+        weights=weights,
         tp_forward=group.all_reduce(12 * tokens),  # the loss: a maximum, a sum and a logit each
         tp_backward=scored._replace(seconds=scored.seconds * _SHOWN_BACKWARD),
         params=params,

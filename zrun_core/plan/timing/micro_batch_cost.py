@@ -45,6 +45,7 @@ class SegmentCost:
     Attributes:
         forward, backward: seconds in kernels; `backward` includes `recompute`.
         recompute: seconds of recomputation.
+        weights: seconds of `backward` for gradients of weights, which zero bubble makes later.
         tp_forward, tp_backward: tensor-parallel traffic that computation does not hide.
         params, trainable: elements on this rank, before they are sharded.
         flops: of forward and backward, without recomputation.
@@ -54,6 +55,7 @@ class SegmentCost:
     forward: float = 0.0
     backward: float = 0.0
     recompute: float = 0.0
+    weights: float = 0.0
     tp_forward: TransferCost = NOTHING
     tp_backward: TransferCost = NOTHING
     params: float = 0.0

@@ -17,10 +17,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from zrun_core.memory.buffers import Tier
-from zrun_core.pipeline.split import equal
 from zrun_core.plan.question.candidate import Candidate
 from zrun_core.plan.timing.cost_model import CostModel
-from zrun_core.plan.timing.link_cost import LinkedGroup, TransferCost
+from zrun_core.plan.timing.link_cost import NOTHING, LinkedGroup, TransferCost
 from zrun_core.plan.timing.micro_batch_cost import BYTES, SegmentCost
 from zrun_core.plan.timing.roofline import stream_seconds
 from zrun_core.plan.timing.stream_replay import ChunkTime, PassTime, Stream, replay, run_pass
@@ -89,6 +88,7 @@ class _StepModel:
         self.hardware = cost_model.hardware
         self.device = cost_model.hardware.device
         self.dims = dims = candidate.dims
+        self.split = cost_model.pipeline.split(dims, candidate.split)
         self.micro_batch = cost_model.micro_batch(candidate.key)
         shard_ranks = dims.shard_size if candidate.stage else 1
         replicas = dims.dp // shard_ranks
@@ -102,6 +102,9 @@ class _StepModel:
         self.host_share = 0.0  # of the update that runs on the host
         if placement.optimizer is not Tier.DEVICE:
             self.host_share = placement.fraction
+        self.border_bytes = cost_model.border_bytes(candidate, self.split)
+        self.tied_stages, tied = cost_model.pipeline.tied(self.split)
+        self.tied_bytes = tied * self.settings.reduce_bytes
         # By the ids of segments: most blocks are one object.
         self._passes: dict[tuple[object, ...], PassTime] = {}
         self._gathers: dict[int, TransferCost] = {}
@@ -119,7 +122,7 @@ class _StepModel:
         if dims.pp == 1:
             return [list(self.micro_batch)]
         blocks = self.micro_batch.blocks
-        split = equal(len(blocks), dims.pp, dims.virtual)
+        split = self.split
         chunks = [
             [blocks[number] for number in split.blocks(chunk)] for chunk in range(split.num_chunks)
         ]
@@ -326,6 +329,7 @@ class _StepModel:
         distinct_stages = sorted({0, dims.pp // 2, dims.pp - 1})
         update = max(self.device_update(self.segments_of_stage(stage)) for stage in distinct_stages)
         seconds, bubble, busiest = self._all_passes(count)
+        update += self._sum_tied().seconds
         seconds += update
 
         ranks = count * dims.dp * dims.tp
@@ -400,10 +404,12 @@ class _StepModel:
         stages = self.dims.pp
         if stages == 1:
             return count * (forward[0] + backward[0]) + extra[0], 0.0, 0
-        send = self._send_between_stages().seconds
-        times = [ChunkTime(*each) for each in zip(forward, backward, strict=True)]
-        schedule = "interleaved" if self.dims.virtual > 1 else "1f1b"
-        ends = replay(schedule, times, stages, count, send)
+        times = []
+        for number, chunk in enumerate(self.chunks):
+            weights = min(backward[number], sum(segment.weights for segment in chunk))
+            times.append(ChunkTime(forward[number], backward[number] - weights, weights))
+        send = self._send(max(self.border_bytes)).seconds
+        ends = replay(self.candidate.schedule, times, stages, count, send)
         busy = []
         for stage in range(stages):
             chunks = range(stage, len(forward), stages)
@@ -412,10 +418,20 @@ class _StepModel:
         busiest = max(range(stages), key=lambda stage: (busy[stage], -stage))  # the first of equals
         return max(totals), max(0.0, max(ends) - busy[busiest]), busiest
 
-    def _send_between_stages(self) -> TransferCost:
-        """Return the cost of handing a block's output to the next stage."""
+    def _send(self, num_bytes: float) -> TransferCost:
+        """Return the cost of handing what crosses a border to the next stage."""
         neighbours = LinkedGroup(self.hardware, 2, self.dims.tp * self.dims.dp)
-        return neighbours.send(self.micro_batch.boundary_bytes)
+        return neighbours.send(num_bytes)
+
+    def _sum_tied(self) -> TransferCost:
+        """Return the cost of adding up the gradients of parameters that several stages have."""
+        stages = self.tied_stages
+        if len(stages) < 2:
+            return NOTHING
+        apart = self.dims.tp * self.dims.dp * (stages[-1] - stages[0])
+        group = LinkedGroup(self.hardware, len(stages), apart)
+        shards = self.shard_group.ranks if self.candidate.stage else 1
+        return group.all_reduce(self.tied_bytes / self.dims.tp / shards)
 
     # Bytes on the links
 
@@ -434,10 +450,11 @@ class _StepModel:
             node += number * total.node
             network += number * total.network
         if self.dims.pp > 1:
-            sends = 2 * count * self.dims.virtual
-            if stage in (0, self.dims.pp - 1):
-                sends -= count  # it has a neighbour on one side only
-            cost = self._send_between_stages().times(sends)
+            borders = [*self.border_bytes, 0.0]
+            sent = sum(borders[chunk] + borders[chunk + 1] for chunk in self.split.chunks(stage))
+            cost = self._send(sent).times(count)
+            if stage in self.tied_stages:
+                cost += self._sum_tied()
             node += cost.node
             network += cost.network
         found = {"node": node, "network": network}

@@ -64,6 +64,7 @@ class OpColumns(NamedTuple):
         owner: [ops], the segment: 0 before the blocks, 1 ... the blocks, last after them.
         is_backward: [ops], runs in backward.
         is_wide: [ops], computed in fp32 whatever the job's format.
+        is_single: [ops], no batch of products: one with a weight.
     """
 
     flops: Floats
@@ -73,6 +74,7 @@ class OpColumns(NamedTuple):
     owner: Indices
     is_backward: Flags
     is_wide: Flags
+    is_single: Flags
 
     def flops_of(self, micro: int) -> Floats:
         """Return the floating-point operations of each operation for `micro` samples."""
@@ -89,6 +91,7 @@ def columns_of(trace: Trace, num_blocks: int) -> OpColumns:
     takes_time = np.array([each.name not in _FREE for each in operators], dtype=bool)
     family = np.array([_FAMILIES.get(each.family, _STREAM) for each in operators], dtype=np.int64)
     is_wide = np.array([each.dtype in _WIDE_DTYPES for each in operators], dtype=bool)
+    is_single = np.array(["bmm" not in each.name for each in operators], dtype=bool)
     no_product = (0, 0, 0)
     shapes = [
         each.shape if each.family == "gemm" and len(each.shape) == 3 else no_product
@@ -106,6 +109,7 @@ def columns_of(trace: Trace, num_blocks: int) -> OpColumns:
         owner=_owners(ops["block"].astype(np.int64), is_backward, num_blocks),
         is_backward=is_backward,
         is_wide=is_wide[operator],
+        is_single=is_single[operator],
     )
 
 
@@ -216,6 +220,9 @@ def cost_of_trace(
         plain_flops = _sums(plain.owner, plain.flops_of(key.micro), count)
         plain_backward = _sums(plain.owner[in_backward], plain_seconds[in_backward], count)
 
+    # The gradient of a weight takes as long as the forward's product with it.
+    products = is_forward & (ops.family == _PRODUCT) & ops.is_single
+    weights = _sums(ops.owner[products], seconds[products], count)
     params, trainable = _params_by_segment(profile, trace)
     segments = []
     for number in range(count):
@@ -224,6 +231,7 @@ def cost_of_trace(
             forward=float(forward[number]),
             backward=float(backward[number]) + accumulate,
             recompute=max(0.0, float(backward[number] - plain_backward[number])),
+            weights=min(float(weights[number]), float(backward[number])) + accumulate,
             params=params[number],
             trainable=trainable[number],
             flops=float(min(plain_flops[number], flops[number])),

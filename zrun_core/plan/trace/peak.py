@@ -1,14 +1,19 @@
 """The peak of a traced micro-batch: the moment at which most memory is in use.
 
-It is a maximum over live sets, and never a sum of categories: of any micro-batch, of a pipeline
-stage, or of several micro-batches in flight. Nothing here needs torch.
+It is a maximum over live sets, and never a sum of categories: of any micro-batch, or of a pipeline
+stage with several micro-batches in flight. Nothing here needs torch.
+
+A model of n blocks has n + 1 segments: segment k ends with block k, segment n follows the last one.
+A chunk of a pipeline is a range of them, and what it shares with its neighbours arrives when its
+pass begins, and leaves when that ends.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -52,8 +57,27 @@ class Peak:
     dynamic: int = 0
 
 
-class StageEvents(NamedTuple):
-    """The events of one pipeline stage, in order, and the tensors that they are about."""
+class Moment(NamedTuple):
+    """A pass through a chunk of a pipeline stage, and what waits there meanwhile.
+
+    Attributes:
+        is_forward: or backward.
+        chunk: of the stage, counted among its own.
+        held: by chunk of the stage, other micro-batches between their forward and their backward.
+        weights: by chunk of the stage, micro-batches whose weights' gradients are still to be made.
+    """
+
+    is_forward: bool
+    chunk: int
+    held: tuple[int, ...]
+    weights: tuple[int, ...]
+
+
+ONE_AT_A_TIME = (Moment(True, 0, (0,), (0,)), Moment(False, 0, (0,), (0,)))
+
+
+class ChunkEvents(NamedTuple):
+    """The events of one chunk, in order, and the tensors that they are about."""
 
     # By tensor
     alloc: NDArray[np.int64]  # event with which it comes
@@ -69,8 +93,8 @@ class StageEvents(NamedTuple):
     forward_end: int  # number of events before the backward pass
 
     @classmethod
-    def nothing(cls) -> StageEvents:
-        """Return those of a stage on which nothing happens."""
+    def nothing(cls) -> ChunkEvents:
+        """Return those of a chunk in which nothing happens."""
         numbers = np.zeros(0, dtype=np.int64)
         values = np.zeros(0, dtype=np.float64)
         sizes = np.zeros((0, 2), dtype=np.float64)
@@ -78,7 +102,7 @@ class StageEvents(NamedTuple):
 
 
 class Lifetimes:
-    """The times at which tensors of a trace come and go, for the whole model and for stages of it.
+    """The times at which tensors of a trace come and go, for the whole model and for parts of it.
 
     Attributes:
         modules: names of modules, by number.
@@ -106,7 +130,7 @@ class Lifetimes:
         allocs = events[comes]
         self.groups, group = _groups(allocs, modules)
         self._accumulates = allocs["accumulates"]
-        self._all = StageEvents(
+        self._all = ChunkEvents(
             alloc=comes,
             free=free,
             size=np.ascontiguousarray(allocs["size"]),
@@ -117,37 +141,37 @@ class Lifetimes:
             module=events["module"].astype(np.int64),
             forward_end=int(backward[0]) if len(backward) else num_events,
         )
-        self._stages: dict[tuple[range | None, bool], StageEvents] = {}
+        self._chunks: dict[tuple[range | None, bool], ChunkEvents] = {}
 
-    def stage(self, blocks: range | None, accumulating: bool) -> StageEvents:
-        """Return the events that the stage with these blocks sees.
+    def chunk(self, segments: range | None, accumulating: bool) -> ChunkEvents:
+        """Return the events that a chunk of the model sees.
 
         Args:
-            blocks: those of the stage; None: all of the model.
+            segments: those of the chunk; None: all of the model.
             accumulating: whether gradients are added to those of earlier micro-batches.
         """
-        key = (blocks, accumulating)
-        found = self._stages.get(key)
+        key = (segments, accumulating)
+        found = self._chunks.get(key)
         if found is None:
-            found = self._stages[key] = self._cut(blocks, accumulating)
+            found = self._chunks[key] = self._cut(segments, accumulating)
         return found
 
-    def _cut(self, blocks: range | None, accumulating: bool) -> StageEvents:
+    def _cut(self, segments: range | None, accumulating: bool) -> ChunkEvents:
         everything = self._all
         keep = np.ones(len(everything.alloc), dtype=bool)
         if not accumulating:
             keep = ~self._accumulates
-        if blocks is None and keep.all():
+        if segments is None and keep.all():
             return everything
         num_events = len(everything.phase)
         split = everything.forward_end
         is_here = np.ones(num_events + 1, dtype=bool)  # the last one stands for "never goes"
-        if blocks is not None:
-            owners = self._owners()
-            is_here[:num_events] = (owners >= blocks.start) & (owners < blocks.stop)
+        if segments is not None:
+            owners = self._segments
+            is_here[:num_events] = (owners >= segments.start) & (owners < segments.stop)
         here = np.flatnonzero(is_here[:num_events])
         if not len(here):
-            return StageEvents.nothing()
+            return ChunkEvents.nothing()
         alloc = everything.alloc
         free = everything.free
         stays = free >= num_events
@@ -156,7 +180,7 @@ class Lifetimes:
         keep &= comes_here | goes_here
 
         # A tensor that a neighbour makes arrives when the pass begins here; one that a neighbour
-        # frees leaves when the pass ends here.
+        # frees leaves when the pass ends here. What a backward begins with is held by it.
         passes = [part for part in (here[here < split], here[here >= split]) if len(part)]
         forward = passes[0]
         backward = passes[-1]  # the same one, where the stage has events of one of them only
@@ -164,7 +188,9 @@ class Lifetimes:
         arrival = np.where(in_backward, backward[0], forward[0])
         departure = np.where(in_backward, backward[-1], forward[-1])
         alloc = np.where(comes_here, alloc, np.minimum(arrival, free))
-        free = np.where(goes_here | stays, free, np.maximum(departure, alloc))
+        is_given = in_backward & ~comes_here
+        leaves_early = (goes_here & ~is_given) | stays
+        free = np.where(leaves_early, free, np.maximum(departure, alloc))
         alloc = alloc[keep]
         free = free[keep]
 
@@ -179,7 +205,7 @@ class Lifetimes:
         place_of_free = np.full(len(alloc), len(order), dtype=np.int64)
         place_of_free[leaves] = places[len(alloc) :]
         times = moments[order]
-        return StageEvents(
+        return ChunkEvents(
             alloc=places[: len(alloc)],
             free=place_of_free,
             size=everything.size[keep],
@@ -191,25 +217,26 @@ class Lifetimes:
             forward_end=int(np.searchsorted(times, split)),
         )
 
-    def _owners(self) -> NDArray[np.int64]:
-        """Return the block with which each event goes where blocks are dealt out to stages.
+    @cached_property
+    def _segments(self) -> NDArray[np.int64]:
+        """The segment of each event.
 
-        What lies outside of blocks goes with the block before it. At the ends there is none:
+        What lies outside of blocks goes with the block that comes next in forward, and in backward
+        with the one before it. With 3 blocks:
 
             forward    embedding  0  1  2  head loss     backward   loss head  2  1  0  embedding
-            goes with          0  0  1  2     2    2                   2    2  2  1  0          0
+            segment            0  0  1  2     3    3                   3    3  2  1  0          0
         """
-        owners = self._blocks.copy()
+        found = self._blocks.copy()
         split = self._all.forward_end
-        last_block = max(0, int(self._blocks.max(initial=-1)))
-        for part, before in ((slice(0, split), 0), (slice(split, None), last_block)):
-            blocks = owners[part]
-            if not len(blocks):
-                continue
-            last_inside = np.where(blocks >= 0, np.arange(len(blocks)), -1)
-            last_inside = np.maximum.accumulate(last_inside)
-            owners[part] = np.where(last_inside >= 0, blocks[np.maximum(last_inside, 0)], before)
-        return owners
+        after = int(self._blocks.max(initial=-1)) + 1
+        # In forward as in backward, but from its end.
+        for part in (slice(split - 1, None, -1) if split else slice(0, 0), slice(split, None)):
+            blocks = found[part]
+            place = np.where(blocks >= 0, np.arange(len(blocks)), -1)
+            last_inside = np.maximum.accumulate(place)
+            found[part] = np.where(last_inside >= 0, blocks[np.maximum(last_inside, 0)], after)
+        return found
 
 
 def _groups(allocs: Rows, modules: Sequence[str]) -> tuple[list[str], NDArray[np.int64]]:
@@ -241,7 +268,7 @@ def peak_of(
     trace: Trace,
     micro: int,
     *,
-    blocks: range | None = None,
+    segments: range | None = None,
     waiting: range | None = None,
     in_flight: float = 1,
     steady: Mapping[TracePhase, int],
@@ -253,10 +280,8 @@ def peak_of(
     Args:
         trace: of a micro-batch.
         micro: samples of it.
-        blocks: those of a pipeline stage. The first stage also has what comes before them, the
-            last what comes after. None: all.
-        waiting: of these blocks, those whose activations are held of earlier micro-batches. None:
-            all of them.
+        segments: of the model, that run. None: all.
+        waiting: segments whose activations are held of earlier micro-batches. None: all that run.
         in_flight: micro-batches whose activations are held when the last of them runs.
         steady: bytes that are in use anyway, by phase. A phase that is missing there and has no
             events is left out.
@@ -264,72 +289,147 @@ def peak_of(
         align: bytes to which each allocation is rounded up: 512 on CUDA.
     """
     trace = trace.of(micro)
-    events = trace.lifetimes.stage(blocks, accumulating)
+    here = _Chunk.of(trace, segments, micro, accumulating=accumulating, align=align)
+    kept = here.kept
+    if waiting is not None:
+        kept = _Chunk.of(trace, waiting, micro, accumulating=accumulating, align=align).kept
+    others = max(0, in_flight - 1) * kept
+    found = [here.peak(others, is_forward, steady) for is_forward in (True, False)]
+    return _largest(found, steady)
+
+
+def peak_of_stage(
+    trace: Trace,
+    micro: int,
+    chunks: Sequence[range],
+    moments: Iterable[Moment],
+    *,
+    steady: Mapping[TracePhase, int],
+    beside: int = 0,
+    for_weights: Sequence[float] = (),
+    accumulating: bool = False,
+    align: int = 1,
+) -> Peak:
+    """Return the most memory that is in use at any moment of a step on a pipeline stage.
+
+    Args:
+        trace: of a micro-batch.
+        micro: samples of it.
+        chunks: of the stage: the segments of each.
+        moments: that there are in a step.
+        steady: as of `peak_of`.
+        beside: bytes of messages that are under way.
+        for_weights: by chunk, bytes that a micro-batch keeps for its weights' gradients.
+        accumulating: as of `peak_of`.
+        align: as of `peak_of`.
+    """
+    trace = trace.of(micro)
+    parts = [
+        _Chunk.of(trace, segments, micro, accumulating=accumulating, align=align)
+        for segments in chunks
+    ]
+    found = []
+    for moment in moments:
+        others = sum(
+            (count * part.kept for count, part in zip(moment.held, parts, strict=True)),
+            start=np.zeros(len(trace.lifetimes.groups)),
+        )
+        waiting = sum(
+            count * size for count, size in zip(moment.weights, for_weights, strict=False)
+        )
+        part = parts[moment.chunk]
+        found.append(part.peak(others, moment.is_forward, steady, beside + round(waiting)))
+    return _largest(found, steady)
+
+
+def _largest(found: Iterable[Peak | None], steady: Mapping[TracePhase, int]) -> Peak:
+    """Return the largest of peaks; what is there anyway, if that is more."""
     best = Peak(-1, TracePhase.FORWARD, "", ())
-    if len(events.tensor):
-        others = events if waiting is None else trace.lifetimes.stage(waiting, accumulating)
-        held = np.zeros(len(trace.lifetimes.groups))
-        if in_flight > 1:
-            held = (in_flight - 1) * _kept(trace.lifetimes, others, _sizes(others, micro, align))
-        sizes = _sizes(events, micro, align)
-        best = _peak_of_events(trace.lifetimes, events, sizes, held, steady)
-    for phase, num_bytes in steady.items():
-        if num_bytes > best.num_bytes:
-            best = Peak(num_bytes, phase, "", ())
+    others = (Peak(num_bytes, phase, "", ()) for phase, num_bytes in steady.items())
+    for peak in (*found, *others):
+        if peak is not None and peak.num_bytes > best.num_bytes:
+            best = peak
     return best
 
 
-def _sizes(events: StageEvents, micro: int, align: int) -> NDArray[np.float64]:
+def _sizes(events: ChunkEvents, micro: int, align: int) -> NDArray[np.float64]:
     """Return the bytes of each tensor."""
     sizes = values_at(events.size, micro)
     return np.ceil(sizes / align) * align if align > 1 else sizes
 
 
-def _kept(
-    lifetimes: Lifetimes, events: StageEvents, sizes: NDArray[np.float64]
-) -> NDArray[np.float64]:
-    """Return by group the bytes that a micro-batch keeps from its forward pass."""
-    is_kept = (events.alloc < events.forward_end) & (events.free >= events.forward_end)
-    kept = np.zeros(len(lifetimes.groups))
-    np.add.at(kept, events.group[is_kept], sizes[is_kept])
-    return kept
+@dataclass(frozen=True)
+class _Chunk:
+    """A chunk for micro-batches of one size.
 
-
-def _peak_of_events(
-    lifetimes: Lifetimes,
-    events: StageEvents,
-    sizes: NDArray[np.float64],
-    held: NDArray[np.float64],
-    steady: Mapping[TracePhase, int],
-) -> Peak:
-    """Return the largest moment while the last micro-batch that is under way runs.
-
-    Args:
-        lifetimes: of which `events` are.
-        events: at least one.
-        sizes: [tensors], in bytes.
-        held: [groups], bytes of the other micro-batches.
-        steady: as of `peak_of`.
+    Attributes:
+        lifetimes: of the trace.
+        events: of the chunk.
+        sizes: bytes of its tensors.
+        in_use: bytes of one micro-batch after each event.
+        kept: by group, the bytes that a micro-batch keeps from its forward pass.
     """
-    in_use = np.cumsum(sizes[events.tensor] * events.sign)
-    held_by_others = float(held.sum())
-    steady_by_phase = np.array([float(steady.get(phase, 0)) for phase in PHASES])
-    total = in_use + held_by_others + steady_by_phase[events.phase]
-    moment = int(np.argmax(total))
 
-    is_alive = (events.alloc <= moment) & (events.free > moment)
-    names = lifetimes.groups
-    alive = np.bincount(events.group[is_alive], weights=sizes[is_alive], minlength=len(names))
-    sums = held + alive
-    largest_first = sorted(range(len(sums)), key=lambda group: (-sums[group], names[group]))
-    return Peak(
-        num_bytes=round(total[moment]),
-        phase=PHASES[int(events.phase[moment])],
-        module=lifetimes.modules[int(events.module[moment])],
-        holders=tuple(
-            (names[group], round(sums[group]))
-            for group in largest_first[:_NUM_HOLDERS]
-            if sums[group] > 0
-        ),
-        dynamic=round(in_use[moment] + held_by_others),
-    )
+    lifetimes: Lifetimes
+    events: ChunkEvents
+    sizes: NDArray[np.float64]
+    in_use: NDArray[np.float64]
+    kept: NDArray[np.float64]
+
+    @classmethod
+    def of(
+        cls, trace: Trace, segments: range | None, micro: int, *, accumulating: bool, align: int
+    ) -> _Chunk:
+        """Return the chunk of these segments, for `micro` samples."""
+        lifetimes = trace.lifetimes
+        events = lifetimes.chunk(segments, accumulating)
+        sizes = _sizes(events, micro, align)
+        is_kept = (events.alloc < events.forward_end) & (events.free >= events.forward_end)
+        kept = np.zeros(len(lifetimes.groups))
+        np.add.at(kept, events.group[is_kept], sizes[is_kept])
+        in_use = np.cumsum(sizes[events.tensor] * events.sign)
+        return cls(lifetimes, events, sizes, in_use, kept)
+
+    def peak(
+        self,
+        held: NDArray[np.float64],
+        is_forward: bool,
+        steady: Mapping[TracePhase, int],
+        beside: int = 0,
+    ) -> Peak | None:
+        """Return the largest moment of a forward or a backward; None: nothing happens in it.
+
+        Args:
+            held: [groups], bytes of the other micro-batches.
+            is_forward: or backward.
+            steady: as of `peak_of`.
+            beside: bytes of other things.
+        """
+        events = self.events
+        part = slice(events.forward_end) if is_forward else slice(events.forward_end, None)
+        phases = events.phase[part]
+        if not len(phases):
+            return None
+        others = float(held.sum()) + beside
+        steady_by_phase = np.array([float(steady.get(phase, 0)) for phase in PHASES])
+        total = self.in_use[part] + others + steady_by_phase[phases]
+        moment = int(np.argmax(total)) + (0 if is_forward else events.forward_end)
+
+        is_alive = (events.alloc <= moment) & (events.free > moment)
+        names = self.lifetimes.groups
+        alive = np.bincount(
+            events.group[is_alive], weights=self.sizes[is_alive], minlength=len(names)
+        )
+        sums = held + alive
+        largest_first = sorted(range(len(sums)), key=lambda group: (-sums[group], names[group]))
+        return Peak(
+            num_bytes=round(float(total.max())),
+            phase=PHASES[int(events.phase[moment])],
+            module=self.lifetimes.modules[int(events.module[moment])],
+            holders=tuple(
+                (names[group], round(sums[group]))
+                for group in largest_first[:_NUM_HOLDERS]
+                if sums[group] > 0
+            ),
+            dynamic=round(self.in_use[moment] + others),
+        )

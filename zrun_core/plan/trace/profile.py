@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -28,7 +28,10 @@ from zrun_core.plan.trace.rows import (
 )
 from zrun_core.plan.trace.waiting_inputs import without_waiting_inputs
 
-FORMAT = 8  # of the JSON
+if TYPE_CHECKING:
+    from zrun_core.stages.flow import ModelFlow
+
+FORMAT = 9  # of the JSON
 # Columns of the JSON's tables; of the others, all values are those of `EMPTY_ROW`.
 _EVENT_FIELDS = ("tensor", "alloc", "phase", "module", "block", "kind", "accumulates", "size")
 _OP_FIELDS = ("operator", "phase", "module", "block", "size", "flops")
@@ -236,6 +239,9 @@ class Profile:
         is_ragged: samples differ in size: these are batches of the longest.
         num_samples: of the training data; None: it does not say, or was not opened.
         is_partial: time was over before all of it was traced.
+        flow: what flows through it, by which a pipeline is cut; None: `why_no_flow`, or not known.
+        flow_micro: samples of the batch that was followed.
+        why_no_flow: why no pipeline can be made of it.
     """
 
     source: Source
@@ -256,6 +262,9 @@ class Profile:
     is_ragged: bool = False
     num_samples: int | None = None
     is_partial: bool = False
+    flow: ModelFlow | None = None
+    flow_micro: int = 1
+    why_no_flow: str = ""
 
     @property
     def num_params(self) -> int:
@@ -291,6 +300,9 @@ class Profile:
                 "untraced": dict(self.untraced),
                 "is_ragged": self.is_ragged,
                 "num_samples": self.num_samples,
+                "flow": None if self.flow is None else asdict(self.flow),
+                "flow_micro": self.flow_micro,
+                "why_no_flow": self.why_no_flow,
             },
             separators=(",", ":"),
         )
@@ -331,6 +343,26 @@ class Profile:
                 untraced=found["untraced"],
                 is_ragged=found["is_ragged"],
                 num_samples=found["num_samples"],
+                flow=None if found["flow"] is None else _flow_from_json(found["flow"]),
+                flow_micro=found["flow_micro"],
+                why_no_flow=found["why_no_flow"],
             )
         except (KeyError, TypeError, IndexError, AttributeError) as error:
             raise ValueError(f"not a profile: {error!r}") from None
+
+
+def _flow_from_json(found: Mapping[str, Any]) -> ModelFlow:
+    """Return the flow that `asdict` wrote."""
+    from zrun_core.stages.flow import Leaf, ModelFlow, NodeCall, OutsideUse
+
+    return ModelFlow(
+        tuple(found["blocks"]),
+        tuple(found["flops"]),
+        {name: tuple(segments) for name, segments in found["uses"].items()},
+        tuple(NodeCall(**call) for call in found["calls"]),
+        tuple(Leaf(**{**leaf, "shape": tuple(leaf["shape"])}) for leaf in found["leaves"]),
+        tuple(
+            OutsideUse(use["param"], use["segment"], tuple(use["used_in"]))
+            for use in found["outside"]
+        ),
+    )

@@ -32,6 +32,7 @@ from zrun_core.plan.trace.rows import Rows, TracePhase, Vocabulary
 from zrun_core.plan.trace.sample_batches import SampleBatches, samples_of, tensors_of
 from zrun_core.spine import memory_limits
 from zrun_core.spine.config import ActivationsConfig, JobConfig
+from zrun_core.stages.flow import ModelFlow, follow
 from zrun_core.user_code import user
 from zrun_core.user_code.loss import LossFunction, LossKind, compute_loss
 from zrun_core.zero.auto_wrap import repeated_blocks, running_norm_params
@@ -250,6 +251,22 @@ class TracedModel:
         self.follows_values = self.follows_values or recorder.follows_values
         _check_entered(recorder.entered, series, units)
         return recorder.rows()
+
+    def follow(self, micro: int) -> ModelFlow:
+        """Return what flows through the model in the forward of one micro-batch.
+
+        Args:
+            micro: samples of it.
+
+        Raises:
+            JobError: no pipeline can be made of it.
+        """
+        batch = self._batch(micro)
+        positions = _as_unpacked(batch) if self.is_fake else nullcontext()
+        with self._mode, positions:
+            return follow(
+                self.model, lambda: self._forward(batch, micro), self._precision.compute, _CPU
+            )
 
     def _recorder(self, products: bool) -> OpRecorder:
         names = {id(module): name for name, module in self.model.named_modules()}

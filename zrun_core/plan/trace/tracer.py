@@ -216,7 +216,21 @@ class _PolicyTracer:
             if found.traces:
                 break
         found = self._with_others(found, policies)
+        if found.traces and model.blocks:
+            found = self._followed(found)
         return replace(found, notes=self._distinct_notes())
+
+    def _followed(self, found: Profile) -> Profile:
+        """Return `found` with what flows through the model, or with why that is not known."""
+        self._tell(found)
+        self._tell(f"following {self._job.model.call} from block to block")
+        why = ""
+        for micro in dict.fromkeys(micro for pair in _PAIRS for micro in pair):
+            try:
+                return replace(found, flow=self._model.follow(micro), flow_micro=micro)
+            except ZrunError as error:
+                why = why or last_line(error)
+        return replace(found, why_no_flow=why)
 
     def _distinct_notes(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(self._notes))

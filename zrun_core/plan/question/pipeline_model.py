@@ -1,0 +1,124 @@
+"""What the planner cuts a model into stages by: its blocks, what they cost, what crosses borders.
+
+    model = PipelineModel(profile, None)
+    split = model.split(ParallelDims(2, pp=4), ())      # as the runtime cuts it
+    model.crossing_bytes(split.starts[1], micro=4)
+
+A traced model has the flow that the runtime follows, too. A shape is cut by its formulas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from zrun_core.errors import JobError
+from zrun_core.pipeline.ownership import owned, tied_stages
+from zrun_core.pipeline.split import Split, at_names, balanced, equal
+from zrun_core.plan.question.transformer import TransformerShape
+from zrun_core.plan.trace.profile import Profile
+from zrun_core.spine.parallel_dims import ParallelDims
+
+
+class PipelineModel:
+    """A model as a row of blocks.
+
+    Attributes:
+        blocks: their names, in the order in which they are called.
+        costs: FLOPs of each segment's forward.
+        why_not: why no pipeline can be made of it; "" if one can.
+    """
+
+    def __init__(
+        self, subject: Profile | TransformerShape, formula: TransformerShape | None
+    ) -> None:
+        """
+        Args:
+            subject: the model, traced or as a shape.
+            formula: the shape of a traced model.
+        """
+        self._flow = None
+        self._flow_micro = 1
+        self.why_not = ""
+        shape = subject if isinstance(subject, TransformerShape) else formula
+        self._shape = shape
+        self._numel: dict[str, int] = {}
+        if isinstance(subject, Profile) and subject.flow is not None:
+            self._flow = subject.flow
+            self._numel = {param.name: param.numel for param in subject.params}
+            self._flow_micro = subject.flow_micro
+            self.blocks = subject.flow.blocks
+            self.costs = subject.flow.flops
+        elif shape is not None:
+            self.blocks = tuple(f"blocks.{number}" for number in range(shape.layers))
+            block = shape.block_flops(shape.seq)
+            self.costs = (*[block] * shape.layers, shape.head_flops(shape.seq))
+        else:
+            assert isinstance(subject, Profile)
+            self.blocks = ()
+            self.costs = (0.0,)
+            unknown = "what flows from block to block of the model is not known"
+            self.why_not = subject.why_no_flow or f"parallel.pp: {unknown}; write pp: 1"
+        self._splits: dict[tuple[object, ...], Split] = {}
+
+    @property
+    def uses(self) -> Mapping[str, tuple[int, ...]] | None:
+        """The segments that use each parameter of a traced model; None: it was not followed."""
+        return None if self._flow is None else self._flow.uses
+
+    def split(self, dims: ParallelDims, names: tuple[str, ...]) -> Split:
+        """Return the chunks of the model, as the runtime cuts it.
+
+        Args:
+            dims: of which the pipeline counts.
+            names: of the first block of each chunk but the first; none: as the costs are most even.
+
+        Raises:
+            JobError: it cannot be cut so.
+        """
+        if dims.pp == 1:
+            return equal(len(self.blocks), 1)
+        key = (dims.pp, dims.virtual, names)
+        if key not in self._splits:
+            if self.why_not:
+                raise JobError(self.why_not)
+            if names:
+                found = at_names(names, self.blocks, dims.pp, dims.virtual)
+            else:
+                found = balanced(self.costs, len(self.blocks), dims.pp, dims.virtual)
+            for start in found.starts[1:]:
+                self._crossing(start)
+            self._splits[key] = found
+        return self._splits[key]
+
+    def crossing_bytes(self, block: int, micro: int) -> float | None:
+        """Return the bytes that cross the border before a block; None: of a shape.
+
+        Args:
+            block: its number.
+            micro: samples of the micro-batch.
+        """
+        if self._flow is None:
+            return None
+        return sum(self._crossing(block)) * micro / self._flow_micro
+
+    def tied(self, split: Split) -> tuple[tuple[int, ...], int]:
+        """Return the stages that share tied parameters, and the elements of these.
+
+        Args:
+            split: of the model.
+        """
+        if split.pp == 1:
+            return (), 0
+        if self._flow is None:
+            shape = self._shape
+            if shape is None or not shape.tied:
+                return (), 0
+            return (0, split.pp - 1), shape.vocab * shape.hidden
+        owners = owned(self._flow.uses, split)
+        elements = sum(self._numel[name] for name, stages in owners.items() if len(stages) > 1)
+        return tied_stages(owners), elements
+
+    def _crossing(self, block: int) -> list[int]:
+        if self._flow is None:
+            return []
+        return [leaf.num_bytes for leaf in self._flow.crossing(block)]

@@ -45,6 +45,7 @@ class Run(NamedTuple):
 
     Attributes:
         peak: bytes of the rank, without those of files: these fill what a cgroup has left.
+        page: what came of it, with curves.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Run(NamedTuple):
     peak: int
     num_params: int
     text: str
+    page: Path
 
 
 class Limit:
@@ -140,6 +142,7 @@ def main() -> int:
     }
     for fact, is_so in facts.items():
         print(f"{'yes' if is_so else 'NO '}  {fact}")
+    print(f"\nmemory, transfers and losses of the run within the limit: {within.page}")
     return 0 if all(facts.values()) else 1
 
 
@@ -209,7 +212,8 @@ def run(name: str, folder: Path, changes: list[str], limit: Limit | None = None)
     started = [each for each in events if each["type"] == "start"]
     peak = max((each.get("peak_rss_bytes") or 0 for each in events), default=0)
     num_params = started[0]["params"] if started else 0
-    return Run(name, done.returncode, seconds, losses, peak, num_params, done.stdout)
+    page = run_dir / "report.html"
+    return Run(name, done.returncode, seconds, losses, peak, num_params, done.stdout, page)
 
 
 def parse() -> argparse.Namespace:

@@ -159,9 +159,8 @@ PLACES: dict[str, list[str]] = {
 }
 
 
-def resume_elsewhere() -> bool:
+def resume_elsewhere(folder: Path) -> bool:
     """Kill a run, and go on in every placement; return whether all losses are the same."""
-    folder = Path(tempfile.mkdtemp(prefix="zrun-offload-", dir="/var/tmp"))
     (folder / "job.yaml").write_text(yaml.safe_dump(JOB))
     whole = losses_of(folder, "whole", PLACES["all, zero 3"])
     all_equal = True
@@ -236,7 +235,9 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=30)
     options = parser.parse_args()
     same = compare(options.steps)
-    return 0 if resume_elsewhere() and same else 1
+    with tempfile.TemporaryDirectory(prefix="zrun-offload-", dir="/var/tmp") as folder:
+        goes_on = resume_elsewhere(Path(folder))
+    return 0 if same and goes_on else 1
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -52,6 +53,25 @@ def test_a_loop_has_the_same_bits(ranks, tmp_path, world_size, stage, offload):
     for own, other in zip(here, away, strict=True):
         assert own["losses"] == other["losses"]
         assert all((own[name] == other[name]).all() for name in own if name != "losses")
+
+
+def warned(keys: dict[str, Any]) -> list[str]:
+    zrun_core.init(threads=1)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        zrun_core.shard(build, **keys)
+    return [str(each.message) for each in told]
+
+
+@pytest.mark.parametrize("activations", [None, {"checkpoint": "full", "offload": "disk"}])
+def test_a_disk_that_is_memory_is_warned_of(ranks, activations):
+    keys = {"offload": {"dir": "/dev/shm"}, "activations": activations}
+    if activations is None:
+        keys["offload"]["optimizer"] = "disk"
+    first, second = ranks(2).run(warned, keys)
+    assert len(first) == 1
+    assert "/dev/shm is tmpfs, which lies in memory: states there save none" in first[0]
+    assert second == []
 
 
 def refuse(offload: Any, stage: int, name: str) -> str:

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 from runs import job, losses, run
-from test_offload import DISK, HOST, Ranks, check_slots, late_copies, parts_of
-from toys import build, data, make_sharded, train_sharded
+from test_offload import DISK, HOST, Ranks, check_slots, parts_of, sharded_at
+from toys import build, data, train_sharded
 
 from zrun_core.checkpoint.checkpointer import Checkpointer
 from zrun_core.checkpoint.folder import CheckpointFolder, read_step
@@ -55,16 +55,7 @@ ALONE = Group("host", (0,), 0, None)
 
 def make(place: str, disk: str, settings: dict[str, Any], **more: Any) -> ShardedModel:
     stage, placement = PLACEMENTS[place]
-    is_apart = HOST in (placement.param, placement.grad, placement.optimizer)
-    return make_sharded(
-        build(),
-        stage,
-        placement=placement,
-        disk_folder=disk,
-        apart=late_copies() if is_apart else None,
-        **settings,
-        **more,
-    )
+    return sharded_at(stage, placement, disk, settings, **more)
 
 
 def saver(sharded: ShardedModel, folder: str) -> Checkpointer:

@@ -80,18 +80,19 @@ def train(
         patch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
         activations = ActivationsConfig(checkpoint=checkpoint)
         transform(model, zero, precision, activations, compile=compile)
-    if tier is not Tier.DEVICE:
-        folder = tempfile.mkdtemp(dir="/var/tmp")  # not in memory
-        options["placement"] = Placement(param=tier, grad=tier, optimizer=tier)
-        options |= {"disk_folder": folder, "apart": late_copies() if tier is Tier.HOST else None}
-    sharded = make_sharded(
-        model,
-        stage,
-        recomputes_blocks=checkpoint != "none",
-        whole_blocks=compile,
-        read=read_tiles(model, lambda name, param: param.detach()),
-        **options,
-    )
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:  # not in memory
+        if tier is not Tier.DEVICE:
+            options["placement"] = Placement(param=tier, grad=tier, optimizer=tier)
+            options["disk_folder"] = folder
+            options["apart"] = late_copies() if tier is Tier.HOST else None
+        sharded = make_sharded(
+            model,
+            stage,
+            recomputes_blocks=checkpoint != "none",
+            whole_blocks=compile,
+            read=read_tiles(model, lambda name, param: param.detach()),
+            **options,
+        )
     torch.manual_seed(2)  # of dropout
     losses = train_sharded(sharded, data(2, 8, DIM), lr=1e-3)
     expected = sharded.expected_traffic(2, 2)

@@ -94,13 +94,18 @@ def test_killed_at_every_level_it_ends_as_if_nothing_had_happened(
     assert done.returncode == 0, done.stderr
     assert "goes on after step 9" in done.stderr
     (expected,), (run,) = runs(whole), runs(cut)
-    report = {line[:14].strip(): line[14:].strip() for line in done.stdout.splitlines()[-9:]}
+    report = {line[:14].strip(): line[14:].strip() for line in done.stdout.splitlines()[-10:]}
     assert re.fullmatch(r"20 steps in [\d.]+s \(steps\)", report["done"]), (
         "by what checkpoints tell"
     )
     assert report["this attempt"].startswith("11 steps after step 9, in ")
     assert report["loss"] == f"{losses(run)[1]:.4f} (step 1) -> {losses(run)[20]:.4f} (step 20)"
     assert "sent by rank 0 in this attempt, equal to theory" in report["all_gather"]
+    assert report["page"] == str(run / "report.html")
+    page = (run / "report.html").read_text()
+    assert "20 steps in " in page
+    assert re.search(r"another launch went on after step [\d, ]*9: dotted lines", page)
+    assert "failed</b>exit code 5" in (run / "attempts" / "1" / "report.html").read_text()
     assert losses(run) == losses(expected)
     assert sorted(losses(run)) == list(range(1, 21))
     assert digests(run, 20) == digests(expected, 20)

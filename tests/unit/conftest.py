@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 
 import hypothesis
+import pytest
 import torch
 
 _DEFAULTS = {
@@ -21,3 +23,17 @@ def pytest_collection_finish() -> None:
     """Spare the collector of garbage what stays until the end: torch's modules, and the tests."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[None]:
+    """Have the library in use by this process as the only rank, and leave no trace of it."""
+    import zrun_core  # not for all tests: it takes half a second
+    from zrun_core.library import run as library
+
+    threads, current = torch.get_num_threads(), library._current
+    library._current = None
+    zrun_core.init(device="cpu", threads=1)
+    yield
+    library._current = current
+    torch.set_num_threads(threads)

@@ -555,6 +555,27 @@ def test_check_and_dry_run_show_where_ranks_sit(zrun: Zrun) -> None:
         ]
 
 
+def test_check_draws_the_schedule(zrun: Zrun, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = ["job.yaml", "parallel.pp=2", "--slots", "2", "batch.micro=1", "--no-import"]
+    plain = zrun("check", *asked, "batch.global=3", "--grid")
+    assert plain.code == 0, plain.err
+    assert (
+        "schedule: 1f1b, 2 stages, 3 micro-batches per step\n"
+        "stage 0  F0 F1 .. .. B0 -- F2 B1 -- .. B2 --\n"
+        "stage 1  .. F0 B0 -- F1 B1 -- F2 B2 -- .. ..\n"
+    ) in plain.out
+    assert "note: parallel.pp" not in plain.out
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    coloured = zrun("check", *asked, "batch.global=1", "--grid", "parallel.schedule=gpipe")
+    assert "schedule: gpipe, 2 stages, 1 micro-batch per step\n" in coloured.out
+    assert "\x1b[36mF0\x1b[0m" in coloured.out
+    note = "note: parallel.pp: 1 micro-batch per step for 2 stages: each waits 50% of the time"
+    assert note in coloured.out
+    both = zrun("check", *asked, "--grid", "--json")
+    assert both.code == ExitCode.USAGE
+    assert "leave one of them out" in both.err
+
+
 def test_model_parallelism_is_planned_and_not_trained(zrun: Zrun) -> None:
     result = zrun("train", "job.yaml", "parallel.tp=2", "--slots", "2")
     assert result.code == ExitCode.USAGE

@@ -36,6 +36,11 @@ def test_chunks_of_a_stage_have_letters() -> None:
     lines = drawn("interleaved", 2, 2, 4, width=200).splitlines()
     assert lines[0].split()[2:8] == ["F0a", "F1a", "F0b", "F1b", "F2a", "..."]
     assert "a, b: first, second chunk of the stage" in lines[3]
+    sliced = drawn("layer_major", 1, 3, 2)
+    assert sliced.startswith(
+        "stage 0  F0a F1a F0b F1b F0c B0c --- F1c B1c --- B0b --- B1b --- B0a --- B1a ---\n"
+    )
+    assert "a, b: first, second slice of the model" in sliced
 
 
 def test_pipedream_shows_the_versions_of_its_weights() -> None:

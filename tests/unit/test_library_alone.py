@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +19,7 @@ from zrun_core.errors import NumericError, ZrunError
 from zrun_core.library import run as library
 from zrun_core.library.model import ModelHandle
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _alone() -> Iterator[None]:
-    threads, current = torch.get_num_threads(), library._current
-    library._current = None
-    zrun_core.init(device="cpu", threads=1)
-    yield
-    library._current = current
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 def build() -> nn.Module:

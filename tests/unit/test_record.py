@@ -10,20 +10,11 @@ import torch
 from torch import nn
 
 import zrun_core
-from zrun_core.library import run as library
 from zrun_core.library.model import ModelHandle
 from zrun_core.zero.record_layout import RecordLayout
 from zrun_core.zero.unit import FlatUnit
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _alone() -> Iterator[None]:
-    threads, current = torch.get_num_threads(), library._current
-    library._current = None
-    zrun_core.init(device="cpu", threads=1)
-    yield
-    library._current = current
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 class Replacing(torch.optim.Optimizer):

@@ -66,6 +66,12 @@ def test_what_the_worker_itself_waits_for_is_not_training(
     assert not any(tiers.counts.waited_s.values())
 
 
+def test_memory_that_could_not_be_pinned_is_told(tiers: Tiers) -> None:
+    before = list(tiers.notes)
+    tiers._arena.note = "host memory of offload could not be pinned"  # as its first pieces show
+    assert tiers.notes == [*before, tiers._arena.note]
+
+
 def test_a_wait_within_another_is_timed_as_one(tiers: Tiers, board: FlightRecorder) -> None:
     inner = tiers.submit(lambda: time.sleep(0.02))
     tiers.wait_on_host(inner, Tier.HOST)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 import zrun_core
-from zrun_core.library import run as library
 from zrun_core.library.model import ModelHandle
 from zrun_core.memory.layout import Piece, lay_out
 from zrun_core.optim import chunked
@@ -41,14 +40,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
 CASES = [(name, options) for name in NAMES for options in OPTIONS.get(name, [{}])]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _alone() -> Iterator[None]:
-    threads, current = torch.get_num_threads(), library._current
-    library._current = None
-    zrun_core.init(device="cpu", threads=1)
-    yield
-    library._current = current
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 class Net(nn.Module):

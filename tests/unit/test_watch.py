@@ -655,7 +655,7 @@ def test_a_terminal_without_colour_still_has_a_panel() -> None:
 def test_the_report_sums_up() -> None:
     assert report(ENDED, Path("runs/x")).splitlines() == [
         "done            120 steps in 4m00s (steps)",
-        "loss            5.0000 (step 1) -> 0.0417 (step 120)",
+        "loss            5.0000 (step 1) -> 0.0417 (step 120) █▃▂▂▂▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁",
         "validation      2.5000 (step 100)",
         "speed           9.2k tok/s over the run, evaluations and saves included; "
         "18.3k tok/s, 1.00s/step, MFU 41.6% over the last 20 steps",
@@ -665,7 +665,7 @@ def test_the_report_sums_up() -> None:
         "run             runs/x",
     ]
     narrow = report(ENDED, Path("runs/x"), width=60).splitlines()
-    assert narrow[3:6] == [
+    assert narrow[4:7] == [
         "speed           9.2k tok/s over the run, evaluations and",
         "                saves included; 18.3k tok/s, 1.00s/step, MFU",
         "                41.6% over the last 20 steps",

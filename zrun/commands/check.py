@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from zrun.flags import Exclude, Gpus, HostList, HostsFile, Include, Nodes
-from zrun_core.errors import PreflightError
+from zrun_core.errors import JobError, PreflightError
 
 if TYPE_CHECKING:
     from zrun.hosts.backend import Backend
@@ -46,6 +46,9 @@ def check(
     offline: Annotated[
         bool, typer.Option("--offline", help="Do not look at other hosts: there is no plan.")
     ] = False,
+    grid: Annotated[
+        bool, typer.Option("--grid", help="Draw which stage computes what when.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Validate a job, look at its hosts, resolve what it leaves open, and build its model.
@@ -61,6 +64,8 @@ def check(
     from zrun.job.structure import inspect_structure
     from zrun.placement.plan import plan_on_backend
 
+    if grid and as_json:
+        raise JobError("--grid draws a picture and --json prints data: leave one of them out")
     options = HostOptions(hosts, host_list, include, exclude, nodes, gpus)
     given = [f"slots={slots}"] if slots is not None else []
     loaded = load_job(job, [*(overrides or ()), *given])
@@ -74,6 +79,8 @@ def check(
         _print_json(loaded, backend, resolved, structure, no_plan)
     else:
         _print(backend, cluster, resolved, structure, no_plan)
+        if grid:
+            _print_grid(resolved)
     if isinstance(no_plan, PreflightError):
         raise typer.Exit(no_plan.exit_code)
 
@@ -127,6 +134,18 @@ def _print(
     print(f"structure: {_in_words(structure)}")
     for note in structure.notes:
         print(f"note: {note}")
+
+
+def _print_grid(resolved: ResolvedJob | None) -> None:
+    from zrun.watch.schedule_grid import show_grid
+
+    if resolved is None:
+        print(
+            "schedule: not drawn: without a plan it is not known how many micro-batches there are"
+        )
+        return
+    print()
+    show_grid(resolved, sys.stdout)
 
 
 def _print_json(

@@ -1,4 +1,4 @@
-"""An estimate as one HTML file that needs nothing else: no script, no font, no network."""
+"""An estimate as one HTML file that needs nothing else."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from zrun.estimate.bars import MEANINGS, PARTS, parts_of
 from zrun.estimate.plan_tables import fits, fullest, paper_bytes, state_bytes, step_range
-from zrun.watch import formatting
+from zrun.watch import formatting, html
 from zrun_core.spine.sizes import format_size
 
 if TYPE_CHECKING:
@@ -19,18 +19,6 @@ if TYPE_CHECKING:
 _WIDTH = 760
 _ROW = 34
 _MARGIN = 90
-_STYLE = """
-body { font: 15px/1.45 system-ui, sans-serif; margin: 2em auto; max-width: 62em; padding: 0 1em; \
-color: #222; }
-table { border-collapse: collapse; margin: 1em 0; font-variant-numeric: tabular-nums; }
-th, td { padding: .25em .8em; text-align: right; border-bottom: 1px solid #ddd; }
-th { font-weight: 600; color: #555; }
-tr.chosen { background: #eef5fb; font-weight: 600; }
-.no { color: #b00; } .yes { color: #070; }
-.key span { display: inline-block; width: .9em; height: .9em; margin: 0 .3em 0 1em; \
-vertical-align: -1px; }
-svg text { font: 13px system-ui, sans-serif; }
-"""
 
 
 def page(
@@ -45,7 +33,6 @@ def page(
         chosen: that of the job as it is.
         verdict: why it does not fit, or that it does.
     """
-    head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{_STYLE}</style>'
     body = [
         f"<h1>{escape(title)}</h1>",
         *(f"<p>{escape(line)}</p>" for line in lines),
@@ -59,11 +46,7 @@ def page(
         rows = [(f"{rank.role} stage", chosen, number) for number, rank in enumerate(chosen.ranks)]
         body += ["<h2>Memory by place in the pipeline</h2>", _picture(rows)]
     body += ["<h2>Time of a step</h2>", _times(chosen), "<h2>Buffers</h2>", _buffers(chosen)]
-    return (
-        f'<!doctype html>\n<html lang="en"><head>{head}</head><body>\n'
-        + "\n".join(body)
-        + "\n</body></html>\n"
-    )
+    return html.document(title, body)
 
 
 def _picture(rows: Sequence[tuple[str, Estimate, int]]) -> str:
@@ -98,7 +81,7 @@ def _picture(rows: Sequence[tuple[str, Estimate, int]]) -> str:
                 )
         line = _MARGIN + each.capacity * scale
         parts.append(
-            f'<line x1="{line:.1f}" x2="{line:.1f}" y1="{y - 4}" y2="{y + 28}" stroke="#b00" '
+            f'<line x1="{line:.1f}" x2="{line:.1f}" y1="{y - 4}" y2="{y + 28}" stroke="var(--bad)" '
             'stroke-width="2"/>'
         )
         end = _MARGIN + max(rank.device_used, 0) * scale
@@ -132,7 +115,7 @@ def _table(stages: Sequence[Estimate], chosen: Estimate) -> str:
         "step",
         "tok/s",
     )
-    rows = [_row("th", names)]
+    rows = []
     for each in stages:
         rank = fullest(each)
         tokens = formatting.count(each.time.tokens_per_s) if each.time.tokens_per_s else "-"
@@ -154,30 +137,26 @@ def _table(stages: Sequence[Estimate], chosen: Estimate) -> str:
             tokens,
         )
         rows.append(
-            _row("td", cells, "chosen" if each.candidate.stage == chosen.candidate.stage else "")
+            html.row(cells, "chosen" if each.candidate.stage == chosen.candidate.stage else "")
         )
-    return f"<table>{''.join(rows)}</table>"
+    return html.table(names, rows)
 
 
 def _times(chosen: Estimate) -> str:
     parts = sorted(chosen.time.parts.items(), key=lambda item: -item[1])
-    rows = [
-        _row("th", ("part", "seconds")),
-        *(_row("td", (name, f"{value:.4g}")) for name, value in parts),
-    ]
+    rows = [html.row((name, f"{value:.4g}")) for name, value in parts]
     links = [
         f"<p>{escape(f'{format_size(size)} over {link} per step and rank')}</p>"
         for link, size in chosen.time.link_bytes.items()
     ]
-    return f"<p>{step_range(chosen.time)}</p><table>{''.join(rows)}</table>{''.join(links)}"
+    table = html.table(("part", "seconds"), rows)
+    return f"<p>{step_range(chosen.time)}</p>{table}{''.join(links)}"
 
 
 def _buffers(chosen: Estimate) -> str:
     found = sorted(fullest(chosen).buffers, key=lambda buffer: (-buffer.num_bytes, buffer.name))
-    rows = [_row("th", ("buffer", "kind", "where", "bytes"))]
-    rows += [
-        _row(
-            "td",
+    rows = [
+        html.row(
             (
                 each.name,
                 MEANINGS.get(each.kind.value, each.kind.value),
@@ -188,9 +167,5 @@ def _buffers(chosen: Estimate) -> str:
         for each in found
     ]
     summary = f"<summary>{len(found)} buffers of the fullest rank</summary>"
-    return f"<details>{summary}<table>{''.join(rows)}</table></details>"
-
-
-def _row(tag: str, cells: Sequence[str], name: str = "") -> str:
-    inside = "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells)
-    return f'<tr class="{name}">{inside}</tr>' if name else f"<tr>{inside}</tr>"
+    table = html.table(("buffer", "kind", "where", "bytes"), rows)
+    return f"<details>{summary}{table}</details>"

@@ -4,7 +4,7 @@
     begin      decide whether the run starts anew or from a checkpoint, and claim its directory
     start      record the job, and send every agent the spec of its ranks
     monitor    take in events until all ranks have ended; record them, and draw the screen
-    conclude   the exit code, `failure.json`, and one message
+    conclude   the exit code, `failure.json`, one message, and `report.html`
 
 `zrun.launch.session` draws the processes that take part.
 """
@@ -32,6 +32,7 @@ from zrun.job.render import with_origins
 from zrun.launch.bring_up import ClusterSession, bring_up
 from zrun.launch.failures import Failure, Hang, LostHost, Stopped
 from zrun.launch.launch_request import AttemptResult, LaunchRequest
+from zrun.launch.page import write_page
 from zrun.launch.supervise import SupervisedRun, Supervisor, judge
 from zrun.placement.plan import ResolvedJob, plan_on_backend
 from zrun.runs.run_lock import RunLock
@@ -48,13 +49,14 @@ from zrun.watch.panel_layout import Facts
 from zrun.watch.phases import PhaseWatch
 from zrun.watch.preface import brief, places, preface, width_of
 from zrun.watch.report import report
+from zrun.watch.report_page import Outcome
 from zrun.watch.run_state import RunState
 from zrun.watch.screen import open_screen
 from zrun.watch.stragglers import Stragglers
 from zrun.watch.topology import show_seats
 from zrun.watch.ui import Ui
 from zrun_core.checkpoint.names import steps_in
-from zrun_core.errors import CheckpointError, ExitCode, StoppedError
+from zrun_core.errors import CheckpointError, ExitCode, StoppedError, ZrunError
 from zrun_core.spine.events import Event
 from zrun_core.spine.parallel_dims import refuse_untrained
 from zrun_core.spine.spec import RunSpec, checkpoint_folder
@@ -69,6 +71,11 @@ class _ClaimedRun:
     rundir: RunDir
     spec: RunSpec
     gate: Gate
+
+    @property
+    def facts(self) -> Facts:
+        hosts = tuple(place.host for place in self.resolved.plan.ranks)
+        return Facts(self.resolved.job.name, self.rundir.run_id, hosts)
 
 
 @dataclass(frozen=True)
@@ -108,8 +115,13 @@ def attempt(request: LaunchRequest, members: list[AgentLink]) -> AttemptResult:
     with gate, RunDir.claim(name, start.run_dir, earlier=start.earlier, lock=lock) as rundir:
         spec = _prepare(request, resolved, start, rundir, gate.memory_bytes)
         run = _ClaimedRun(request, resolved, rundir, spec, gate)
-        agents = _start_workers(session, request, spec)
-        observed = _monitor(run, agents)
+        try:
+            agents = _start_workers(session, request, spec)
+            observed = _monitor(run, agents)
+        except ZrunError as error:
+            outcome = Outcome(error.exit_code, str(error))
+            write_page(rundir, run.facts, RunState(), outcome)
+            raise
         committed = _committed_step(spec)
         code, failure = _conclude(run, observed, committed)
         rundir.exit_code = code
@@ -272,7 +284,7 @@ def _monitor(claimed: _ClaimedRun, agents: AgentGroup) -> _Observed:
     gate = claimed.gate
     job = claimed.resolved.job
     plan = claimed.resolved.plan
-    facts = Facts(job.name, claimed.rundir.run_id, tuple(place.host for place in plan.ranks))
+    facts = claimed.facts
     screen = open_screen(request.ui, facts, job.log.every, sys.stdout, os.environ)
     follower = Follower(screen, claimed.rundir.append)
     run = SupervisedRun(plan.world_size)
@@ -335,18 +347,31 @@ def _conclude(
     code, failure = judge(run, claimed.resolved.plan, rundir, signals, committed)
     if failure is not None:
         resume = request.resume_command if _can_resume(claimed, run, failure, committed) else None
-        return _report_failure(claimed, run, code, failure, resume), failure
+        return _report_failure(claimed, observed, code, failure, resume), failure
     if code != ExitCode.OK:
         resume = request.resume_command if committed else None
         by = name_of(signals.first) if signals.first is not None else run.stop_reason
         stopped = Stopped(code, by, run.last_step, committed, tuple(run.lost.values()))
         rundir.write_failure(stopped.to_json() | {"resume": resume})
-        say(stopped.describe(resume), sys.stderr)
-    elif request.ui is not Ui.none:
-        out = sys.stderr if request.ui is Ui.json else sys.stdout
-        columns = shutil.get_terminal_size().columns if out.isatty() else None
-        say(report(observed.state, rundir.path, columns), out)
+        message = stopped.describe(resume)
+        say(message, sys.stderr)
+        write_page(rundir, claimed.facts, observed.state, Outcome(code, message))
+    else:
+        _report(claimed, observed.state)
     return code, None
+
+
+def _report(claimed: _ClaimedRun, state: RunState) -> None:
+    """Write the page of a run that is done, and print its report."""
+    rundir = claimed.rundir
+    page = write_page(rundir, claimed.facts, state, Outcome(ExitCode.OK))
+    ui = claimed.request.ui
+    if ui is Ui.none:
+        return
+    out = sys.stderr if ui is Ui.json else sys.stdout
+    columns = shutil.get_terminal_size().columns if out.isatty() else None
+    ascii_only = not (out.encoding or "").lower().startswith("utf")
+    say(report(state, rundir.path, columns, page=page, ascii_only=ascii_only), out)
 
 
 def _can_resume(
@@ -370,15 +395,18 @@ def _can_resume(
 
 def _report_failure(
     claimed: _ClaimedRun,
-    run: SupervisedRun,
+    observed: _Observed,
     code: int,
     failure: Failure | Hang | LostHost,
     resume: str | None,
 ) -> int:
-    """Write and print a failure. Returns the exit code, which says so if the job does not fit."""
+    """Write and print a failure, and write its page.
+
+    Returns the exit code, which says so if the job does not fit.
+    """
     record = failure.to_json() | {"resume": resume}
     claimed.rundir.write_failure(record)  # at once: an estimate may take a while
-    unfit = _unfit(code, failure, run, claimed.gate)
+    unfit = _unfit(code, failure, observed.run, claimed.gate)
     message = failure.describe()
     if unfit is not None:
         code = ExitCode.PREFLIGHT
@@ -388,6 +416,7 @@ def _report_failure(
     if resume is not None:
         message += f"\n  resume: {resume}"
     say(message, sys.stderr)
+    write_page(claimed.rundir, claimed.facts, observed.state, Outcome(code, message))
     return code
 
 

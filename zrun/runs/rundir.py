@@ -11,6 +11,7 @@ A lock on the directory is held for the life of the launcher, however it ends.
     checkpoints/   the steps, unless the job names another folder
     logs/          of the ranks, the agents, and a launcher that left its terminal
     failures/      notes of dying workers
+    report.html    what came of it, with curves
     failure.json   why the run did not reach its end
     exit.json      the launcher's exit code
     attempts/<n>/  files of earlier launches
@@ -38,6 +39,7 @@ from zrun_core.spine.folders import make_private
 from zrun_core.spine.spec import LaunchPlan
 
 LOG = "launcher.log"
+PAGE = "report.html"
 
 
 class EarlierRun(Enum):
@@ -65,7 +67,7 @@ class RunDir:
         self._lock = lock
         self._keeps_lock = False
         self._has_failure = False
-        self._events = _open(path / "events.jsonl", os.O_APPEND)
+        self._events = _open(self.events, os.O_APPEND)
         lock.starts_at(os.fstat(self._events).st_size)
 
     @classmethod
@@ -139,6 +141,10 @@ class RunDir:
         return self._lock.holder.events
 
     @property
+    def events(self) -> Path:
+        return self.path / "events.jsonl"
+
+    @property
     def spec(self) -> Path:
         return self.path / "spec.json"
 
@@ -159,6 +165,22 @@ class RunDir:
         self._has_failure = True
         write_failure(self.path, report)
 
+    def write_page(self, text: str) -> Path:
+        """Write `report.html`, all of it or nothing.
+
+        Raises:
+            OSError: the disk is full, or gone.
+        """
+        page = self.path / PAGE
+        part = self.path / f".{PAGE}.part"
+        try:
+            _write(part, text)
+            part.replace(page)
+        except OSError:
+            part.unlink(missing_ok=True)
+            raise
+        return page
+
     def append(self, lines: Sequence[bytes]) -> None:
         """Add events to `events.jsonl`, unbuffered: others read along.
 
@@ -169,7 +191,7 @@ class RunDir:
             _write_all(self._events, b"".join(line + b"\n" for line in lines))
         except OSError as error:
             raise ZrunError(
-                f"{self.path}/events.jsonl: {error.strerror}; the run cannot be recorded"
+                f"{self.events}: {error.strerror}; the run cannot be recorded"
             ) from None
 
     def _write(self, name: str, text: str) -> None:

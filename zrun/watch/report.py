@@ -1,4 +1,4 @@
-"""The report of a finished run: results, speed, traffic and memory beside what was foretold."""
+"""The report of a run as text: results, speed, traffic and memory beside what was foretold."""
 
 from __future__ import annotations
 
@@ -11,18 +11,54 @@ from zrun.watch.run_state import RunState, number
 from zrun.watch.tiers import tier_rows
 from zrun_core.spine.sizes import format_size
 
+_CURVE_WIDTH = 24  # characters
+_LEAST_STEPS = 3  # of a curve
 
-def report(state: RunState, run_dir: Path, width: int | None = None) -> str:
+
+def report(
+    state: RunState,
+    run_dir: Path,
+    width: int | None = None,
+    *,
+    page: Path | None = None,
+    ascii_only: bool = False,
+) -> str:
     """Sum up for the end of the output; each line says if it is of the whole run or this attempt.
 
     Args:
         state: of the run at its end.
         run_dir: folder of the run.
         width: columns, so that lines are broken between words; None: one line each.
+        page: the file with the curves; None: there is none.
+        ascii_only: whether the output takes no other characters.
+    """
+    rows = report_rows(state, _loss_curve(state, ascii_only))
+    rows.append(("run", str(run_dir)))
+    if page is not None:
+        rows.append(("page", str(page)))
+    margin = max(len(name) for name, _ in rows) + 2
+    room = 10_000
+    if width is not None:
+        room = max(20, width - margin)
+    wrapper = textwrap.TextWrapper(room, break_long_words=False, break_on_hyphens=False)
+    lines = []
+    for name, value in rows:
+        first, *others = wrapper.wrap(value)
+        lines.append(name.ljust(margin) + first)
+        lines += [" " * margin + other for other in others]
+    return "\n".join(lines)
+
+
+def report_rows(state: RunState, curve: str = "") -> list[tuple[str, str]]:
+    """Return what there is to say of a run, as names and texts.
+
+    Args:
+        state: of the run at its end, whichever that was.
+        curve: of the loss, as text.
     """
     end = state.end or {}
     rows = _extent(state)
-    rows.append(("loss", _losses(state)))
+    rows.append(("loss", f"{_losses(state)} {curve}".strip()))
     if state.evals:
         rows += _evaluations(state)
     rows.append(("metrics", formatting.metrics(state.metrics)))
@@ -39,19 +75,14 @@ def report(state: RunState, run_dir: Path, width: int | None = None) -> str:
     rows.append(("offloaded", _kept(state)))
     if state.estimate is not None:
         rows.append(("estimate", formatting.foretold(state.estimate)))
-    rows.append(("run", str(run_dir)))
-    rows = [(name, value) for name, value in rows if value]
-    margin = max(len(name) for name, _ in rows) + 2
-    room = 10_000
-    if width is not None:
-        room = max(20, width - margin)
-    wrapper = textwrap.TextWrapper(room, break_long_words=False, break_on_hyphens=False)
-    lines = []
-    for name, value in rows:
-        first, *others = wrapper.wrap(value)
-        lines.append(name.ljust(margin) + first)
-        lines += [" " * margin + other for other in others]
-    return "\n".join(lines)
+    return [(name, value) for name, value in rows if value]
+
+
+def _loss_curve(state: RunState, ascii_only: bool) -> str:
+    """Return the losses in block characters; empty where they are not known from the first step."""
+    if state.resumed or len(state.losses.points) < _LEAST_STEPS:
+        return ""
+    return formatting.sparkline(state.losses.points, _CURVE_WIDTH, ascii_only)
 
 
 def _extent(state: RunState) -> list[tuple[str, str]]:
@@ -59,6 +90,9 @@ def _extent(state: RunState) -> list[tuple[str, str]]:
     end = state.end or {}
     step = state.step.step
     seconds = end.get("total_s") or 0.0
+    if state.end is None:
+        planned = f" of {state.total_steps}" if state.total_steps else ""
+        return [("steps", f"{step}{planned}")]
     reason = end.get("reason")
     if end.get("why"):
         reason = f"{reason}: {end['why']}"

@@ -19,7 +19,7 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -30,13 +30,19 @@ from zrun_core.checkpoint.digest import digest
 from zrun_core.checkpoint.manifest import Manifest, TensorInfo, merge_tensors, tensors_from_json
 from zrun_core.checkpoint.manifest_fields import RANK, VALUE, number_class
 from zrun_core.checkpoint.model_files import ModelFiles, describe, tokenizer_files
+from zrun_core.checkpoint.optimizer_state import (
+    check_same,
+    is_scalar,
+    like,
+    per_element,
+    state_once_updated,
+)
 from zrun_core.checkpoint.reader import Reader, Target, by_name
 from zrun_core.checkpoint.shard_file import DTYPES, WriteItem, as_bytes
 from zrun_core.distributed.collectives import slice_start
-from zrun_core.errors import CheckpointError, SaveError
+from zrun_core.errors import CheckpointError
 from zrun_core.memory.layout import ParamSlot, Piece, TensorRange, dense_stride
-from zrun_core.optim import lightweight
-from zrun_core.tiers.stored import Stored, StoredOnDisk, StoredOnHost
+from zrun_core.tiers.stored import Stored
 from zrun_core.zero.sharded_model import ShardedModel
 from zrun_core.zero.unit import FlatUnit
 from zrun_core.zero.unit_optimizer import UnitOptimizer
@@ -191,7 +197,7 @@ class ModelState:
             low, high = self._written(unit)
             held = unit.updated_range[0] + piece.start
             low, high = max(low, held), min(high, unit.updated_range[0] + piece.stop)
-            for key, tensor in _per_element(piece, state).items():
+            for key, tensor in per_element(piece, state).items():
                 for each in unit.layout.tensor_ranges(low, high):
                     data = tensor[low + each.start - held : low + each.stop - held]
                     found.append(_part(each, key, data))
@@ -210,7 +216,7 @@ class ModelState:
         self._sharded.settle_updates()
         found = {}
         for _, piece, state in self._optimizer_states():
-            numbers = {key: float(value) for key, value in state.items() if _is_scalar(value)}
+            numbers = {key: float(value) for key, value in state.items() if is_scalar(value)}
             found[piece.slot.part.tensor] = numbers
         return found
 
@@ -271,41 +277,9 @@ class ModelState:
                     f"which the model has not; {self._other_model}"
                 )
         if not self._weights_only:
-            self._check_optimizer(manifest, known)
-
-    def _check_optimizer(self, manifest: Manifest, known: Mapping[str, TensorInfo]) -> None:
-        asked = self.layout["optimizer"]
-        used = manifest.layout.get("optimizer")
-        if used != asked:
-            raise CheckpointError(
-                f"the checkpoint was made with the optimizer {used}, and optim.name is {asked}: "
-                f"write optim.name: {used}, or start from its weights alone with init_from"
-            )
-        prototype = self._prototype(self._sharded.comm.device).items()
-        expected = {key: _kind(value) for key, value in prototype if value is not None}
-        states: dict[str, dict[str, str]] = defaultdict(dict)  # of a tensor: class by key
-        for fragment in manifest.fragments:
-            if fragment.state not in (VALUE, RANK):
-                states[fragment.tensor][fragment.state] = number_class(fragment.dtype)
-        for name, info in known.items():
-            kept = states[info.name] | dict.fromkeys(info.scalars, _SCALAR)
-            if kept and kept != expected:
-                keeps = ", ".join(sorted(expected)) or "nothing"
-                raise CheckpointError(
-                    f"the optimizer kept {_kinds(kept, expected)} of {name} in the checkpoint, and "
-                    f"keeps {keeps} with the options of this job: give optim the same options"
-                )
-
-    def _prototype(self, device: torch.device) -> dict[str, Any]:
-        """Return the state that the optimizer has of a parameter on `device` after an update."""
-        chosen = self._sharded.settings.optimizer
-        if chosen is None:
-            return {}
-        param = nn.Parameter(torch.zeros(2, device=device))
-        optimizer = chosen.make([param])
-        param.grad = torch.zeros_like(param)
-        lightweight.step(optimizer)
-        return dict(optimizer.state.get(param, {}))
+            spec = self._sharded.settings.optimizer
+            state = state_once_updated(spec, self._sharded.comm.device)
+            check_same(manifest, self.layout["optimizer"], state)
 
     def load(self, folder: Path, manifest: Manifest) -> None:
         """Fill this rank's part of the model and of the optimizer from a checkpoint.
@@ -429,7 +403,7 @@ class ModelState:
         for fragment in manifest.fragments:
             if fragment.state not in (VALUE, RANK):
                 saved[fragment.tensor].add(fragment.state)
-        prototype = cache(self._prototype)
+        state_on = cache(partial(state_once_updated, self._sharded.settings.optimizer))
 
         def states_of(unit: FlatUnit) -> list[Target]:
             update = self._optimizer_of(unit)
@@ -443,10 +417,10 @@ class ModelState:
                 if not saved[info.name] and not info.scalars:
                     update.set_state(piece, None)  # it had not been updated then
                     continue
-                state = dict(prototype(unit.update_device))
+                state = dict(state_on(unit.update_device))
                 for key, value in state.items():
-                    if _is_scalar(value):
-                        state[key] = _like(value, info.scalars[key])
+                    if is_scalar(value):
+                        state[key] = like(value, info.scalars[key])
                 for key, value in update.set_state(piece, state).items():
                     if isinstance(value, torch.Tensor) and value.dim():
                         first = unit.updated_range[0] + piece.start
@@ -518,25 +492,6 @@ def _put_back(memory: torch.Tensor, buffer: torch.Tensor) -> None:
     buffer[once].copy_(dense[once])
 
 
-_SCALAR = "a number"
-
-
-def _kind(value: Any) -> str:
-    """Return what a state of the optimizer is: one number, or the class of its elements."""
-    if isinstance(value, torch.Tensor) and value.dim():
-        return number_class(DTYPES[value.dtype])
-    return _SCALAR
-
-
-def _kinds(kept: Mapping[str, str], usual: Mapping[str, str]) -> str:
-    """List the states by name, each with its kind where that is not the usual one."""
-    words = []
-    for key, kind in sorted(kept.items()):
-        is_usual = usual.get(key, kind) == kind
-        words.append(key if is_usual else f"{key} ({kind})")
-    return ", ".join(words)
-
-
 def _first_known(names: Sequence[str], known: Mapping[str, TensorInfo]) -> TensorInfo | None:
     """Return the tensor that goes by one of `names`, the first that there is."""
     for name in names:
@@ -545,41 +500,8 @@ def _first_known(names: Sequence[str], known: Mapping[str, TensorInfo]) -> Tenso
     return None
 
 
-def _is_scalar(value: Any) -> bool:
-    return isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.dim() == 0)
-
-
-def _like(value: Any, number: float) -> Any:
-    """Return `number` as what `value` is: a tensor, an int or a float."""
-    if isinstance(value, torch.Tensor):
-        return torch.full_like(value, number)
-    return type(value)(number)
-
-
 def _part(each: TensorRange, state: str, data: torch.Tensor | Stored) -> WriteItem:
     return WriteItem(each.part.tensor, state, each.first, each.first + data.numel(), data)
-
-
-def _per_element(piece: Piece, state: Mapping[str, Any]) -> dict[str, torch.Tensor | Stored]:
-    """Return the states that have a number for every element of the part of a parameter.
-
-    Raises:
-        SaveError: the optimizer keeps something else of the parameter.
-    """
-    found: dict[str, torch.Tensor | Stored] = {}
-    for key, value in state.items():
-        is_tensor = isinstance(value, torch.Tensor)
-        if is_tensor and value.shape == (piece.stop - piece.start,):
-            found[key] = value.detach()
-        elif isinstance(value, StoredOnHost | StoredOnDisk):
-            found[key] = value
-        elif value is not None and not _is_scalar(value):
-            form: object = type(value).__name__
-            if isinstance(value, torch.Tensor):
-                form = list(value.shape)
-            what = f"the optimizer's {key} of {piece.slot.name} ({form})"
-            raise SaveError(f"cannot save {what}: write checkpoint: null")
-    return found
 
 
 def _names(found: Iterator[tuple[str, Any]]) -> dict[str, tuple[str, ...]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -13,6 +14,7 @@ import torch
 from pydantic import ValidationError
 from torch import nn
 
+from zrun_core.activations.offloaded_inputs import OffloadedInputs
 from zrun_core.distributed import rng
 from zrun_core.distributed.mesh import Mesh
 from zrun_core.errors import JobError, UserCodeError
@@ -153,6 +155,8 @@ def shard(
             run._comm,
             first_unit=run._num_units,
         )
+    for note in _notes(sharded, inputs) if run.is_main else ():
+        warnings.warn(note, stacklevel=2)
     built.module.to(run.device)  # buffers: the parameters are there
     _broadcast_buffers(built.module, run)
     run._num_units += len(sharded.units)
@@ -226,6 +230,14 @@ def _offload(offload: Any, zero: ZeroConfig) -> OffloadConfig:
             "which unshards them when they are used"
         )
     return config
+
+
+def _notes(sharded: ShardedModel, inputs: OffloadedInputs | None) -> Iterator[str]:
+    """Yield what is slower than it might be, or saves nothing, of memory beside the device."""
+    if sharded.tiers is not None:
+        yield from sharded.tiers.notes
+    if inputs is not None and inputs.note:
+        yield inputs.note
 
 
 def _section(section: type[_Section], value: Any, name: str) -> _Section:

@@ -140,7 +140,8 @@ class Grid:
         if self.schedule == "zero_bubble" and self.stages > 1:
             words[1:] = ["B: gradients of its inputs", "W: of its weights"]
         if self.virtual > 1:
-            words.append("a, b: first, second chunk of the stage")
+            whose = "slice of the model" if self.stages == 1 else "chunk of the stage"
+            words.append(f"a, b: first, second {whose}")
         if self._has_versions:
             words.append("v1: with the weights after 1 update")
         words.append(f"{IDLE * 2}: idle")

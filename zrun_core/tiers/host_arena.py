@@ -115,11 +115,6 @@ class HostArena:
             end = self._taken[start]
         return end
 
-    @property
-    def is_pinned(self) -> bool:
-        """Return whether all that was handed out is memory that the device copies by itself."""
-        return self._device.type == "cuda" and not self.note
-
     def _pin(self, piece: torch.Tensor) -> None:
         failure = torch.cuda.cudart().cudaHostRegister(piece.data_ptr(), piece.nbytes, 0)
         if int(failure) == 0:

@@ -110,7 +110,6 @@ class Tiers:
         parameters_up: host memory for updated parameters on their way to it.
         worker: does what the host computes.
         counts: of steps, since `take_counts`.
-        notes: for the user.
     """
 
     def __init__(
@@ -140,7 +139,6 @@ class Tiers:
         self.host_is_device = device.type == "cpu" and apart is None
         self.worker = Worker(device, self._free_slots)
         self.counts = TierCounts()
-        self.notes: list[str] = []
         self._lock = threading.Lock()  # of the counts
         self._board = board
         self._is_waiting = False
@@ -163,16 +161,19 @@ class Tiers:
         if not num_bytes:
             return None
         assert self._folder is not None, "states on disk need a folder"
-        file = SwapFile(self._folder, num_bytes)
-        if file.note:
-            self.notes.append(file.note)
-        return file
+        return SwapFile(self._folder, num_bytes)
 
     def _slots(self, number: int, num_bytes: int) -> Slots:
         if not num_bytes:
             return Slots([], self.check)
         pieces = [self._arena.take(num_bytes, torch.uint8) for _ in range(number)]
         return Slots(pieces, self.check, self._until_computed)
+
+    @property
+    def notes(self) -> list[str]:
+        """What is slower than it might be, or saves no memory, for the user."""
+        of_file = "" if self._file is None else self._file.note
+        return [note for note in (of_file, self._arena.note) if note]
 
     def check(self) -> None:
         """Raise the first error of the disk or of the worker, if there is one."""

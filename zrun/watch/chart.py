@@ -1,0 +1,226 @@
+"""Line charts over steps as inline SVG."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from html import escape
+
+from zrun.watch import formatting
+from zrun.watch.thinned import Point
+
+STYLE = """
+.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(27em, 1fr)); gap: 1em; }
+figure { margin: 0; padding: .8em 1em .4em; background: var(--card); border-radius: 8px; \
+border: 1px solid var(--line); }
+figcaption { display: flex; flex-wrap: wrap; align-items: baseline; gap: .1em 1em; }
+figcaption span { font-size: .87em; color: var(--soft); }
+figcaption i { display: inline-block; width: 1.1em; height: .2em; margin-right: .4em; \
+vertical-align: .25em; border-radius: 1px; }
+figure svg { display: block; width: 100%; height: auto; }
+figure text { font-size: 11px; fill: var(--soft); }
+.grid { stroke: var(--line); } .bad { stroke: var(--bad); stroke-width: 1.5; }
+.mark { stroke: var(--soft); stroke-dasharray: 2 3; }
+.line { fill: none; stroke-width: 1.6; stroke-linejoin: round; }
+.level { stroke-width: 1.4; stroke-dasharray: 6 4; }
+"""
+_WIDTH = 560
+_HEIGHT = 210
+_LEFT = 66
+_RIGHT = 12
+_TOP = 12
+_BOTTOM = 24
+_TICKS = 5
+_WIDE = 20.0  # times the lowest value: from there on an axis is logarithmic
+
+
+@dataclass(frozen=True)
+class Line:
+    """One series of a chart.
+
+    Attributes:
+        level: a value that is drawn as a dashed line of the same colour, such as the plan.
+        name: in the key; empty: it has none.
+        color: the number of its colour.
+        has_dots: its points lie so far apart that each is shown.
+    """
+
+    name: str
+    points: Sequence[Point]
+    color: int = 0
+    level: float | None = None
+    has_dots: bool = False
+
+    @property
+    def values(self) -> list[float]:
+        """The numbers that are drawn."""
+        return [value for _, value in self.points if math.isfinite(value)]
+
+
+@dataclass(frozen=True)
+class _Axis:
+    """From a value to its place between 0 and 1."""
+
+    low: float
+    high: float
+    is_log: bool
+
+    def place(self, value: float) -> float:
+        if self.is_log:
+            low, high, value = map(math.log10, (self.low, self.high, value))
+            return (value - low) / (high - low)
+        return (value - self.low) / (self.high - self.low)
+
+    def ticks(self, unit: float) -> list[float]:
+        """Return round values on the axis, in multiples of `unit`."""
+        if not self.is_log:
+            return _round_values(self.low, self.high, unit)
+        first, last = math.floor(math.log10(self.low)), math.ceil(math.log10(self.high))
+        every = max(1, math.ceil((last - first) / _TICKS))
+        steps = [10.0**power for power in range(first, last + 1, every)]
+        if last - first <= 3:
+            steps = [part * each for each in steps for part in (1, 2, 5)]
+        return [each for each in steps if self.low <= each <= self.high]
+
+
+def chart(
+    title: str,
+    lines: Iterable[Line],
+    text: Callable[[float], str],
+    *,
+    unit: float = 1.0,
+    from_zero: bool = False,
+    marks: Sequence[int] = (),
+) -> str:
+    """Return a chart with its title and key; empty where there is nothing to draw.
+
+    Args:
+        title: of the chart.
+        lines: its series.
+        text: for a value on the axis.
+        unit: of the values, of which the axis shows round numbers.
+        from_zero: the axis begins at zero.
+        marks: steps after which the run was started again.
+    """
+    lines = [line for line in lines if line.points]
+    values = [value for line in lines for value in line.values]
+    if not lines:
+        return ""
+    levels = [line.level for line in lines if line.level is not None]
+    axis = _axis([*values, *levels], from_zero)
+    steps = [step for line in lines for step, _ in line.points]
+    span = _Axis(min(steps), max(max(steps), min(steps) + 1), is_log=False)
+
+    def x(step: float) -> float:
+        return _LEFT + span.place(step) * (_WIDTH - _LEFT - _RIGHT)
+
+    def y(value: float) -> float:
+        return _HEIGHT - _BOTTOM - axis.place(value) * (_HEIGHT - _TOP - _BOTTOM)
+
+    parts = _grid(axis, span, x, y, text, unit)
+    for mark in marks:
+        if span.low <= mark <= span.high:
+            what = f"another launch went on after step {mark}"
+            parts.append(_stroke("mark", x(mark), _TOP, x(mark), _HEIGHT - _BOTTOM, what))
+    for line in lines:
+        parts += _drawn(line, x, y)
+    keys = [f"<h3>{escape(title)}</h3>", *(_key(line) for line in lines if line.name)]
+    if axis.is_log:
+        keys.append("<span>logarithmic</span>")
+    size = f'viewBox="0 0 {_WIDTH} {_HEIGHT}"'
+    picture = f'<svg role="img" aria-label="{escape(title)}" {size}>{"".join(parts)}</svg>'
+    return f"<figure><figcaption>{''.join(keys)}</figcaption>{picture}</figure>"
+
+
+def _axis(values: Sequence[float], from_zero: bool) -> _Axis:
+    low = min(values, default=0.0)
+    high = max(values, default=1.0)
+    if from_zero:
+        return _Axis(0.0, high * 1.06 or 1.0, is_log=False)
+    if low > 0 and high / low > _WIDE:
+        return _Axis(low / 1.1, high * 1.1, is_log=True)
+    room = (high - low) * 0.05 or abs(high) * 0.05 or 1.0
+    if 0 <= low < room:
+        return _Axis(0.0, high + room, is_log=False)
+    return _Axis(low - room, high + room, is_log=False)
+
+
+def _round_values(low: float, high: float, unit: float) -> list[float]:
+    """Return about five multiples of 1, 2 or 5 times a power of ten, in units."""
+    least = (high - low) / unit / _TICKS
+    power = 10.0 ** math.floor(math.log10(least))
+    each = unit * next(part * power for part in (1, 2, 5, 10) if part * power >= least * 0.999)
+    return [each * n for n in range(math.ceil(low / each), math.floor(high / each) + 1)]
+
+
+def _grid(
+    axis: _Axis,
+    span: _Axis,
+    x: Callable[[float], float],
+    y: Callable[[float], float],
+    text: Callable[[float], str],
+    unit: float,
+) -> list[str]:
+    """Return the lines behind a chart, with the numbers beside them."""
+    parts = []
+    for tick in axis.ticks(unit):
+        parts.append(_stroke("grid", _LEFT, y(tick), _WIDTH - _RIGHT, y(tick)))
+        parts.append(_text(_LEFT - 6, y(tick) + 4, text(tick), "end"))
+    steps = sorted({math.ceil(tick) for tick in span.ticks(1.0)})
+    parts += [_text(x(step), _HEIGHT - 7, f"{step:,}", "middle") for step in steps]
+    return parts
+
+
+def _drawn(line: Line, x: Callable[[float], float], y: Callable[[float], float]) -> list[str]:
+    """Return a series: where values are no numbers it has a gap, and the axis a red mark."""
+    parts = []
+    color = f"var(--c{line.color})"
+    for is_number, group in itertools.groupby(line.points, lambda point: math.isfinite(point[1])):
+        points = list(group)
+        if not is_number:
+            base = _HEIGHT - _BOTTOM
+            parts += [
+                _stroke("bad", x(step), base - 9, x(step), base, f"step {step}: {value}")
+                for step, value in points
+            ]
+            continue
+        if len(points) > 1:
+            path = " ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in points)
+            parts.append(f'<polyline class="line" stroke="{color}" points="{path}"/>')
+        if len(points) == 1 or line.has_dots:
+            parts += [
+                f'<circle cx="{x(step):.1f}" cy="{y(value):.1f}" r="2.4" fill="{color}">'
+                f"<title>step {step}: {value:.6g}</title></circle>"
+                for step, value in points
+            ]
+    if line.level is not None:
+        height = y(line.level)
+        parts.append(
+            f'<line class="level" stroke="{color}" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" '
+            f'y1="{height:.1f}" y2="{height:.1f}"/>'
+        )
+    return parts
+
+
+def _key(line: Line) -> str:
+    return f'<span><i style="background:var(--c{line.color})"></i>{escape(line.name)}</span>'
+
+
+def _stroke(name: str, x1: float, y1: float, x2: float, y2: float, what: str = "") -> str:
+    place = f'x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"'
+    if not what:
+        return f'<line class="{name}" {place}/>'
+    return f'<line class="{name}" {place}><title>{escape(what)}</title></line>'
+
+
+def _text(x: float, y: float, text: str, anchor: str) -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
+
+
+def short(value: float) -> str:
+    """Return a number on an axis: `12.5k`, `0.003`, `1e-05`."""
+    if abs(value) >= 1000:
+        return formatting.count(value).replace(".0", "")
+    return f"{value:.3g}"

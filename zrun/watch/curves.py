@@ -1,0 +1,142 @@
+"""The curves of a run, read from its record: all launches that went on with it, in one line."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from zrun.watch.run_state import number
+from zrun.watch.thinned import Thinned
+from zrun_core.spine.events import Event
+
+# A record of up to this size is read as a whole, in a second or two; this much of a longer one is.
+_MOST_BYTES = 64 << 20
+_PARTS = 512
+_KINDS = ("params", "grads", "optim", "rings", "buffers")
+OF_STEPS = ("loss", "grad_norm", "lr", "tokens_per_s", "samples_per_s", "step_s")
+_MARKS = 100
+_WANTED = tuple(f'{{"type":"{kind}"'.encode() for kind in ("start", "step", "memory", "eval"))
+
+
+@dataclass
+class Curves:
+    """The series of a run, over its steps, by name.
+
+    Fields of `step`; `eval loss`; the tiers `device`, `host` and `disk` (bytes of rank 0's buffers
+    there); `process` (its resident bytes); `wait` with what it waited for.
+
+    Attributes:
+        planned: bytes that rank 0 was to allocate, by tier.
+        went_on: the steps after which another launch went on.
+        is_sampled: the record is so long that only parts of it were read, evenly spaced.
+    """
+
+    planned: dict[str, int] = field(default_factory=dict)
+    went_on: list[int] = field(default_factory=list)
+    is_sampled: bool = False
+    _series: defaultdict[str, Thinned] = field(default_factory=lambda: defaultdict(Thinned))
+    _newest: int = 0
+
+    def of(self, name: str) -> Thinned:
+        """Return a series; an empty one where nothing was told."""
+        return self._series.get(name, Thinned())
+
+    def take(self, event: Event) -> None:
+        """Add an event; of the ranks only rank 0 counts."""
+        if event["rank"] != 0:
+            return
+        match event["type"]:
+            case "start":
+                self._start(event)
+            case "step":
+                self._step(event)
+            case "eval":
+                self._add("eval loss", event["step"], event["loss"])
+            case "memory":
+                self._memory(event)
+
+    def _start(self, event: Event) -> None:
+        tiers = event.get("planned_tiers") or {"device": event.get("planned_bytes") or {}}
+        self.planned = {tier: sum(planned.values()) for tier, planned in tiers.items()}
+        step = (event.get("resumed") or {}).get("step", 0)
+        self._forget(step + 1)
+        if step:
+            self.went_on = [*self.went_on, step][-_MARKS:]
+
+    def _step(self, event: Event) -> None:
+        step = event["step"]
+        if step <= self._newest:  # its `start` was not read
+            self._forget(step)
+        self._newest = step
+        for name in OF_STEPS:
+            self._add(name, step, event.get(name))
+        for tier, use in event.get("tiers", {}).items():
+            self._add(f"wait {tier}", step, use["waited_s"])
+        self._add("wait updates", step, event.get("updates", {}).get("lag_s"))
+
+    def _memory(self, event: Event) -> None:
+        step = event["step"]
+        self._add("process", step, event.get("rss_bytes"))
+        for tier, (held, _) in held_by_tier(event, {}).items():
+            self._add(tier, step, held)
+
+    def _add(self, name: str, step: int, value: Any) -> None:
+        if value is not None:
+            self._series[name].add(step, number(value))
+
+    def _forget(self, step: int) -> None:
+        if step > self._newest:
+            return
+        for series in self._series.values():
+            series.forget(step)
+        self.went_on = [each for each in self.went_on if each < step]
+        self._newest = step - 1
+
+
+def held_by_tier(memory: Event, planned: Mapping[str, int]) -> dict[str, tuple[int, int | None]]:
+    """Return the bytes of a rank's buffers on each tier, and those that were planned.
+
+    Args:
+        memory: its event.
+        planned: by tier, for a rank that does not tell; empty: not known.
+    """
+    if tiers := memory.get("tiers"):
+        return {
+            tier: (sum(use["allocated"].values()), sum(use["planned"].values()))
+            for tier, use in tiers.items()
+        }
+    return {"device": (sum(memory.get(kind) or 0 for kind in _KINDS), planned.get("device"))}
+
+
+def read_curves(path: Path) -> Curves:
+    """Read the record of a run. Lines that are no events are skipped."""
+    curves = Curves()
+    with path.open("rb") as file:
+        size = file.seek(0, 2)
+        curves.is_sampled = size > _MOST_BYTES
+    for line in _lines(path, size):
+        if line.startswith(_WANTED):
+            with suppress(ValueError, KeyError, TypeError, AttributeError):
+                curves.take(json.loads(line))
+    return curves
+
+
+def _lines(path: Path, size: int) -> Iterator[bytes]:
+    """Return the lines of a file, or of as many parts of it as are read in a bounded time."""
+    parts = [(0, size)]
+    if size > _MOST_BYTES:
+        length = _MOST_BYTES // _PARTS
+        starts = [(size - length) * part // (_PARTS - 1) for part in range(_PARTS)]
+        parts = [(start, start + length) for start in starts]
+    with path.open("rb") as file:
+        for start, stop in parts:
+            file.seek(start)
+            if start:
+                file.readline()  # the rest of a line
+            while file.tell() < stop:
+                yield file.readline()

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 from runs import job, losses, run
+
+from zrun_core.stages import weight_grads
+from zrun_core.stages.weight_grads import _weight_grad
 
 STEPS = 4
 GPT = {"vocab_size": 13, "dim": 16, "depth": 4, "heads": 2, "seq_len": 6}
@@ -56,51 +63,74 @@ def assert_equal(ours: Tensors, theirs: Tensors, close: float = 0.0) -> None:
             np.testing.assert_array_equal(ours[key], values, err_msg=str(key))
 
 
+def in_stages(keys: dict[str, Any], folder: Path, ranks: Any, **dims: int) -> list[dict[str, Any]]:
+    """Run a job on the ranks of these axes."""
+    size = dims["dp"] * dims["pp"]
+    found: list[dict[str, Any]] = ranks(size).run(run, keys, str(folder), None, None, None, dims)
+    return found
+
+
+@pytest.fixture(scope="module")
+def plain(ranks, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+    """What a job comes to without a pipeline, by ZeRO stage and data-parallel ranks."""
+
+    @cache
+    def found(stage: int, dp: int) -> list[dict[str, Any]]:
+        return in_stages(small(zero=stage), tmp_path_factory.mktemp("plain"), ranks, dp=dp, pp=1)
+
+    return found
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("dims", [{"dp": 1, "pp": 2}, {"dp": 2, "pp": 2}, {"dp": 1, "pp": 4}])
-def test_one_process(ranks, tmp_path: Path, stage: int, dims: dict[str, int]) -> None:
-    keys = small(zero=stage)
-    one = ranks(dims["dp"]).run(run, keys, str(tmp_path / "one"))
-    many = ranks(dims["dp"] * dims["pp"]).run(
-        run, keys, str(tmp_path / "many"), None, None, None, dims
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved", "zero_bubble"])
+@pytest.mark.parametrize(("dp", "pp"), [(1, 2), (2, 2), (1, 4)])
+def test_one_process(
+    ranks, tmp_path: Path, plain: Any, stage: int, schedule: str, dp: int, pp: int
+) -> None:
+    if schedule == "interleaved" and pp == 4:
+        pytest.skip("4 blocks make 4 chunks")
+    if pp == 4 and stage in (1, 2):
+        pytest.skip("one data-parallel rank has the same states at each stage")
+    keys = small(zero=stage, parallel={"schedule": schedule, "pp": pp})
+    found = in_stages(keys, tmp_path / "many", ranks, dp=dp, pp=pp)
+    assert losses(found[0]) == losses(plain(stage, dp)[0])
+    assert_equal(whole(found), whole(plain(stage, dp)))
+
+
+def test_weights_wait_for_their_turn(ranks, tmp_path: Path) -> None:
+    keys = small(parallel={"schedule": "zero_bubble", "pp": 2})
+    assert ranks(2).run(held, keys, str(tmp_path)) == [STEPS * 64] * 2, (
+        "4 linears, 2 blocks, 8 micro-batches"
     )
-    assert losses(many[0]) == losses(one[0])
-    assert_equal(whole(many), whole(one))
 
 
-@pytest.mark.parametrize(
-    "parallel",
-    [
-        {"schedule": "gpipe"},
-        {"schedule": "interleaved"},
-        {"schedule": "interleaved", "split": ["blocks.1", "blocks.2", "blocks.3"]},
-        {"split": ["blocks.3"]},
-    ],
-)
-def test_any_schedule_and_split(ranks, tmp_path: Path, parallel: dict[str, Any]) -> None:
-    """With 7 micro-batches: the last of their groups is not full."""
-    keys = small(batch={"global": 7, "micro": 1}, zero=2)
-    one = ranks(1).run(run, keys, str(tmp_path / "one"))
-    keys["parallel"] = {"pp": 2, **parallel}
-    many = ranks(2).run(run, keys, str(tmp_path / "many"), None, None, None, {"dp": 1, "pp": 2})
-    assert losses(many[0]) == losses(one[0])
-    assert_equal(whole(many), whole(one))
+def held(keys: dict[str, Any], run_dir: str) -> int:
+    """How many products of weights a rank puts off."""
+    made: list[object] = []
+
+    def weight_grad(*args: Any, **options: Any) -> Any:
+        made.append(sys._getframe(1).f_code.co_name)
+        return _weight_grad(*args, **options)
+
+    with patch.object(weight_grads, "_weight_grad", weight_grad):
+        found = run(keys, run_dir, dims={"dp": 1, "pp": 2})
+    assert not found["error"]
+    return made.count("weight_pass")
 
 
 def test_tied_ends(ranks, tmp_path: Path) -> None:
     optim = {"name": "sgd", "lr": 0.1, "clip": 1.0, "args": {"momentum": 0.9}}
     keys = small(model=gpt(tied=True), optim=optim, zero=2)
-    one = ranks(1).run(run, keys, str(tmp_path / "one"))
-    dims = {"dp": 2, "pp": 2}
-    many = ranks(4).run(run, keys, str(tmp_path / "many"), None, None, None, dims)
+    one = in_stages(keys, tmp_path / "one", ranks, dp=1, pp=1)
+    many = in_stages(keys, tmp_path / "many", ranks, dp=2, pp=2)
     assert losses(many[0]) == pytest.approx(losses(one[0]), rel=1e-6)
     assert_equal(whole(many), whole(one), 2e-6)
 
 
 def test_evaluation(ranks, tmp_path: Path) -> None:
     keys = small(eval={"data": {"call": "runs.py:Plain", "args": {"length": 12}}, "every": 2})
-    one = ranks(1).run(run, keys, str(tmp_path / "one"))
-    many = ranks(2).run(run, keys, str(tmp_path / "many"), None, None, None, {"dp": 1, "pp": 2})
+    one = in_stages(keys, tmp_path / "one", ranks, dp=1, pp=1)
+    many = in_stages(keys, tmp_path / "many", ranks, dp=1, pp=2)
     ours, theirs = ([e for e in found[0]["events"] if e["type"] == "eval"] for found in (many, one))
     assert len(ours) == len(theirs) > 0
     assert [e["loss"] for e in ours] == [e["loss"] for e in theirs]

@@ -113,6 +113,7 @@ class Stage:
         split: of the whole model.
         index: of the stage.
         chunks: that it has.
+        own_blocks: of these chunks.
     """
 
     def __init__(
@@ -154,6 +155,11 @@ class Stage:
         self.borders.append(())
         blocks = repeated_blocks(model)
         install_nodes(model, blocks)
+        self.own_blocks = [
+            model.get_submodule(flow.blocks[number])
+            for chunk in self.chunks
+            for number in split.blocks(chunk)
+        ]
         self._remove_foreign_params(model, owners, dtype)
         self._remove_foreign_buffers(model, dict(blocks))
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -15,6 +17,7 @@ from zrun_core.pipeline.schedule import Action, ActionKind, stage_actions
 from zrun_core.spine.spec import RunSpec
 from zrun_core.stages.links import StageLinks
 from zrun_core.stages.stage import ChunkPass, Stage
+from zrun_core.stages.weight_grads import WeightGrads
 from zrun_core.telemetry.metrics import StepClock, StepPhase
 from zrun_core.train.micro_batches import (
     LayerMajorRunner,
@@ -39,8 +42,26 @@ class _InChunk(NamedTuple):
     sent: tuple[tuple[torch.Size, torch.dtype], ...]  # what gradients come back of, by place
 
 
+class ActionTime(NamedTuple):
+    """When an action ran.
+
+    Attributes:
+        begin, end: seconds of the host's clock since the step's first action.
+        waited: of these, for what other stages send.
+    """
+
+    action: Action
+    begin: float
+    end: float
+    waited: float
+
+
 class PipelineRunner(MicroBatchRunner):
-    """Runs the actions of one stage."""
+    """Runs the actions of one stage.
+
+    Attributes:
+        times: of the actions of the last step.
+    """
 
     def __init__(
         self,
@@ -63,7 +84,12 @@ class PipelineRunner(MicroBatchRunner):
         self._stage = stage
         self._schedule = spec.job.parallel.schedule
         self._links = links
+        self.times: list[ActionTime] = []
         self._under_way: dict[tuple[int, int], _InChunk] = {}  # by chunk and micro-batch
+        self._weight_grads: WeightGrads | None = None
+        if self._schedule == "zero_bubble":
+            self._weight_grads = WeightGrads(stage.own_blocks)
+        self._held: dict[tuple[int, int], MicroPass] = {}  # whose weights' gradients are to be made
 
     def order(self, micro_batches: int) -> tuple[Action, ...]:
         split = self._stage.split
@@ -78,14 +104,24 @@ class PipelineRunner(MicroBatchRunner):
         step: int,
     ) -> list[torch.Tensor]:
         losses: list[torch.Tensor] = []
+        self.times = []
+        start = time.perf_counter()
         for action in actions:
-            if action.kind is ActionKind.FORWARD:
-                self._run_forward(action, micro_batches[action.micro], sums)
-            else:
-                is_last = action.micro == len(micro_batches) - 1
-                share = self._run_backward(action, boundary=is_last)
-                if share is not None:
-                    losses.append(share)
+            begin = time.perf_counter()
+            waited = self._links.waited_s
+            is_last = action.micro == len(micro_batches) - 1
+            match action.kind:
+                case ActionKind.FORWARD:
+                    self._run_forward(action, micro_batches[action.micro], sums)
+                case ActionKind.BACKWARD:
+                    share = self._run_backward(action, boundary=is_last)
+                    if share is not None:
+                        losses.append(share)
+                case ActionKind.WEIGHT:
+                    self._make_weight_grads(action, boundary=is_last)
+            end = time.perf_counter()
+            waited = self._links.waited_s - waited
+            self.times.append(ActionTime(action, begin - start, end - start, waited))
         self._links.flush()
         return losses
 
@@ -129,13 +165,36 @@ class PipelineRunner(MicroBatchRunner):
                 if edge is not None:
                     roots.append(edge)
                     grads.append(self._links.receive_grad(*sent[place], chunk, number, place))
-            with self._sharded.backward_pass(micro, boundary=boundary):
+            with self._backward_pass(action, micro, boundary=boundary):
                 if roots:
                     torch.autograd.backward(roots, grads)
                 for place, arrived in passed.arrived.items():
                     self._links.send_grad(arrived.take_grad(), chunk, number, place)
         self.waited[StepPhase.BACKWARD] += self._comm.take_waited()
         return None if share is None else share.detach()
+
+    @contextmanager
+    def _backward_pass(self, action: Action, micro: MicroPass, *, boundary: bool) -> Iterator[None]:
+        """Run a backward inside, whole or as far as other stages wait for it."""
+        if self._weight_grads is None:
+            with self._sharded.backward_pass(micro, boundary=boundary):
+                yield
+            return
+        with self._sharded.input_pass(micro) as hold:
+            self._weight_grads.hold = hold
+            try:
+                yield
+            finally:
+                self._weight_grads.hold = None
+        self._held[action.chunk, action.micro] = micro
+
+    def _make_weight_grads(self, action: Action, *, boundary: bool) -> None:
+        """Make the gradients of weights that a backward has put off."""
+        self._phase.enter("backward")
+        with self._clock.during(StepPhase.BACKWARD):
+            micro = self._held.pop((action.chunk, action.micro))
+            self._sharded.weight_pass(micro, boundary=boundary)
+        self.waited[StepPhase.BACKWARD] += self._comm.take_waited()
 
     def evaluate(self, call: Callable[[], T]) -> T | None:
         result: T | None = None

@@ -13,8 +13,12 @@ late gradients), and the memory, belong to the `Gatherer` and the `Reducer`.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
+
+import torch
 
 from zrun_core.zero.unit import FlatUnit
 
@@ -59,6 +63,40 @@ class BackwardGrads:
     turn: int = 0
 
 
+class HeldGrad(NamedTuple):
+    """The gradient of a parameter, to be made.
+
+    Attributes:
+        unit, number: the parameter.
+        make: returns the gradient.
+    """
+
+    unit: FlatUnit
+    number: int
+    make: Callable[[], torch.Tensor]
+
+
+@dataclass
+class HeldGrads:
+    """Gradients of a micro-batch that wait until its weights' turn.
+
+    Attributes:
+        grads: in the order in which backward came to them.
+        missing: by unit index, the parameters to which it has not come yet.
+    """
+
+    grads: list[HeldGrad] = field(default_factory=list)
+    missing: dict[int, set[int]] = field(default_factory=dict)
+
+    def add(self, held: HeldGrad) -> bool:
+        """Keep a gradient; return whether backward has come to all parameters of the unit."""
+        self.grads.append(held)
+        index = held.unit.index
+        missing = self.missing.setdefault(index, set(range(len(held.unit.params))))
+        missing.discard(held.number)
+        return not missing
+
+
 @dataclass(eq=False)
 class MicroPass:
     """One micro-batch's forward and backward, of the model or of one chunk of it.
@@ -70,6 +108,8 @@ class MicroPass:
             parameters outside of them. A unit that it never used gets no gradient.
         open_calls: by `ModuleHooks`, the forward calls whose backward is not over.
         grads: progress of its backward while that runs.
+        held: gradients that its backward has made, or what makes them, for a later pass; None:
+            backward takes them at once.
     """
 
     chunk: int = 0
@@ -77,6 +117,7 @@ class MicroPass:
     num_calls: Counter[int] = field(default_factory=Counter)
     open_calls: Counter[object] = field(default_factory=Counter)
     grads: BackwardGrads | None = None
+    held: HeldGrads | None = None
 
     def on_gradient_arrival(self, *, of_param: bool) -> None:
         """Learn of a gradient before it is used.

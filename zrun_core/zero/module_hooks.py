@@ -29,7 +29,7 @@ from torch import nn
 
 from zrun_core.errors import UserCodeError
 from zrun_core.zero.gather import Gatherer
-from zrun_core.zero.micro_pass import MicroPass
+from zrun_core.zero.micro_pass import HeldGrad, MicroPass
 from zrun_core.zero.reduce import Reducer
 from zrun_core.zero.unit import FlatUnit
 
@@ -306,6 +306,14 @@ def _post_accumulate_grad(
     assert reducer is not None
     micro = gatherer.micro
     micro.on_gradient_arrival(of_param=True)
+    if micro.held is not None:
+        grad = param.grad
+        param.grad = None
+        if grad is None:  # what makes it is held already
+            return
+        if micro.held.add(HeldGrad(unit, number, lambda: grad)) and not unit.leaf:
+            gatherer.post_backward(unit)
+        return
     has_all = reducer.accumulate_grad(micro, unit, number)
     if has_all and not unit.leaf:
         reducer.mark_complete(micro, unit)

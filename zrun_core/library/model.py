@@ -116,10 +116,6 @@ def shard(
     precision_config = _section(PrecisionConfig, precision, "precision")
     activations_config = _section(ActivationsConfig, activations or {}, "activations")
     offload_config = _offload(offload, zero_config)
-    placement = placement_of(offload_config, activations_config, run.device.type)
-    folder = run.run_dir or Path.cwd()
-    if offload_config.dir is not None:
-        folder = Path(offload_config.dir)
     write = "how many backward calls make a step, 1 or more"
     accumulate = arguments.whole("shard", "accumulate", accumulate, 1, write)
     if init not in ("factory", "meta"):
@@ -127,18 +123,22 @@ def shard(
     run._meet("shard()")
     shard_size = resolve_shard_size(zero_config, run.world_size, run._ranks_per_host)
     mesh = run._mesh(shard_size)
+    folder = run.run_dir or Path.cwd()
+    if offload_config.dir is not None:
+        folder = Path(offload_config.dir)
     settings = replace(
         parallelize.shard_settings(
             zero_config, precision_config, activations_config, run.device, compile=compile
         ),
-        placement=placement,
+        placement=placement_of(offload_config, activations_config, run.device.type),
         schedule=offload_config.schedule,
         delay_after=offload_config.delay_after,
         disk_folder=str(folder),
     )
     with rng.fork_torch_rng(run.device):
         built = _build(model, init, run, mesh)
-        inputs = parallelize.offloaded_inputs(placement.activation, mesh, run._comm, folder)
+        tier = settings.placement.activation
+        inputs = parallelize.offloaded_inputs(tier, mesh, run._comm, folder)
         parallelize.transform(
             built.module,
             zero_config,

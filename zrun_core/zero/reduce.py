@@ -407,6 +407,19 @@ class Reducer:
         if not grads.reduces:
             self._send_partial(unit, unsharded_grad, is_last=grads.boundary)
             return
+        self._reduce(unit, unsharded_grad, is_late=is_late, boundary=grads.boundary)
+
+    def _reduce(
+        self, unit: FlatUnit, unsharded_grad: torch.Tensor, *, is_late: bool, boundary: bool
+    ) -> None:
+        """Begin to sum a gradient over ranks, and say where the sum goes from there.
+
+        Args:
+            unit: whose gradient it is.
+            unsharded_grad: [padded_numel], complete.
+            is_late: the unit was reduced before in this backward.
+            boundary: the step's gradient is complete with this one.
+        """
         recv_buffer = self._recv_buffer(unit)
         late_sum = None
         leaves = None
@@ -414,17 +427,17 @@ class Reducer:
         accumulate = unit.grad.is_reduced
         scratch = [recv_buffer]
         if unit.grad.leaves and is_late:
-            leaves = _Sum(into, accumulate=True, is_last=grads.boundary)
+            leaves = _Sum(into, accumulate=True, is_last=boundary)
             accumulate = False
         elif unit.grad.leaves:
-            sums_replicas = grads.boundary and unit.replicate.size > 1
+            sums_replicas = boundary and unit.replicate.size > 1
             accumulate = unit.grad.is_reduced and sums_replicas
             if accumulate:  # replicas sum what the micro-batches have added up to
                 into = self._take_scratch(unit.layout.shard_numel)
                 unit.grad.load(into)
                 scratch.append(into)
             leaves = _Sum(
-                into, accumulate=unit.grad.is_reduced and not accumulate, is_last=grads.boundary
+                into, accumulate=unit.grad.is_reduced and not accumulate, is_last=boundary
             )
         elif is_late:
             accumulate = False
@@ -438,7 +451,7 @@ class Reducer:
             recv_buffer,
             into,
             accumulate=accumulate,
-            boundary=grads.boundary,
+            boundary=boundary,
         )
         if not unit.grad.owns(unsharded_grad):
             scratch.append(unsharded_grad)

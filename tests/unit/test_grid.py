@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 from zrun_core.pipeline.grid import Grid, bubble
+from zrun_core.pipeline.schedule import SCHEDULES
 
 
 def drawn(schedule: str, stages: int, virtual: int, micro_batches: int, width: int = 100) -> str:
@@ -80,3 +84,27 @@ def test_the_arithmetic_of_a_bubble_is_what_the_grid_shows(
         found = [grid.idle(stage) for stage in range(stages)]
         wanted = bubble(schedule, stages, virtual, micro_batches)
         assert found == pytest.approx([wanted] * stages), micro_batches
+
+
+def test_the_pictures_of_the_page_are_drawn_by_the_code() -> None:
+    page = (Path(__file__).parents[2] / "docs/pipelines.md").read_text()
+    heading = r"^schedule: (\w+), (\d) stages(?: of (\d) chunks)?, (?:the first )?(\d) .*\n"
+    pictures = re.findall(heading + r"((?:stage \d.*\n)+)\n((?:[ \w]+%?.*\n)+)", page, re.MULTILINE)
+    assert {name for name, *_ in pictures} == SCHEDULES.keys() - {"layer_major"}
+    for name, stages, virtual, micro_batches, rows, table in pictures:
+        text = drawn(name, int(stages), int(virtual or 1), int(micro_batches), width=118)
+        there, _, below = text.split("\n\n")
+        assert (rows, table) == (f"{there}\n", f"{below}\n")
+
+
+def test_the_table_of_the_page_is_the_arithmetic() -> None:
+    page = (Path(__file__).parents[2] / "docs/pipelines.md").read_text()
+    lines = page.partition("| 4 stages, micro-batches per step |")[2].splitlines()
+    micro_batches = [int(word) for word in lines[0].split("|") if word.strip()]
+    for line, (name, virtual) in zip(
+        lines[2:6],
+        [("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zero_bubble", 1)],
+        strict=True,
+    ):
+        shown = [word.strip() for word in line.split("|")[2:-1]]
+        assert shown == [f"{bubble(name, 4, virtual, count):.0%}" for count in micro_batches]

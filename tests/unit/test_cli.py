@@ -268,6 +268,18 @@ def test_functions_are_compared_with_how_they_are_called(zrun: Zrun) -> None:
     assert loss.startswith("loss: user.py:build_model: ")
 
 
+@pytest.mark.usefixtures("warm")
+def test_a_pipeline_has_blocks_for_its_stages_when_it_is_checked(zrun: Zrun) -> None:
+    args = "{vocab_size: 8, dim: 8, depth: 3, heads: 2, seq_len: 4}"
+    model = f"model={{call: 'zrun_core.models.gpt:gpt', args: {args}}}"
+    for parallel, problem in (
+        ("{pp: 4}", r"4 stages = 4 > 3 blocks; write pp: 3 or less"),
+        ("{pp: 2, split: [block.2]}", r"'block\.2' is no block: did you mean blocks\.2"),
+    ):
+        with pytest.raises(JobError, match=problem):
+            inspect_structure(load_job(Path("job.yaml"), [model, f"parallel={parallel}"]), 100)
+
+
 def test_a_model_that_hangs_is_ended(zrun: Zrun) -> None:
     job = load_job(Path("job.yaml"), ["model=user.py:hangs"])
     with pytest.raises(UserCodeError, match=r"user.py:hangs was not built within 0.5 s"):

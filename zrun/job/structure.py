@@ -54,8 +54,8 @@ def inspect_structure(job: LoadedJob, timeout_s: float) -> Structure:
         timeout_s: seconds for all of it.
 
     Raises:
-        JobError: a reference leads nowhere, or the optimizer, checkpointing or compiling does not
-            suit the model.
+        JobError: a reference leads nowhere, or the optimizer, checkpointing, compiling or the
+            pipeline does not suit the model.
         UserCodeError: the user's code raised, returned something else, crashed, or took longer.
     """
     job_dir = job.path.absolute().parent
@@ -123,8 +123,10 @@ def _references(job: JobConfig) -> dict[str, Ref]:
 
 def _inspect(job: JobConfig, job_dir: Path) -> Structure:
     from zrun_core.optim.resolve import resolve_optimizer
+    from zrun_core.pipeline.split import check_blocks
     from zrun_core.train import parallelize
     from zrun_core.user_code import build, user
+    from zrun_core.zero.auto_wrap import repeated_blocks
 
     user.add_to_path(job_dir)
     mistakes = []
@@ -146,6 +148,10 @@ def _inspect(job: JobConfig, job_dir: Path) -> Structure:
         raise JobError("\n".join(mistakes))
     model = _build(job, job_dir)
     build.check(model)
+    if job.parallel.pp > 1:
+        names = [] if job.parallel.split == "auto" else job.parallel.split
+        blocks = [name for name, _ in repeated_blocks(model)]
+        check_blocks(names, blocks, job.parallel.pp, job.parallel.virtual)
     parameters = list(model.parameters())
     notes = parallelize.transform(
         model, job.zero, job.precision, job.activations, compile=job.compile

@@ -13,6 +13,7 @@ gradients of weights are made apart, in another one. Dots are idle time.
 from __future__ import annotations
 
 import string
+import textwrap
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -116,7 +117,8 @@ class Grid:
                 columns[cell.start : cell.end] = [name, *goes_on]
             words = " ".join(f"{each:{cell_width - 1}}" for each in _without_middle(columns, shown))
             lines.append(f"{f'stage {stage}':{head}}{words}".rstrip())
-        return "\n".join([*lines, "", *self._notes(shown), "", *self._table()])
+        legend = textwrap.wrap(self._legend(shown), max(width, _LEAST_WIDTH))
+        return "\n".join([*lines, "", *legend, "", *self._table()])
 
     def _name(self, action: Action) -> str:
         """Return what a cell begins with: F3, F3b in a stage's second chunk, F3v1 by version 1."""
@@ -135,7 +137,7 @@ class Grid:
     def _has_versions(self) -> bool:
         return num_versions(self.schedule, 0, self.stages) > 1
 
-    def _notes(self, shown: int) -> list[str]:
+    def _legend(self, shown: int) -> str:
         words = ["F0: forward of micro-batch 0", "B: backward"]
         if self.schedule == "zero_bubble" and self.stages > 1:
             words[1:] = ["B: gradients of its inputs", "W: of its weights"]
@@ -148,7 +150,7 @@ class Grid:
         left_out = self.num_columns - shown
         if left_out > 0:
             words.append(f"{_LEFT_OUT}: {left_out + 1} of {self.num_columns} columns left out")
-        return ["; ".join(words)]
+        return "; ".join(words)
 
     def _table(self) -> list[str]:
         """Return a line for each stage, and its heading."""
@@ -179,7 +181,7 @@ def _without_middle(columns: list[str], shown: int) -> list[str]:
     """Return columns of which at most `shown` are left: the first ones, a mark, the last ones."""
     if len(columns) <= shown:
         return columns
-    first = (shown - 1 + 1) // 2
+    first = shown // 2
     last = shown - 1 - first
     return [*columns[:first], _LEFT_OUT, *columns[len(columns) - last :]]
 

@@ -102,6 +102,24 @@ def equal(num_blocks: int, pp: int, virtual: int = 1) -> Split:
     return Split(starts, num_blocks, pp)
 
 
+def check_blocks(names: Sequence[str], blocks: Sequence[str], pp: int, virtual: int) -> None:
+    """Check what can be known of a split before it is known in which order the blocks are called.
+
+    Args:
+        names: of blocks, in `parallel.split`.
+        blocks: names of all blocks, in any order.
+        pp: stages.
+        virtual: chunks of a stage.
+
+    Raises:
+        JobError: there are fewer blocks than chunks, or a name is no block.
+    """
+    _require_blocks(len(blocks), pp, virtual)
+    for name in names:
+        if name not in blocks:
+            raise JobError(f"parallel.split: {name!r} is no block: {_known(name, blocks)}")
+
+
 def at_names(names: Sequence[str], blocks: Sequence[str], pp: int, virtual: int = 1) -> Split:
     """Return the chunks that `parallel.split` names.
 
@@ -114,7 +132,7 @@ def at_names(names: Sequence[str], blocks: Sequence[str], pp: int, virtual: int 
     Raises:
         JobError: a name is no block, the names are too many or too few, or not in order.
     """
-    _require_blocks(len(blocks), pp, virtual)
+    check_blocks(names, blocks, pp, virtual)
     wanted = pp * virtual - 1
     if len(names) != wanted:
         raise JobError(
@@ -125,8 +143,6 @@ def at_names(names: Sequence[str], blocks: Sequence[str], pp: int, virtual: int 
     numbers = {name: number for number, name in enumerate(blocks)}
     starts = [0]
     for name in names:
-        if name not in numbers:
-            raise JobError(f"parallel.split: {name!r} is no block: {_known(name, blocks)}")
         start = numbers[name]
         if start <= starts[-1]:
             raise JobError(

@@ -20,7 +20,7 @@ GroupAxis = Literal["world", "pipe", "data", "tensor", "shard", "replicate", "ti
 
 
 # Schedules that have a plan, but nothing that trains by them yet.
-UNTRAINED = ("zero_bubble", *PIPEDREAMS)
+UNTRAINED = PIPEDREAMS
 
 
 class Coordinates(NamedTuple):
@@ -168,7 +168,7 @@ def refuse_untrained(tp: int, schedule: str) -> None:
     if schedule in UNTRAINED:
         raise JobError(
             f"parallel.schedule: {schedule} is drawn by zrun check --grid, but not trained yet: "
-            "write schedule: 1f1b, gpipe or interleaved"
+            "write schedule: 1f1b, gpipe, interleaved or zero_bubble"
         )
     if tp == 1:
         return

@@ -610,9 +610,9 @@ PIPEDREAM = "parallel: {pp: 2, schedule: pipedream}"
             "at each update: zero 2 would shard them; write zero: 1, or schedule: 1f1b",
         ),
         (
-            f"{PIPEDREAM}\nsync: server",
-            "parallel.schedule: pipedream keeps versions of the weights on each rank, and sync: "
-            "server all states on one; leave sync out, or write schedule: 1f1b",
+            "parallel: {pp: 2}\nsync: server",
+            "sync: server keeps all states on one rank, and tp 1 x pp 2 = 2 ranks share a model; "
+            "leave sync or parallel out",
         ),
         (
             "parallel: {pp: 2, tp: 2}\nguards: {on_oom: skip}",

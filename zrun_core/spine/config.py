@@ -1179,6 +1179,17 @@ class JobConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _refuse_server_with_parts_of_the_model(self) -> Self:
+        parallel = self.parallel
+        if self.sync == "server" and parallel.tp * parallel.pp > 1:
+            raise ValueError(
+                f"sync: server keeps all states on one rank, and tp {parallel.tp} x pp "
+                f"{parallel.pp} = {parallel.tp * parallel.pp} ranks share a model; leave sync or "
+                "parallel out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _refuse_dropped_batches_at_stage_3(self) -> Self:
         if self.guards.on_oom == "skip" and self.zero.stage == 3:
             raise ValueError(
@@ -1229,11 +1240,6 @@ class JobConfig(Section):
             raise ValueError(
                 f"{key} keeps versions of the weights whose gradients are summed at each update: "
                 f"zero {self.zero.stage} would shard them; write zero: 1, or schedule: 1f1b"
-            )
-        if self.sync == "server":
-            raise ValueError(
-                f"{key} keeps versions of the weights on each rank, and sync: server all states on "
-                "one; leave sync out, or write schedule: 1f1b"
             )
         return self
 

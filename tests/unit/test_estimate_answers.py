@@ -305,7 +305,7 @@ def test_a_job_that_is_too_big_for_a_cpu_moves_to_its_disk(
     (_, built), (_, made) = (
         estimate("job.yaml", "offload=disk", f"init={init}") for init in ("factory", "meta")
     )
-    assert built["ranks"][0]["device_used"] > made["ranks"][0]["device_used"], "all values at once"
+    assert built["ranks"][0]["reserved"] > made["ranks"][0]["reserved"], "all values at once"
     limit = f"limits.memory={used - (100 << 20)}"
     status, out, _ = zrun("job.yaml", limit, "--emit", "patch")
     assert status == 3

@@ -135,6 +135,8 @@ def test_a_slow_stage_and_slow_links_have_their_price() -> None:
 def test_chunks_of_one_stage_send_nothing() -> None:
     one = replay("1f1b", [ChunkTime(1.0, 2.0)], 1, 8, 5.0)
     assert one == (pytest.approx(24.0),)
+    whole = replay("zero_bubble", [ChunkTime(1.0, 1.5, 0.5)], 1, 8, 5.0)
+    assert whole == (pytest.approx(24.0),), "its backward makes both gradients"
     sliced = replay("layer_major", [ChunkTime(1.0, 2.0)] * 3, 1, 8, 5.0)
     assert sliced == (pytest.approx(72.0),)
 

@@ -141,7 +141,8 @@ def interleaved(stage: int, stages: int, virtual: int, micro_batches: int) -> tu
     """Return the order of interleaved 1F1B (Narayanan et al. 2021, figure 4).
 
     Micro-batches go through the chunks in groups of `stages`. Where the last group is not full, it
-    is the order of a full one without what it lacks: what waits for nothing of it waits no longer.
+    is the order of a full one without what it lacks. No micro-batch needs anything of another, so
+    that stages wait for each other no more than with full groups.
 
     Args:
         stage: of `stages`, from 0; it has every `stages`-th chunk from this number.

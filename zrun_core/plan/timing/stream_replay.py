@@ -145,6 +145,13 @@ def replay(
     return _replay(schedule, tuple(chunks), stages, micro_batches, send)
 
 
+# Places in `ChunkTime`.
+_KINDS = {
+    ActionKind.FORWARD: 0,
+    ActionKind.BACKWARD: 1,
+    ActionKind.WEIGHT: 2,
+    ActionKind.UPDATE: 3,
+}
 _STEADY = 6  # rounds of `stages` micro-batches after which a pipeline only repeats itself
 
 
@@ -173,20 +180,13 @@ def _play(
     send: float,
 ) -> tuple[float, ...]:
     """Play all actions of all stages, each as soon as its stage is free and its input is there."""
-    virtual = len(chunks) // stages
-    with_weights = schedule == "zero_bubble"
-    seconds = [
-        (
-            each.forward,
-            each.backward if with_weights else each.backward + each.weight,
-            each.weight,
-            each.update,
-        )
-        for each in chunks
-    ]
+    steps = _steps(schedule, stages, len(chunks) // stages, micro_batches)
+    seconds = list(chunks)
+    if not any(kind == _KINDS[ActionKind.WEIGHT] for _, _, kind, _, _ in steps):
+        seconds = [each._replace(backward=each.backward + each.weight) for each in chunks]
     clocks = [0.0] * stages
     ends = [0.0]  # of each action, and, in front of them, of what needs nothing
-    for stage, chunk, kind, source, is_far in _steps(schedule, stages, virtual, micro_batches):
+    for stage, chunk, kind, source, is_far in steps:
         ready = ends[source] + send if is_far else ends[source]
         clocks[stage] = max(clocks[stage], ready) + seconds[chunk][kind]
         ends.append(clocks[stage])
@@ -200,20 +200,19 @@ def _steps(
     """Return the actions of all stages in an order in which none waits for a later one.
 
     Returns:
-        of each: stage, chunk, the number of its kind, that of the action whose result it waits for
-        (from 1; 0: of none), and whether this comes from another stage.
+        of each: stage, chunk, the place of its seconds in `ChunkTime`, the number of the action
+        whose result it waits for (from 1; 0: of none), and whether this comes from another stage.
     """
     orders = [
         stage_actions(schedule, stage, stages, virtual, micro_batches) for stage in range(stages)
     ]
     last_chunk = stages * virtual - 1
-    kinds = {kind: number for number, kind in enumerate(ActionKind)}
     numbers: dict[Action, int] = {}
     steps = []
     for stage, action in play(orders):
         source = needs(action, last_chunk)
         is_far = source is not None and source.chunk % stages != stage
         number = 0 if source is None else numbers[source]
-        steps.append((stage, action.chunk, kinds[action.kind], number, is_far))
+        steps.append((stage, action.chunk, _KINDS[action.kind], number, is_far))
         numbers[action] = len(steps)
     return steps

@@ -196,30 +196,50 @@ def test_a_patch_leads_to_the_homes_that_were_planned(hardware: str) -> None:
             assert not job_changes(job, batch, wanted, machine)
 
 
-@pytest.mark.parametrize("dims", [(2, 1, 1), (1, 1, 2), (1, 1, 2, 2)])
+@pytest.mark.parametrize(
+    ("dims", "schedule"),
+    [
+        ((2, 1, 1), "1f1b"),
+        ((2, 1, 1), "layer_major"),
+        ((1, 1, 2), "1f1b"),
+        ((1, 1, 2), "zero_bubble"),
+        ((1, 1, 2, 2), "interleaved"),
+    ],
+)
 @pytest.mark.parametrize(
     "parallel",
     [
         {},
         {"schedule": "layer_major"},
-        {"pp": 2, "schedule": "zero_bubble"},
+        {"pp": 2, "schedule": "zero_bubble", "split": ["h.2"]},
         {"pp": 2, "schedule": "interleaved"},
         {"pp": 2, "schedule": "pipedream"},
     ],
 )
-def test_a_patch_leads_to_a_schedule_that_has_the_stages(
-    parallel: dict[str, Any], dims: tuple[int, ...]
+def test_a_patch_leads_to_the_stages_and_the_schedule_that_were_planned(
+    parallel: dict[str, Any], dims: tuple[int, ...], schedule: str
 ) -> None:
     document = {"name": "t", "model": "m:f", "data": "m:f", "steps": 1, "batch": {"micro": 1}}
     document |= {"parallel": parallel}
     batch = BatchPlan(global_size=1, micro=1, accumulation=1, ranks=1)
-    wanted = Candidate(0, ParallelDims(*dims), 1, 1, precision="fp32")
+    wanted = Candidate(0, ParallelDims(*dims), 1, 1, precision="fp32", schedule=schedule)
     keys = job_changes(JobConfig.model_validate(document), batch, wanted, parse_simulate("2xCPU"))
     text = yaml.safe_dump(document, sort_keys=False)
-    found = validate(Document.parse(patched(text, keys), "job", {})).parallel
-    assert (found.pp, found.virtual) == (wanted.dims.pp, wanted.dims.virtual)
-    if parallel.get("schedule") == "zero_bubble" and found.virtual == 1:
-        assert found.schedule == "zero_bubble", "what can stay stays"
+    job = validate(Document.parse(patched(text, keys), "job", {}))
+    found = job.parallel
+    assert (found.pp, found.virtual, found.split) == (wanted.dims.pp, wanted.dims.virtual, "auto")
+    alike = {"zero_bubble", "1f1b"} if found.pp == 1 and schedule == "1f1b" else {schedule}
+    assert found.schedule in alike
+    assert not job_changes(job, batch, wanted, parse_simulate("2xCPU"))
+
+
+def test_a_split_that_is_kept_changes_nothing() -> None:
+    document = {"name": "t", "model": "m:f", "data": "m:f", "steps": 1, "batch": {"micro": 1}}
+    document |= {"parallel": {"pp": 2, "split": ["h.2"]}}
+    batch = BatchPlan(global_size=1, micro=1, accumulation=1, ranks=1)
+    wanted = Candidate(0, ParallelDims(1, 1, 2), 1, 1, precision="fp32", split=("h.2",))
+    config = JobConfig.model_validate(document)
+    assert not job_changes(config, batch, wanted, parse_simulate("2xCPU"))
 
 
 def test_what_moves_to_a_disk_is_one_word() -> None:

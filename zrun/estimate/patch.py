@@ -20,7 +20,7 @@ from zrun.job.scalars import write
 from zrun.job.schema import find_key
 from zrun.job.validate import validate
 from zrun_core.errors import JobError
-from zrun_core.spine.config import PIPEDREAMS, DataConfig, JobConfig
+from zrun_core.spine.config import DataConfig, JobConfig
 from zrun_core.spine.section import Ref, Section
 from zrun_core.spine.spec import BatchPlan, resolve_batch
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from zrun_core.plan.question.candidate import Candidate
 
 Changes = dict[str, Any]  # dotted key -> value
+_ALIKE_ON_ONE_STAGE = ("1f1b", "gpipe", "zero_bubble")
 
 
 def job_changes(
@@ -53,6 +54,7 @@ def job_changes(
         "parallel.pp": dims.pp,
         "parallel.schedule": _schedule(config, candidate),
         "parallel.virtual": dims.virtual,
+        "parallel.split": list(candidate.split) or "auto",
         "init": candidate.init,
     }
     has = {key: _value(config, key) for key in wanted} | {"batch.micro": batch.micro}
@@ -71,15 +73,11 @@ def job_changes(
 
 
 def _schedule(config: JobConfig, candidate: Candidate) -> str:
-    """Return the schedule of a candidate: the job's own where it has the stages for it."""
-    dims = candidate.dims
-    if dims.virtual > 1:
-        return "interleaved"
-    schedule = config.parallel.schedule
-    has_no_stages = schedule in PIPEDREAMS and dims.pp == 1
-    if schedule == "interleaved" or has_no_stages or (schedule == "layer_major" and dims.pp > 1):
-        return "1f1b"
-    return schedule
+    """Return the schedule of a candidate; on one stage the job's own, if it is alike there."""
+    own = config.parallel.schedule
+    if candidate.dims.pp == 1 and candidate.schedule == "1f1b" and own in _ALIKE_ON_ONE_STAGE:
+        return own
+    return candidate.schedule
 
 
 def _offload_changes(config: JobConfig, wanted: Placement, device: str) -> Changes:

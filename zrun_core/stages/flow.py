@@ -22,11 +22,17 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zrun_core.errors import JobError
+from zrun_core.errors import JobError, UserCodeError
 from zrun_core.memory.layout import dense_stride
+from zrun_core.spine.tracebacks import raised_at
 from zrun_core.stages.node_calls import Node, install_nodes, walking
 from zrun_core.telemetry.metrics import flops_of
 from zrun_core.zero.auto_wrap import repeated_blocks, running_norm_params
@@ -47,6 +53,7 @@ class Leaf:
         shape: for the batch that was followed.
         dtype: such as "float32".
         requires_grad: a gradient comes back for it.
+        written: first segment that writes to it once it is handed out; None: none does.
     """
 
     call: int
@@ -56,6 +63,7 @@ class Leaf:
     shape: tuple[int, ...]
     dtype: str
     requires_grad: bool
+    written: int | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -125,13 +133,19 @@ class ModelFlow:
         """
         found = tuple(leaf for leaf in self.leaves if leaf.segment < block <= leaf.last_use)
         for leaf in found:
+            name = self.calls[leaf.call].name
+            used = self._segment_in_words(leaf.last_use)
             if leaf.number < 0:
-                name = self.calls[leaf.call].name
                 raise JobError(
-                    f"{_PP}: {name} hands a tensor to {self._segment_in_words(leaf.last_use)} "
-                    "other than as its result (through an attribute or a global), so no stage can "
-                    f"end between them: return it from {name}, or name other blocks in "
-                    "parallel.split"
+                    f"{_PP}: {name} hands a tensor to {used} other than as its result (through an "
+                    "attribute, a list or in place), so no stage can end between them: return it "
+                    f"from {name}, or name other blocks in parallel.split"
+                )
+            if leaf.written is not None and leaf.written < block:
+                raise JobError(
+                    f"{_PP}: what {name} returns is written to in place before it comes to {used}, "
+                    "so each stage between them would write to it once more: write x = x + y in "
+                    "place of x += y, or name other blocks in parallel.split"
                 )
         return found
 
@@ -167,23 +181,52 @@ def follow(
     names = {id(param): name for name, param in model.named_parameters()}
     nodes = install_nodes(model, blocks)
     try:
-        with _fake_parameters(model, dtype, device) as fakes:
+        with _kept_buffers(model), _fake_parameters(model, dtype, device) as fakes:
             walk = _FollowingWalk(
                 {fake.untyped_storage()._cdata: names[key] for key, fake in fakes.items()}
             )
             with walking(walk), walk:
                 loss = forward()
             walk.end(loss)
-    except (RuntimeError, TypeError, ValueError) as error:
-        raise JobError(
-            f"{_PP}: the model's forward cannot be followed without the values of its parameters "
-            f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}); it may "
-            "not look at values of hidden states, as by .item(); write pp: 1"
-        ) from error
+    except (UserCodeError, RuntimeError, TypeError, ValueError) as error:
+        raise _without_values(error) from error
     finally:
         for node in nodes:
             vars(node.module).pop("_call_impl", None)
     return walk.flow(list(names.values()), [name for name, _ in blocks])
+
+
+def _without_values(error: Exception) -> JobError:
+    """Return what to say of a forward that failed without the values of its parameters."""
+    cause = error.__cause__ if isinstance(error, UserCodeError) else error
+    if isinstance(cause, DataDependentOutputException | DynamicOutputShapeException):
+        place = raised_at(cause)
+        at = f" at {place}" if place is not None else ""
+        return JobError(
+            f"{_PP}: the model's forward looks at values of hidden states{at} (as .item(), "
+            "nonzero() and indices that are masks do), and a stage has those of its own blocks "
+            "alone: compute without looking, as with torch.where, or write pp: 1"
+        )
+    return JobError(
+        f"{_PP}: a forward without the values of the parameters, by which the model is cut into "
+        f"stages, failed: if it runs with pp: 1, write that; this model needs them\n{error}"
+    )
+
+
+@contextmanager
+def _kept_buffers(model: nn.Module) -> Iterator[None]:
+    """Leave the model its buffers, with their values, whatever a forward inside does to them."""
+    kept = [
+        (module, key, buffer, buffer.clone())
+        for module in model.modules()
+        for key, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    try:
+        yield
+    finally:
+        for module, key, buffer, values in kept:
+            module._buffers[key] = buffer.copy_(values)
 
 
 @contextmanager
@@ -259,6 +302,9 @@ class _FollowingWalk(TorchDispatchMode):
         self._alive: list[object] = []  # so that no storage has the identity of an earlier one
         self._used_in: dict[_Source, set[int]] = defaultdict(set)
         self._leaves: dict[_Source, torch.Tensor] = {}
+        self._handed_out: dict[int, set[_Source]] = {}  # by storage, the leaves that it holds
+        self._written: dict[_Source, int] = {}  # the first segment that does
+        self._has_grad = torch.is_grad_enabled()
         self._segment = 0
 
     @classmethod
@@ -276,6 +322,10 @@ class _FollowingWalk(TorchDispatchMode):
                     "stages; write pp: 1"
                 )
             self._blocks.append(node.name)
+            self._check_gradients(node, args, kwargs)
+        for param in node.module.parameters():  # also those that this batch does without
+            name = self._params[self._storage(param)]
+            self._uses[name].add(self._segment)
         self._running = number
         try:
             output = node.run(args, kwargs)
@@ -289,9 +339,26 @@ class _FollowingWalk(TorchDispatchMode):
             found[self._storage(tensor)].add(leaf)
             self._leaves[leaf] = tensor
         self._made_of |= {storage: frozenset(leaves) for storage, leaves in found.items()}
+        self._handed_out |= found
         if node.is_block:
             self._segment += 1
         return output
+
+    def _check_gradients(self, block: Node, args: Any, kwargs: dict[str, Any]) -> None:
+        """Check that a block whose gradients are wanted runs with them.
+
+        Raises:
+            JobError: it runs without, as in a reentrant checkpoint.
+        """
+        if torch.is_grad_enabled() or not self._has_grad:
+            return
+        tensors = [*block.module.parameters(), *tensors_in((args, kwargs))]
+        if any(tensor.requires_grad for tensor in tensors):
+            raise JobError(
+                f"{_PP}: {block.name} runs without gradients, as in a checkpoint with "
+                "use_reentrant=True, where no stage can end: write use_reentrant=False, or "
+                "activations.checkpoint: full in place of the model's own checkpoints"
+            )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -313,7 +380,10 @@ class _FollowingWalk(TorchDispatchMode):
             sources = frozenset([_Source(self._running)])
         written = [args[0]] if func._schema.is_mutable and args else []
         for tensor in tensors_in(written):
-            self._add(self._storage(tensor), sources)
+            storage = self._storage(tensor)
+            self._add(storage, sources)
+            for leaf in self._handed_out.get(storage, ()):
+                self._written.setdefault(leaf, self._segment)
         for tensor in tensors_in(out):
             storage = self._storage(tensor)
             if storage not in self._made_of:  # else it is a view, or was written
@@ -365,6 +435,7 @@ class _FollowingWalk(TorchDispatchMode):
                     () if tensor is None else tuple(tensor.shape),
                     "float32" if tensor is None else str(tensor.dtype).removeprefix("torch."),
                     tensor is not None and tensor.requires_grad,
+                    self._written.get(source),
                 )
             )
         return ModelFlow(

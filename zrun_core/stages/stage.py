@@ -227,6 +227,8 @@ class Stage:
             except StageDone:
                 walk.end()
         if chunk == self.split.num_chunks - 1:
+            if any(isinstance(tensor, FakeTensor) for tensor in tensors_in(walk.passed.result)):
+                raise walk.took_another_way("its result needs what another stage has")
             return walk.passed
         if not walk.is_done:
             raise walk.took_another_way(f"it ended before {self._last_block(chunk)}")
@@ -253,11 +255,39 @@ class Stage:
             signature = None
         template = self._handed_out.get(signature)
         if signature is None or template is None:
-            with torch.no_grad(), _as_ghost(node, self._fakes):
+            with torch.no_grad(), self._as_ghost(node):
                 template = node.forward(*args, **kwargs)
             if signature is not None:
                 self._handed_out[signature] = template
         return map_tensors(lambda tensor: tensor.detach(), template)
+
+    @contextmanager
+    def _as_ghost(self, node: Node) -> Iterator[None]:
+        """Let a node's own forward run on fake parameters, also where this stage has true ones.
+
+        Modules inside of it run without hooks, and are no nodes.
+        """
+        changed: list[tuple[nn.Module, str, Any]] = []
+
+        def change(module: nn.Module, key: str, value: Any) -> None:
+            changed.append((module, key, vars(module).get(key)))
+            vars(module)[key] = value
+
+        for module in node.module.modules():
+            if module is not node.module:
+                change(module, "_call_impl", module.forward)
+            for key in dict.keys(module._parameters):
+                param = dict.__getitem__(module._parameters, key)  # without unsharding it
+                if param is not None:
+                    change(module, key, self._fake_like(param, param.dtype))
+        try:
+            yield
+        finally:
+            for module, key, before in changed:
+                if before is None:
+                    del vars(module)[key]
+                else:
+                    vars(module)[key] = before
 
     def arrive(self, tensor: torch.Tensor, leaf: Leaf, passed: ChunkPass, place: int) -> Any:
         """Return a tensor that has come, with a place in the graph if it gets a gradient."""
@@ -368,23 +398,6 @@ def _places(leaves: Iterable[Leaf]) -> dict[int, dict[int, int]]:
     for place, leaf in enumerate(leaves):
         found.setdefault(leaf.call, {})[leaf.number] = place
     return found
-
-
-@contextmanager
-def _as_ghost(node: Node, fakes: Mapping[int, torch.Tensor]) -> Iterator[None]:
-    """Let a node's own forward run on fake parameters, also those that this stage has itself."""
-    shadowed: list[tuple[nn.Module, str]] = []
-    for module in node.module.modules():
-        for key in dict.keys(module._parameters):
-            param = dict.__getitem__(module._parameters, key)  # without unsharding it
-            if param is not None:
-                vars(module)[key] = fakes[id(param)]
-                shadowed.append((module, key))
-    try:
-        yield
-    finally:
-        for module, key in shadowed:
-            del vars(module)[key]
 
 
 def _signature(value: Any) -> Hashable:

@@ -70,7 +70,8 @@ def build_stage(
     owners = owned(flow.uses, split)
     _check_outside_uses(flow, split, owners)
     index = mesh.pipe.index
-    chunk_of = chunks_of(flow.uses, split, owners, index)
+    # Those of all stages: each rank refuses what one of them must.
+    chunk_of = [chunks_of(flow.uses, split, owners, stage) for stage in range(split.pp)][index]
     params = dict(model.named_parameters())
     table = {
         name: full_part(
@@ -116,7 +117,8 @@ def _check_outside_uses(flow: ModelFlow, split: Split, owners: Mapping[str, Sequ
             if segment < len(flow.blocks):
                 where = flow.blocks[segment]
             raise JobError(
-                f"parallel.pp: {use.param} is used in the model's forward itself, and {where}, "
-                f"which is on stage {split.stage_of(chunk)}, uses what is made of it: compute that "
-                "in a module that has the parameter, whose result can be sent; or write pp: 1"
+                f"parallel.pp: {use.param} is used outside of its module (in the forward of the "
+                f"model, or in the loss function), and {where}, which is on stage "
+                f"{split.stage_of(chunk)}, uses what is made of it: compute that in a module that "
+                "has the parameter, whose result can be sent; or write pp: 1"
             )

@@ -537,8 +537,11 @@ class ShardedModel:
         bits of the norm.
         """
         total = torch.zeros((), dtype=torch.float64, device=self.comm.device)
+        evidence: list[tuple[list[FlatUnit], torch.Tensor]] = []
+        if not self._trained:  # as on a stage of a pipeline that is frozen
+            self._inspector.norms = evidence
+            return total
         first = self._trained[0]
-        evidence = []
         for part in first.exchange.counted_parts(first.layout, first.mesh_info):
             norms: list[torch.Tensor] = []
             of_units: list[FlatUnit] = []

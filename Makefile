@@ -4,12 +4,13 @@
 # make test-faults  a table of what goes wrong on three hosts, and what zrun makes of it: 3 minutes
 # make test-slurm   the tests under a real Slurm of two nodes, and under Open MPI (as root; installs both): 2 minutes
 # make test-offload  a table of placements of states, in which nothing may change a bit: 12 minutes
+# make test-pipelines  a table of models in pipelines, none of which may change a bit: an hour
 # make bigger-than-memory  train a model whose states are six times the memory that it may take, through the disk: 6 minutes
 # All set up .venv first, with the versions of constraints.txt.
 
 PYTHON ?= python3
 
-.PHONY: train test test-unit test-ranks test-e2e test-hosts test-faults test-slurm test-offload bigger-than-memory lint clean
+.PHONY: train test test-unit test-ranks test-e2e test-hosts test-faults test-slurm test-offload test-pipelines bigger-than-memory lint clean
 
 train: .venv/ready
 	.venv/bin/zrun train jobs/stdlib-gpt.yaml
@@ -42,6 +43,9 @@ test-slurm: .venv/ready
 
 test-offload: .venv/ready
 	.venv/bin/python tests/dist/offload_table.py
+
+test-pipelines: .venv/ready
+	.venv/bin/python tests/dist/pipeline_table.py
 
 bigger-than-memory: .venv/ready
 	.venv/bin/python benchmarks/bigger_than_memory.py

@@ -306,7 +306,7 @@ def run(
             indices = [
                 m.batch["index"].tolist()
                 for m in micro_batches
-                if m.num_samples and "index" in m.batch
+                if m.num_samples and isinstance(m.batch, dict) and "index" in m.batch
             ]
             seen[trainer.progress.steps + 1] = [index for each in indices for index in each]
             step(micro_batches)

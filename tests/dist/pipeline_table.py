@@ -1,0 +1,149 @@
+"""Whether pipelines change a bit: models, schedules, ZeRO stages and ranks, as a table.
+
+    python tests/dist/pipeline_table.py                       prints the table (make test-pipelines)
+    python tests/dist/pipeline_table.py --models bert --steps 4    a part of it
+
+Each cell trains a small model of 8 blocks with Adam and clipping for 20 steps, with a pipeline and
+without, and compares all losses, parameters and moments: `equal` to the last bit, or `close` where
+stages share a parameter: two of them add up its gradient apart, and all that follows is equal to
+rounding. Those train with SGD, whose updates do not blow up a difference in the last bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # zrun without installing it
+
+import numpy as np
+from pool import RankPool
+from pool import end as end_pools
+from runs import job, losses, run
+from test_pipelines import whole
+
+DEPTH = 8
+SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero_bubble")
+STAGES = (0, 1, 2, 3)
+SGD = {"name": "sgd", "lr": 0.05, "clip": 1.0, "args": {"momentum": 0.9}}
+Found = list[dict[str, Any]]
+
+
+class Model(NamedTuple):
+    """A model of the table: keys of its job, and whether stages share parameters of it."""
+
+    keys: dict[str, Any]
+    tied: bool = False
+
+
+def _of_zrun(call: str, data: str, **args: Any) -> dict[str, Any]:
+    sizes = {"dim": 16, "depth": DEPTH, "heads": 2}
+    return {"model": {"call": f"zrun_core.models.{call}", "args": {**sizes, **args}}, "data": data}
+
+
+def transformer(name: str, **settings: Any) -> dict[str, Any]:
+    """Return keys of a job with a model of transformers."""
+    args = {"name": name, **settings}
+    return {
+        "model": {"call": "pipeline_zoo.py:transformer", "args": args},
+        "data": "pretrained.py:Texts",
+    }
+
+
+GPT = {"vocab_size": 13, "seq_len": 6}
+_NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+_BERT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+MODELS: dict[str, Model] = {
+    "gpt": Model(_of_zrun("gpt:gpt", "runs.py:Plain", tied=False, **GPT)),
+    "gpt, tied": Model(_of_zrun("gpt:gpt", "runs.py:Plain", tied=True, **GPT), tied=True),
+    "llama": Model(_of_zrun("gpt:gpt", "runs.py:Plain", flavour="llama", tied=False, **GPT)),
+    "bert": Model(
+        _of_zrun("bert:bert", "pretrained.py:Texts", vocab_size=96, seq_len=12, dropout=0.0),
+        tied=True,
+    ),
+    "transformers llama": Model(transformer("LlamaForCausalLM", num_hidden_layers=DEPTH)),
+    "transformers qwen2": Model(transformer("Qwen2ForCausalLM", num_hidden_layers=DEPTH)),
+    "transformers qwen3": Model(transformer("Qwen3ForCausalLM", num_hidden_layers=DEPTH)),
+    "transformers gpt2": Model(
+        transformer("GPT2LMHeadModel", n_layer=DEPTH, **_NO_DROPOUT), tied=True
+    ),
+    "transformers bert": Model(
+        transformer("BertForMaskedLM", num_hidden_layers=DEPTH, **_BERT), tied=True
+    ),
+    "transformers t5": Model(
+        transformer("T5ForConditionalGeneration", num_layers=4, dropout_rate=0.0), tied=True
+    ),
+}
+
+
+def keys_of(model: Model, steps: int, **keys: Any) -> dict[str, Any]:
+    """Return the keys of a job of the table."""
+    optim = SGD if model.tied else {"lr": 1e-2, "clip": 1.0, "weight_decay": 0.1}
+    return job(
+        **{
+            "steps": steps,
+            "batch": {"global": 8, "micro": 1},
+            "optim": optim,
+            "hooks": {},
+            "checkpoint": None,
+            **model.keys,
+            **keys,
+        }
+    )
+
+
+def compared(one: Found, many: Found) -> str:
+    """Return how two runs compare: equal | close: losses to 1e-6 | how far apart they are."""
+    ours, theirs = losses(many[0]), losses(one[0])
+    here, there = whole(many), whole(one)
+    if ours.keys() != theirs.keys() or here.keys() != there.keys():
+        return "OTHERS"
+    if ours == theirs and all(np.array_equal(here[key], there[key]) for key in there):
+        return "equal"
+    apart = max(abs(ours[step] / loss - 1) for step, loss in theirs.items())
+    if apart < 1e-6 and all(np.allclose(here[key], there[key], 1e-5, 1e-5) for key in there):
+        return "close"
+    return f"{apart:.0e}"
+
+
+def main() -> int:
+    """Print the table; return 0 if nothing differs that should not."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--models", default="", help="those whose name contains this")
+    options = parser.parse_args()
+    names = [name for name in MODELS if options.models in name]
+    print(
+        f"{'model':19} {'pp':>2} {'dp':>2} {'zero':>4} " + " ".join(f"{s:>11}" for s in SCHEDULES)
+    )
+    is_good = True
+    for dp, pp in itertools.product((1, 2), (2, 4)):
+        alone, together = RankPool(dp), RankPool(dp * pp)
+        for name, stage in itertools.product(names, STAGES):
+            model = MODELS[name]
+            with tempfile.TemporaryDirectory() as folder:
+                keys = keys_of(model, options.steps, zero=stage)
+                one = alone.run(run, keys, f"{folder}/one")
+                cells = []
+                for schedule in SCHEDULES:
+                    parallel = {"pp": pp, "schedule": schedule}
+                    keys = keys_of(model, options.steps, zero=stage, parallel=parallel)
+                    dims = {"dp": dp, "pp": pp}
+                    run_dir = f"{folder}/{schedule}"
+                    many = together.run(run, keys, run_dir, None, None, None, dims)
+                    cells.append(compared(one, many))
+            is_good = is_good and set(cells) <= ({"equal", "close"} if model.tied else {"equal"})
+            shown = " ".join(f"{cell:>11}" for cell in cells)
+            print(f"{name:19} {pp:2} {dp:2} {stage:4} {shown}", flush=True)
+        alone.close()
+        together.close()
+    end_pools()
+    return 0 if is_good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -24,6 +24,7 @@ from zrun_core.distributed.named_vector import NamedVector
 from zrun_core.errors import OffloadError
 from zrun_core.guards.replicas import ReplicaGuard
 from zrun_core.memory.buffers import ON_DEVICE, Kind, Placement, Tier
+from zrun_core.memory.state_policy import DISK_SLOTS
 from zrun_core.memory.tier_traffic import Direction, Move
 from zrun_core.pipeline.schedule import ActionKind, layer_major
 from zrun_core.tiers.copies import ThreadCopier
@@ -191,6 +192,40 @@ def test_training_holds_no_slot_that_it_waits_for(
     here = ranks(1).run(run_through_slots, ON_DEVICE, settings, prefetch)
     away = ranks(1).run(run_through_slots, WITH_PARAMETERS[place], settings, prefetch)
     assert_equal(here, away)
+
+
+def read_ahead(placement: Placement) -> tuple[list[dict[str, int]], list[float]]:
+    """Return the slots that are taken after a backward, and losses that follow it."""
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
+        sharded = sharded_at(2, placement, folder, {})
+        train_sharded(sharded, data(1))
+        assert sharded.tiers is not None
+        taken = []
+        for is_made in (False, True):
+            sharded.begin_step()
+            with sharded.forward() as micro:
+                loss = sharded.module(*split(data(2)[1], *world()))
+            check_slots(sharded)
+            sharded.backward(loss * float("inf"), micro, boundary=True)
+            sharded._reading_ahead.wait()
+            taken.append(sharded.tiers.slots_taken)
+            if is_made:
+                sums = NamedVector.of(sharded.comm.device, loss=0.0)
+                assert sharded.step(1.0, sums, lambda sums: torch.ones(()).double()).skipped
+            check_slots(sharded)  # who looks at states needs some
+        return taken, train_sharded(sharded, data(3))
+
+
+def losses_in_memory() -> list[float]:
+    sharded = make_sharded(build(), 2)
+    return train_sharded(sharded, [*data(1), *data(3)])[1:]
+
+
+def test_records_are_read_ahead_beside_the_last_backward(ranks: Ranks) -> None:
+    """They wait in all slots, until the step, or until somebody looks at states instead."""
+    taken, losses = ranks(1).run(read_ahead, Placement(optimizer=DISK))[0]
+    assert taken == [{"optim": DISK_SLOTS}] * 2
+    assert losses == ranks(1).run(losses_in_memory)[0]
 
 
 MICRO_BATCHES = 4

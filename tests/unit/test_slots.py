@@ -84,3 +84,29 @@ def test_nobody_waits_for_a_piece_of_somebody_who_failed() -> None:
         failed.set()
         with pytest.raises(OffloadError, match="the disk fails"):
             waiting.result(60)
+
+
+def test_nobody_waits_for_a_piece_that_is_taken_if_free() -> None:
+    pieces, leaving = slots(2), Leaving()
+    first, second = pieces.take(64), pieces.take_free(40)
+    assert second is not None
+    assert (second.shape, pieces.take_free(64)) == ((40,), None)
+    pieces.give(first, after=leaving)
+    assert pieces.take_free(64) is None
+    leaving.future.set_result(None)
+    again = pieces.take_free(64)
+    assert again is not None
+    assert again.data_ptr() == first.data_ptr()
+
+
+def test_what_grows_stays_in_its_piece_or_takes_a_larger_one_with_it() -> None:
+    pieces = slots(1)
+    part = pieces.take(8).fill_(7)
+    grown = pieces.extend(part, 64)
+    assert (grown.data_ptr(), grown.shape) == (part.data_ptr(), (64,))
+    assert grown[:8].tolist() == [7] * 8
+    larger = pieces.extend(grown, 8192)
+    assert larger.shape == (8192,)
+    assert larger[:8].tolist() == [7] * 8
+    pieces.give(larger)
+    assert (pieces.num_bytes, pieces.num_taken) == (8192, 0)

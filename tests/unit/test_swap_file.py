@@ -11,9 +11,11 @@ import random
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -294,18 +296,47 @@ def test_reads_go_straight_into_moved_pages(tmp_path: Path) -> None:
     swap.close()
 
 
+def test_writes_do_not_hold_up_reads(swap: SwapFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of other states. What reads the blocks that are written comes after, as always."""
+    extents = [swap.reserve(4 * BLOCK, name=f"state {number}") for number in range(2)]
+    for number, extent in enumerate(extents):
+        swap.write(extent, memory(4 * BLOCK, number)).wait()
+    write, may_write = os.pwritev, threading.Event()
+
+    def late(*arguments: Any) -> int:
+        assert may_write.wait(60)
+        return write(*arguments)
+
+    monkeypatch.setattr(os, "pwritev", late)
+    writing = swap.write(extents[0], memory(4 * BLOCK, 2))
+    found = memory(4 * BLOCK)
+    swap.read(extents[1], found).wait()
+    assert torch.equal(found, memory(4 * BLOCK, 1))
+    reading = swap.read(extents[0], found)
+    assert not writing.is_completed()
+    assert not reading.is_completed()
+    may_write.set()
+    reading.wait()
+    assert torch.equal(found, memory(4 * BLOCK, 2))
+
+
+def disk_threads() -> list[str]:
+    return [each.name for each in threading.enumerate() if each.name.startswith("zrun-disk")]
+
+
 def test_closing_waits_and_ends_the_threads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     swap = SwapFile(tmp_path, 8 * BLOCK, block_bytes=BLOCK)
     extent = swap.reserve(8 * BLOCK, name="state")
     writing = swap.write(extent, memory(8 * BLOCK, 1))
-    file, threads = swap._file, swap._threads
+    file = swap._file
+    assert len(disk_threads()) == 8
     swap.close()
     swap.close()
     assert writing.is_completed()
     writing.wait()
-    assert not any(thread.is_alive() for thread in threads)
+    assert not disk_threads()
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(file)
     with pytest.raises(ValueError, match="closed"):
@@ -318,12 +349,13 @@ def test_a_file_that_nobody_closes_ends_too(tmp_path: Path) -> None:
     swap = SwapFile(tmp_path, 8 * BLOCK, block_bytes=BLOCK)
     extent = swap.reserve(8 * BLOCK, name="state")
     writing = swap.write(extent, memory(8 * BLOCK, 1))
-    threads, gone = swap._threads, weakref.ref(swap)
+    gone = weakref.ref(swap)
     del swap
     writing.wait()
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive()
+    deadline = time.monotonic() + 60
+    while disk_threads():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
     gc.collect()
     assert gone() is None
 
@@ -356,7 +388,7 @@ def test_a_process_ends_without_closing(tmp_path: Path) -> None:
         text=True,
         timeout=60,  # to write all takes 100 s
     )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "4\n[]\n", "")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "8\n[]\n", "")
 
 
 def test_threads_are_traced_on_request(swap: SwapFile) -> None:

@@ -67,18 +67,52 @@ class Slots:
                 with self._waiting():
                     self._wait()
             piece, leaving = self._free.popleft()
+        return self._left(piece, leaving, num_bytes)
+
+    def take_free(self, num_bytes: int, *, waits: bool = False) -> torch.Tensor | None:
+        """Return what `take` does, without waiting for whoever has a piece.
+
+        Args:
+            num_bytes: as of `take`.
+            waits: for what leaves a piece that was given back.
+
+        Returns:
+            The piece; None: there is none.
+        """
+        with self._changed:
+            if not self._free or not (waits or self._free[0][1].is_completed()):
+                return None
+            piece, leaving = self._free.popleft()
+        return self._left(piece, leaving, num_bytes)
+
+    def _left(self, piece: torch.Tensor, leaving: Transfer, num_bytes: int) -> torch.Tensor:
+        """Return a piece, or a larger one, when what leaves it is over."""
         try:
             leaving.wait_on_host()
         except BaseException:
             self.give(piece, leaving)
             raise
-        if piece.numel() < num_bytes:
-            larger = byte_buffer(num_bytes, torch.device("cpu"))
-            with self._changed:
-                del self._pieces[piece.data_ptr()]
-                self._pieces[larger.data_ptr()] = larger
-            piece = larger
+        return self._large_enough(piece, num_bytes)[:num_bytes]
+
+    def extend(self, part: torch.Tensor, num_bytes: int) -> torch.Tensor:
+        """Return [num_bytes] that begin with the values of `part`, which is not used any more.
+
+        No other piece is waited for.
+        """
+        piece = self._large_enough(self._pieces[part.data_ptr()], num_bytes)
+        if piece.data_ptr() != part.data_ptr():
+            piece[: part.numel()].copy_(part)
         return piece[:num_bytes]
+
+    def _large_enough(self, piece: torch.Tensor, num_bytes: int) -> torch.Tensor:
+        """Return a piece, or a larger one in its place."""
+        if piece.numel() >= num_bytes:
+            return piece
+        larger = byte_buffer(num_bytes, torch.device("cpu"))
+        with self._changed:
+            del self._pieces[piece.data_ptr()]
+            self._pieces[larger.data_ptr()] = larger
+        return larger
 
     def _wait(self) -> None:
         while not self._free:

@@ -33,6 +33,7 @@ import threading
 import time
 import weakref
 from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -203,20 +204,16 @@ class SwapFile:
         self._failure = ""  # the first one: each transfer that follows raises it
         self._num_open = 0
         self._changed = threading.Condition()
-        self._ready: SimpleQueue[_Task | None] = SimpleQueue()
+        self._reads = _Line()
+        self._writes = _Line()
         self._file, self.direct = _create(folder, self.num_bytes)
         self.note = _note(folder, self.direct)
-        self._threads = [
-            threading.Thread(
-                target=_serve, args=(self._ready,), name=f"zrun-disk-{number}", daemon=True
-            )
-            for number in range(num_threads)
-        ]
-        for thread in self._threads:
-            thread.start()
+        lines = {"read": self._reads, "write": self._writes}
+        for way, line in lines.items():
+            line.serve(f"zrun-disk-{way}", num_threads)
         # Also of a model that was dropped, and at the exit of the process, when nobody has closed
         # it: Python may abort at its end where threads are left.
-        self._end = weakref.finalize(self, _end, self._file, self._ready, self._threads)
+        self._end = weakref.finalize(self, _end, self._file, list(lines.values()))
 
     def reserve(self, num_bytes: int, *, name: str) -> Extent:
         """Return the next pages of the file; it grows where the plan was short.
@@ -300,8 +297,13 @@ class SwapFile:
                 done += block.num_bytes
                 block.line.append(_Task(self, extent, block, piece, is_write, transfer))
                 if len(block.line) == 1:
-                    self._ready.put(block.line[0])
+                    self._let(block.line[0])
         return transfer
+
+    def _let(self, task: _Task) -> None:
+        """Have a thread do a task that nothing of its block is in front of."""
+        line = self._writes if task.is_write else self._reads
+        line.ready.put(task)
 
     def _perform(self, task: _Task) -> None:
         """Do a task, and let the next one of its block follow. Called by the threads."""
@@ -311,7 +313,7 @@ class SwapFile:
             self._failure = self._failure or error
             line.popleft()
             if line:
-                self._ready.put(line[0])
+                self._let(line[0])
             task.transfer._end_task(error)
             self._num_open -= 1
             if not self._num_open:
@@ -389,6 +391,38 @@ def _create(folder: Path, num_bytes: int) -> tuple[int, bool]:
         raise PreflightError(_in_words(what, folder, error, num_bytes)) from error
 
 
+class _Line:
+    """Tasks that are ready, and the threads that do them.
+
+    Attributes:
+        ready: tasks, in the order of the calls.
+    """
+
+    def __init__(self) -> None:
+        self.ready: SimpleQueue[_Task | None] = SimpleQueue()
+        self._threads: list[threading.Thread] = []
+
+    def serve(self, name: str, num_threads: int) -> None:
+        """Start threads that perform tasks."""
+        for number in range(num_threads):
+            thread = threading.Thread(
+                target=_serve, args=(self.ready,), name=f"{name}-{number}", daemon=True
+            )
+            self._threads.append(thread)
+            thread.start()
+
+    def end(self) -> None:
+        """End the threads, after what they are at."""
+        with suppress(Empty):  # what is still in line at the exit of the process
+            while True:
+                self.ready.get_nowait()
+        for _ in self._threads:
+            self.ready.put(None)
+        for thread in self._threads:
+            if thread is not threading.current_thread():  # it may have dropped the file itself
+                thread.join()
+
+
 def _serve(ready: SimpleQueue[_Task | None]) -> None:
     """Perform tasks until None comes."""
     while (task := ready.get()) is not None:
@@ -396,16 +430,10 @@ def _serve(ready: SimpleQueue[_Task | None]) -> None:
         del task  # it keeps the file alive
 
 
-def _end(file: int, ready: SimpleQueue[_Task | None], threads: list[threading.Thread]) -> None:
-    """End the threads of a file, after what they are at, and close it."""
-    with suppress(Empty):  # what is still in line at the exit of the process
-        while True:
-            ready.get_nowait()
-    for _ in threads:
-        ready.put(None)
-    for thread in threads:
-        if thread is not threading.current_thread():  # it may have dropped the file itself
-            thread.join()
+def _end(file: int, lines: Sequence[_Line]) -> None:
+    """End the threads of a file, and close it."""
+    for line in lines:
+        line.end()
     os.close(file)
 
 

@@ -48,6 +48,14 @@ class Home(Protocol):
         """Begin to bring the values. Returns what to wait for; None: they are here."""
         ...
 
+    def fetch_if_free(self, *, waits: bool = False) -> None:
+        """Do what `fetch` does, or nothing where others have the memory for it.
+
+        Args:
+            waits: for what leaves memory that others have given back.
+        """
+        ...
+
     def at(self) -> torch.Tensor:
         """Return the memory in which they are used. Without `fetch`: room for new values.
 
@@ -92,6 +100,9 @@ class InPlace:
 
     def fetch(self) -> None:
         return None
+
+    def fetch_if_free(self, *, waits: bool = False) -> None:
+        pass
 
     def at(self) -> torch.Tensor:
         return self._memory

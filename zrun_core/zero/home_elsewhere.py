@@ -89,6 +89,9 @@ class OnHost:
     def fetch(self) -> Transfer | None:
         return None if self._coming is DONE else self._coming
 
+    def fetch_if_free(self, *, waits: bool = False) -> None:
+        pass
+
     def at(self) -> torch.Tensor:
         self._tiers.wait_on_host(self._coming, Tier.HOST)
         self._coming = DONE
@@ -214,6 +217,14 @@ class OnDisk:
             self._coming = self._move_used(self._tiers.read, slot)
         return self._coming
 
+    def fetch_if_free(self, *, waits: bool = False) -> None:
+        if self._slot is not None or not self._num_bytes or not self._merging.is_completed():
+            return
+        self._slot = self._slots.take_free(self._num_bytes, waits=waits)
+        if self._slot is not None:
+            self._show()
+            self._coming = self._move_used(self._tiers.read, self._slot)
+
     def at(self) -> torch.Tensor:
         if self._slot is None:
             self._take()
@@ -266,11 +277,10 @@ class OnDisk:
         self._num_bytes = num_bytes
         if self._slot is None:
             return
-        if self._slot.numel() < num_bytes:
-            larger = self._slots.take(num_bytes)
-            larger[:before].copy_(self._slot[:before])
-            self._give(self._slot)
-            self._slot = larger
+        if self._slot.numel():
+            self._slot = self._slots.extend(self._slot, num_bytes)
+        else:
+            self._slot = self._slots.take(num_bytes)
         self._slot[before:].zero_()
         self._show()
 

@@ -133,6 +133,7 @@ class Reducer:
     Attributes:
         ring: scratch for flat gradients and for what arrives from other ranks.
         inspector: looks at each rank's own gradients before they are summed; None: nothing does.
+        before_last_backward: called when the last backward of a step begins.
     """
 
     def __init__(
@@ -168,6 +169,7 @@ class Reducer:
             alignment = PAGE_BYTES
         self.ring = Ring(num_bytes, comm.device, alignment)
         self.inspector: Inspector | None = None
+        self.before_last_backward: Callable[[], None] = lambda: None
         self._in_flight: deque[_InFlight] = deque()
         self._leaving: deque[_Leaving] = deque()  # for homes elsewhere
         self._left_for_end: set[int] = set()  # indices of units that were late once
@@ -266,6 +268,8 @@ class Reducer:
                 else:
                     unit.grad.reopen(counts_here=counts_here)
             self._summed.discard(micro.chunk)
+        if boundary:
+            self.before_last_backward()
         has_peers = self._mesh.shard.size > 1 or (boundary and self._mesh.replicate.size > 1)
         grads = BackwardGrads(
             order=order,

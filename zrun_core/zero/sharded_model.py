@@ -41,6 +41,7 @@ from zrun_core.memory.tier_traffic import Move, step_traffic
 from zrun_core.optim.resolve import OptimizerSpec, Options
 from zrun_core.tiers.copies import Copier
 from zrun_core.tiers.tiers import TierCounts, Tiers
+from zrun_core.tiers.transfer import DONE, Transfer
 from zrun_core.zero.auto_wrap import NO_CHUNKS, WrapUnit, repeated_blocks
 from zrun_core.zero.autograd_driver import ImplicitPasses
 from zrun_core.zero.exchange import StepCounts, expected_traffic
@@ -161,6 +162,7 @@ class ShardedModel:
         self._gatherer = Gatherer(self.units, comm, settings.prefetch, sees_lookups=not compiled)
         self.reducer = Reducer(self.units, states, settings.exchange, mesh, comm)
         self._gatherer.update_order = lambda: self.reducer.forward_order
+        self.reducer.before_last_backward = self._read_ahead
         self.num_updates = 0
         self._planned_rings = self.ring_bytes
         watched: list[nn.Module] = []
@@ -169,6 +171,7 @@ class ShardedModel:
         install(module, self.units, planned.hooked, self._gatherer, self.reducer, watched=watched)
 
         self._before_update: list[Callable[[], None]] = []
+        self._reading_ahead: Transfer = DONE
         self.optimizer: ShardedOptimizer
         if settings.optimizer is not None:
             groups: list[Options] = [{}, {"weight_decay": 0.0}]
@@ -441,7 +444,8 @@ class ShardedModel:
         """
         scale = self.scaler if scaler is None else scaler
         self.comm.phase = CommPhase.STEP
-        self.settle_updates()  # those of the step before, where updates are delayed
+        for unit in self._trained:  # updates of the step before, where they are delayed
+            unit.settle()
         self.reducer.sum_tied()
         has_grad = b"".join(unit.grad.has_grad for unit in self._trained)
         own = StepContribution(sums, self._square_norm(), self._gatherer.schedule_hash, has_grad)
@@ -468,6 +472,10 @@ class ShardedModel:
 
         Whoever looks at parameters or at the optimizer's states between two steps calls it first.
         """
+        if self._reading_ahead is not DONE:
+            self._reading_ahead.wait()
+            self._reading_ahead = DONE
+            self.optimizer.forget_ahead()
         for unit in self._trained:
             unit.settle()
 
@@ -497,6 +505,8 @@ class ShardedModel:
         """
         self.comm.settle()  # other ranks may still read the parameters
         self.wait_for_readers()
+        self._reading_ahead.wait()  # until it has begun, and is counted
+        self._reading_ahead = DONE
         self.num_updates += 1
         with torch.no_grad():
             if self.comm.device.type != "cpu" and self.optimizer.scales_inside:
@@ -512,6 +522,14 @@ class ShardedModel:
             self._start_updates(lr, divisor, skipped, has_grad)
         for unit in self._trained:
             unit.mark_stale()
+
+    def _read_ahead(self) -> None:
+        """Begin to read what the first updates of this step need, beside the last backward."""
+        if self.tiers is None or self.settings.optimizer is None or self._before_update:
+            return  # or a save reads the disk
+        if self.optimizer.starts_updates:
+            order = self.reducer.forward_order
+            self._reading_ahead = self.optimizer.read_ahead(order, self.tiers)
 
     def _start_updates(
         self, lr: float | None, divisor: torch.Tensor, skipped: torch.Tensor, has_grad: list[bytes]

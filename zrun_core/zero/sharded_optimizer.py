@@ -26,12 +26,13 @@ from zrun_core.distributed.comm import Comm
 from zrun_core.distributed.transport import Group
 from zrun_core.memory.arena import Ring
 from zrun_core.memory.layout import ParamSlot, Piece
+from zrun_core.memory.state_policy import DISK_SLOTS
 from zrun_core.optim.chunked import Scratch
 from zrun_core.optim.layerwise import RangeNorms, TrustRatios
 from zrun_core.optim.resolve import OptimizerSpec, Options
 from zrun_core.spine import heap
 from zrun_core.tiers.tiers import Tiers
-from zrun_core.tiers.transfer import DONE
+from zrun_core.tiers.transfer import DONE, Transfer
 from zrun_core.zero.unit import FlatUnit
 from zrun_core.zero.unit_optimizer import UnitOptimizer
 
@@ -99,6 +100,7 @@ class ShardedOptimizer:
         if spec.layer_wise:
             self._trust = spec.trust(list(self._groups.values()), groups, comm.device)
         self._has_updated = False
+        self._ahead: list[FlatUnit] = []  # whose records were read for the next updates
         self._made_bytes = 0  # of states, since their holes were given back
 
     @property
@@ -161,6 +163,38 @@ class ShardedOptimizer:
         """True if `start` has something to do."""
         return self._trust is None and self._updates_elsewhere
 
+    def _updated_beside(self, order: Sequence[FlatUnit]) -> list[FlatUnit]:
+        """Return the units that are updated beside training, in the order of `order`."""
+        units = {u.unit for u in self._updates if u.pieces and u.unit.update_side.is_elsewhere}
+        return [unit for unit in order if unit in units]
+
+    def read_ahead(self, order: Sequence[FlatUnit], tiers: Tiers) -> Transfer:
+        """Begin to read the records of the first units that `start` will have updated.
+
+        These records take all slots, until `start` or `forget_ahead`.
+
+        Args:
+            order: as of `start`.
+            tiers: whose worker updates.
+
+        Returns:
+            What is over when these reads have begun, and are counted.
+        """
+        if not self._ahead:  # else after an earlier backward
+            self._ahead = self._updated_beside(order)[:DISK_SLOTS]
+
+        def read(units: Sequence[FlatUnit]) -> None:
+            for unit in units:
+                unit.update_side.read_ahead(waits=True)
+
+        return tiers.submit(partial(read, self._ahead))
+
+    def forget_ahead(self) -> None:
+        """Let go of what was read ahead, whose slots are needed by others."""
+        for unit in self._ahead:
+            unit.update_side.forget()
+        self._ahead = []
+
     def start(
         self,
         lr: float | None,
@@ -187,14 +221,13 @@ class ShardedOptimizer:
         by_unit = {
             update.unit: (update, of_unit)
             for update, of_unit in zip(self._updates, has_grad, strict=True)
-            if update.pieces and update.unit.update_side.is_elsewhere
         }
-        units = [unit for unit in order if unit in by_unit]
-        for unit, following in zip(units, [*units, None][1:], strict=True):
+        units = [*self._ahead, *(u for u in self._updated_beside(order) if u not in self._ahead)]
+        self._ahead = []
+        for number, unit in enumerate(units):
             update, of_unit = by_unit[unit]
-            task = partial(
-                self._update_beside, update, of_unit, lr, decide, following, tiers, delayed
-            )
+            later = units[number + 1 : number + DISK_SLOTS]
+            task = partial(self._update_beside, update, of_unit, lr, decide, later, tiers, delayed)
             unit.begin_updating(tiers.worker.submit(task), delayed=delayed)
         for each in self._updates:
             if each.unit.update_side.is_elsewhere and not each.pieces:
@@ -208,17 +241,25 @@ class ShardedOptimizer:
         has_grad: bytes | bytearray,
         lr: float | None,
         decide: Callable[[], Decision],
-        following: FlatUnit | None,
+        later: Sequence[FlatUnit],
         tiers: Tiers,
         delayed: bool,
     ) -> None:
-        """Update one unit, in the worker, while what the `following` one needs is fetched."""
+        """Update one unit, in the worker, while what `later` ones need is fetched."""
         decision = decide()
         if decision.skipped:
+            update.unit.update_side.forget()
             return
         start = time.perf_counter()
         record_bytes = update.unit.record_layout.num_bytes
         update.unit.update_side.prefetch()
+        for following in later[:1]:
+            following.update_side.prefetch()
+
+        def read_ahead() -> None:
+            for unit in later[1:]:
+                unit.update_side.read_ahead()
+
         with tiers.traced(f"update {update.unit.layout.name}"), torch.no_grad():
             _update(
                 update,
@@ -227,7 +268,7 @@ class ShardedOptimizer:
                 decision.grad_scale,
                 None,
                 keeps_params=delayed,
-                meanwhile=None if following is None else following.update_side.prefetch,
+                meanwhile=read_ahead,
             )
         tiers.count_update(time.perf_counter() - start)
         self._give_back_holes(update.unit.record_layout.num_bytes - record_bytes)
@@ -326,7 +367,7 @@ def _update(
     found_inf: torch.Tensor | None,
     *,
     keeps_params: bool = False,
-    meanwhile: Callable[[], None] | None = None,
+    meanwhile: Callable[[], None] = lambda: None,
 ) -> None:
     """Update one unit.
 
@@ -334,13 +375,11 @@ def _update(
         has_grad: by parameter of the unit.
         lr, grad_scale, found_inf: as of `ShardedOptimizer.step`.
         keeps_params: update the masters only.
-        meanwhile: called when all that the update needs is there.
+        meanwhile: as of `UnitOptimizer.update`.
     """
     unit = update.unit
     update.begin_update()
     grad = unit.update_side.grad()
-    if meanwhile is not None:
-        meanwhile()
     update.update(
         grad,
         has_grad,
@@ -348,5 +387,6 @@ def _update(
         grad_scale=grad_scale,
         found_inf=found_inf,
         out=None if keeps_params else unit.update_side.target(),
+        meanwhile=meanwhile,
     )
     unit.update_side.end()

@@ -252,6 +252,7 @@ class UnitOptimizer:
         grad_scale: torch.Tensor | None,
         found_inf: torch.Tensor | None,
         out: torch.Tensor | None,
+        meanwhile: Callable[[], None] = lambda: None,
     ) -> None:
         """Update the masters, and cast them to the parameters. Not for layer-wise optimizers.
 
@@ -262,8 +263,10 @@ class UnitOptimizer:
             grad_scale: 0-d fp32; gradients are divided by it. None is 1, exactly.
             found_inf: 0-d fp32; 1 skips the update on the device. None: it is to be made.
             out: [updated range] in compute dtype, the parameters; None: they are the masters.
+            meanwhile: called before each part of the work.
         """
         for group in self._chunk_groups:
+            meanwhile()
             if self._scales_inside:
                 wide = self._fp32(grad[group.start : group.stop], None)
             else:

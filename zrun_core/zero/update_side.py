@@ -45,6 +45,14 @@ class UpdateSide:
 
     # In the thread that updates
 
+    def read_ahead(self, *, waits: bool = False) -> None:
+        """Begin to fetch the record, if there is memory for it.
+
+        Args:
+            waits: as of `Home.fetch_if_free`.
+        """
+        self._unit.record.fetch_if_free(waits=waits)
+
     def prefetch(self) -> None:
         """Begin to fetch what the next update needs."""
         unit = self._unit
@@ -87,6 +95,10 @@ class UpdateSide:
         local = unit.local_param
         self._going_up = self._tiers.parameters_up.take(local.nbytes).view(local.dtype)
         return self._going_up
+
+    def forget(self) -> None:
+        """Let go of what was read ahead for an update that is not made."""
+        self._unit.record.drop()
 
     def end(self) -> None:
         """Store what was written in its homes, and let the memory go."""

@@ -408,7 +408,8 @@ def in_memory(data: torch.Tensor | Stored) -> torch.Tensor:
     """Return what a rank writes, read from where it lives."""
     if isinstance(data, torch.Tensor):
         return data
-    read = [part.clone() for part in data.read(BlockReader())]
+    with BlockReader() as reader:
+        read = [part.clone() for part in data.read(reader)]
     return torch.cat(read).view(data.dtype)
 
 

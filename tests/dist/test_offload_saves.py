@@ -15,7 +15,7 @@ import pytest
 import torch
 from runs import job, losses, run
 from test_offload import DISK, HOST, Ranks, check_slots, parts_of, sharded_at
-from toys import build, data, train_sharded
+from toys import build, data, make_sharded, train_sharded
 
 from zrun_core.checkpoint.checkpointer import Checkpointer
 from zrun_core.checkpoint.folder import CheckpointFolder, read_step
@@ -31,6 +31,7 @@ from zrun_core.distributed.transport import Group
 from zrun_core.errors import ExitCode, OffloadError, SaveError
 from zrun_core.memory.buffers import ON_DEVICE, Placement
 from zrun_core.spine.config import CheckpointConfig, InitFromConfig
+from zrun_core.tiers import stored
 from zrun_core.zero.sharded_model import ShardedModel
 
 PLACEMENTS: dict[str, tuple[int, Placement]] = {  # with a stage
@@ -297,6 +298,42 @@ def test_a_save_in_the_background_copies_nothing_that_is_elsewhere(tmp_path: Pat
     assert (late.pairs, late.reads_elsewhere) == ([], True)
     assert snapshot._memory is not None
     assert snapshot._memory.numel() == 0
+
+
+def test_a_save_reads_into_slots_that_updates_leave_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So it takes no memory for them, whether the loop waits or goes on."""
+    taken: list[int] = []
+    byte_buffer = stored.byte_buffer
+
+    def count(num_bytes: int, device: torch.device) -> torch.Tensor:
+        taken.append(num_bytes)
+        return byte_buffer(num_bytes, device)
+
+    monkeypatch.setattr(stored, "byte_buffer", count)
+    torch.manual_seed(1)
+    linears = [torch.nn.Linear(*sizes, bias=False) for sizes in ((1024, 3072), (3072, 1024))]
+    module = torch.nn.Sequential(*linears)
+    place = Placement(optimizer=DISK)
+    sharded = make_sharded(module, 3, placement=place, disk_folder=str(tmp_path), bucket=4 << 20)
+
+    def train() -> None:
+        batch = (torch.ones(2, 1024),)
+        train_sharded(sharded, [batch], loss_of=lambda model, part: model(*part).square().mean())
+
+    train()
+    assert sharded.tiers is not None
+    held = sharded.tiers.slot_bytes
+    assert held >= 3 * 4 * (8 << 20)  # there is room for four blocks in one slot
+    for wait in (True, False):
+        saves = saver(sharded, str(tmp_path / f"saved-{wait}"))
+        saves.save(SAVED_AT, dict, "due", wait=wait)
+        train()
+        saves.close()
+    assert taken == []
+    assert sharded.tiers.slot_bytes == held
+    check_slots(sharded)
 
 
 def test_weights_from_elsewhere_fill_every_placement(tmp_path: Path) -> None:

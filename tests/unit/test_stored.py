@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -29,11 +29,24 @@ def swap(tmp_path: Path) -> Iterator[SwapFile]:
     file.close()
 
 
-def read_of(swap: SwapFile) -> Callable[[Extent, torch.Tensor, int], Transfer]:
-    return lambda extent, target, start: swap.read(extent, target, start=start)
+class Source:
+    """Reads a file, and lends pieces of memory."""
+
+    def __init__(self, swap: SwapFile, pieces: Sequence[torch.Tensor] = ()) -> None:
+        self._swap = swap
+        self.pieces = list(pieces)
+
+    def read_stored(self, extent: Extent, target: torch.Tensor, start: int) -> Transfer:
+        return self._swap.read(extent, target, start=start)
+
+    def lend(self) -> torch.Tensor | None:
+        return self.pieces.pop() if self.pieces else None
+
+    def take_back(self, memory: torch.Tensor) -> None:
+        self.pieces.append(memory)
 
 
-def a_state(swap: SwapFile) -> tuple[torch.Tensor, StoredOnDisk]:
+def a_state(swap: SwapFile, source: Source | None = None) -> tuple[torch.Tensor, StoredOnDisk]:
     """A state in several extents: in memory, fp32, and on the disk."""
     memory = Region(sum(SIZES), huge=False).tensor()
     memory.random_(0, 256, generator=torch.Generator().manual_seed(1))
@@ -42,7 +55,7 @@ def a_state(swap: SwapFile) -> tuple[torch.Tensor, StoredOnDisk]:
         part = Part(sum(SIZES[: len(parts)]), swap.reserve(size, name="the record of 0"))
         swap.write(part.extent, part.of(memory)).wait()
         parts.append(part)
-    on_disk = StoredOnDisk(read_of(swap), parts, torch.float32, 0, memory.nbytes)
+    on_disk = StoredOnDisk(source or Source(swap), parts, torch.float32, 0, memory.nbytes)
     return memory.view(torch.float32), on_disk
 
 
@@ -68,9 +81,13 @@ def test_any_range_has_the_bytes_that_were_stored(swap: SwapFile) -> None:
         )
 
 
+@pytest.mark.parametrize(
+    ("lent", "num_taken"), [([], 4), ([5 * BLOCK], 0), ([BLOCK + PAGE] * 2, 2), ([PAGE], 4)]
+)
 def test_a_block_is_read_once_for_all_tensors_in_it_and_memory_is_constant(
-    swap: SwapFile, monkeypatch: pytest.MonkeyPatch
+    swap: SwapFile, monkeypatch: pytest.MonkeyPatch, lent: list[int], num_taken: int
 ) -> None:
+    """That of others as far as they lend it, which they get back."""
     taken: list[int] = []
     byte_buffer = stored.byte_buffer
 
@@ -79,15 +96,21 @@ def test_a_block_is_read_once_for_all_tensors_in_it_and_memory_is_constant(
         return byte_buffer(num_bytes, device)
 
     monkeypatch.setattr(stored, "byte_buffer", count)
-    memory, on_disk = a_state(swap)
+    pieces = [Region(size, huge=False).tensor() for size in lent]
+    source = Source(swap, pieces)
+    memory, on_disk = a_state(swap, source)
     before = swap.read_bytes
-    reader = BlockReader()
     found = b""
-    for first in range(0, memory.numel(), 96):
-        found += content_of(on_disk[first : first + 96], reader)
+    with BlockReader() as reader:
+        for first in range(0, memory.numel(), 96):
+            found += content_of(on_disk[first : first + 96], reader)
+        assert not source.pieces
     assert found == memory.numpy().tobytes()
     assert swap.read_bytes - before == memory.nbytes
-    assert taken == [BLOCK] * 4
+    assert taken == [BLOCK] * num_taken
+    assert sorted(each.data_ptr() for each in source.pieces) == sorted(
+        each.data_ptr() for each in pieces
+    )
 
 
 def test_a_disk_that_fails_is_told(swap: SwapFile, monkeypatch: pytest.MonkeyPatch) -> None:

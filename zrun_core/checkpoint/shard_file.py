@@ -90,7 +90,9 @@ def write_shard(
         raise SaveError(f"cannot save {path}: two tensors have the same key in it; rename a module")
     header = encode_header(entries)
     num_bytes = len(header) + sum(entry.num_bytes for entry in entries)
-    header_digest, *digests = write_file(path, num_bytes, _pieces(header, parts, when_read))
+    with BlockReader() as reader:
+        pieces = _pieces(header, parts, reader, when_read)
+        header_digest, *digests = write_file(path, num_bytes, pieces)
     offset = len(header)
     fragments = []
     for part, entry, found in zip(parts, entries, digests, strict=True):
@@ -120,16 +122,19 @@ def write_shard(
 
 
 def _pieces(
-    header: bytes, parts: Sequence[WriteItem], when_read: Callable[[], None]
+    header: bytes,
+    parts: Sequence[WriteItem],
+    reader: BlockReader,
+    when_read: Callable[[], None],
 ) -> Iterator[Bytes | Iterator[Bytes]]:
     """Yield the content of a file. What is elsewhere is read in blocks while they are taken."""
     yield np.frombuffer(header, dtype=np.uint8)
-    reader = BlockReader()
     for part in parts:
         if isinstance(part.data, torch.Tensor):
             yield as_bytes(part.data)
         else:
             yield map(as_bytes, part.data.read(reader))
+    reader.close()  # before an update needs what was lent
     when_read()
 
 

@@ -8,7 +8,8 @@ What is read must not be written meanwhile: the next update waits until a save h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import NamedTuple, Protocol
 
 import torch
@@ -19,7 +20,21 @@ from zrun_core.tiers.transfer import Transfer
 
 _NUM_BLOCKS = 4  # two moments are read in turns, each with the block that follows
 
-ReadExtent = Callable[[Extent, torch.Tensor, int], Transfer]  # from which byte on, into memory
+
+class BlockSource(Protocol):
+    """Where blocks are read, and who has memory for them."""
+
+    def read_stored(self, extent: Extent, target: torch.Tensor, start: int) -> Transfer:
+        """Begin to read from byte `start` of an extent on."""
+        ...
+
+    def lend(self) -> torch.Tensor | None:
+        """Return memory, [n] uint8 on a border of pages, until `take_back`; None: there is none."""
+        ...
+
+    def take_back(self, memory: torch.Tensor) -> None:
+        """Take memory back that was lent."""
+        ...
 
 
 class Stored(Protocol):
@@ -87,17 +102,17 @@ class StoredOnDisk:
     """Elements in extents of the rank's file."""
 
     def __init__(
-        self, read: ReadExtent, parts: Sequence[Part], dtype: torch.dtype, start: int, stop: int
+        self, source: BlockSource, parts: Sequence[Part], dtype: torch.dtype, start: int, stop: int
     ) -> None:
         """
         Args:
-            read: begins to read an extent.
+            source: of its blocks.
             parts: of the state.
             dtype: of the elements.
             start: first byte of them in the state.
             stop: the one after the last.
         """
-        self._read = read
+        self._source = source
         self._parts = parts
         self._dtype = dtype
         self._start = start
@@ -118,7 +133,7 @@ class StoredOnDisk:
         first, last, _ = elements.indices(self.numel())
         start = self._start + first * self._dtype.itemsize
         stop = self._start + max(first, last) * self._dtype.itemsize
-        return StoredOnDisk(self._read, self._parts, self._dtype, start, stop)
+        return StoredOnDisk(self._source, self._parts, self._dtype, start, stop)
 
     def read(self, reader: BlockReader) -> Iterator[torch.Tensor]:
         blocks = list(self._blocks())
@@ -138,12 +153,12 @@ class StoredOnDisk:
             size = part.extent.block_bytes
             for start in range(low - low % size, high, size):
                 num_bytes = min(size, part.extent.num_bytes - start)
-                block = _Block(self._read, part.extent, start, num_bytes)
+                block = _Block(self._source, part.extent, start, num_bytes)
                 yield block, max(low - start, 0), min(high - start, num_bytes)
 
 
 class _Block(NamedTuple):
-    read: ReadExtent
+    source: BlockSource
     extent: Extent
     start: int  # in the extent
     num_bytes: int
@@ -152,12 +167,32 @@ class _Block(NamedTuple):
 class BlockReader:
     """Reads blocks to a few pieces of memory, and keeps the last ones: for one thread.
 
-    Tensors are not cut where blocks are, so that most blocks are asked for again at once.
+    Tensors are not cut where blocks are, so that most blocks are asked for again at once. The
+    memory is lent, as far as there is any; `with` gives it back.
     """
 
     def __init__(self) -> None:
         """Take no memory yet."""
         self._held: dict[tuple[Extent, int], tuple[torch.Tensor, Transfer]] = {}  # oldest first
+        self._spare: list[torch.Tensor] = []
+        self._lent: list[tuple[BlockSource, torch.Tensor]] = []
+
+    def __enter__(self) -> BlockReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Forget all blocks, and give back what was lent."""
+        for _, coming in self._held.values():
+            with suppress(Exception):  # whoever wanted the block was told
+                coming.wait_on_host()
+        self._held.clear()
+        self._spare.clear()
+        while self._lent:
+            source, memory = self._lent.pop()
+            source.take_back(memory)
 
     def begin(self, block: _Block) -> None:
         """Begin to read a block, unless it is here or on its way."""
@@ -165,8 +200,9 @@ class BlockReader:
         if key in self._held:
             self._held[key] = self._held.pop(key)
             return
-        memory = self._take(block.extent.block_bytes)
-        coming = block.read(block.extent, memory[: block.num_bytes], block.start)
+        memory = self._take(block)
+        target = memory[: block.num_bytes]
+        coming = block.source.read_stored(block.extent, target, block.start)
         self._held[key] = memory, coming
 
     def get(self, block: _Block) -> torch.Tensor:
@@ -176,9 +212,19 @@ class BlockReader:
         coming.wait_on_host()
         return memory[: block.num_bytes]
 
-    def _take(self, num_bytes: int) -> torch.Tensor:
+    def _take(self, block: _Block) -> torch.Tensor:
         if len(self._held) < _NUM_BLOCKS:
-            return byte_buffer(num_bytes, torch.device("cpu"))
+            return self._more(block)
         memory, coming = self._held.pop(next(iter(self._held)))
         coming.wait_on_host()
-        return memory
+        return memory if memory.numel() >= block.num_bytes else self._more(block)
+
+    def _more(self, block: _Block) -> torch.Tensor:
+        """Return memory that is lent, or new."""
+        size = min(block.extent.block_bytes, block.extent.num_bytes)
+        if not self._spare and (memory := block.source.lend()) is not None:
+            self._lent.append((block.source, memory))
+            self._spare += [piece for piece in memory.split(size) if piece.numel() == size]
+        if self._spare and self._spare[-1].numel() >= size:
+            return self._spare.pop()
+        return byte_buffer(size, torch.device("cpu"))

@@ -33,6 +33,7 @@ from zrun_core.tiers.transfer import Transfer
 from zrun_core.tiers.worker import Worker
 
 _WAIT = "wait"
+_LOOK_S = 0.002  # between two looks of a save for a slot
 
 
 class _Ascent:
@@ -143,6 +144,7 @@ class Tiers:
         self._board = board
         self._is_waiting = False
         self._trace: list[Span] | None = None
+        self._lent: dict[int, Slots] = {}  # of the memory at an address: in the thread of a save
         self._ascents: list[_Ascent] = []  # of the thread that trains
         self._folder = folder
         self._file: SwapFile | None = None
@@ -270,6 +272,24 @@ class Tiers:
         """Count the seconds of an update beside training."""
         with self._lock:
             self.counts.updating_s += seconds
+
+    def lend(self) -> torch.Tensor | None:
+        """Return a slot to a save, whose thread asks; None: there is none to spare.
+
+        One stays for whoever looks at a state meanwhile. Updates wait until a save has read all.
+        """
+        slots = self.slots.get(Kind.OPTIM) or self.slots.get(Kind.PARAM)
+        while slots is not None and slots.num_taken < DISK_SLOTS - 1:
+            if (memory := slots.take_free(slots.num_bytes // DISK_SLOTS)) is not None:
+                self._lent[memory.data_ptr()] = slots
+                return memory
+            self.check()
+            time.sleep(_LOOK_S)  # the last update's record is on its way to the disk
+        return None
+
+    def take_back(self, memory: torch.Tensor) -> None:
+        """Take a slot back from a save."""
+        self._lent.pop(memory.data_ptr()).give(memory)
 
     def _count(self, move: Move, num_bytes: int) -> None:
         if not self.worker.is_for_step:

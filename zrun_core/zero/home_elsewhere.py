@@ -286,7 +286,7 @@ class OnDisk:
 
     def stored(self, dtype: torch.dtype, start: int, stop: int) -> Stored:
         self._merging.wait_on_host()
-        return StoredOnDisk(self._tiers.read_stored, tuple(self._parts), dtype, start, stop)
+        return StoredOnDisk(self._tiers, tuple(self._parts), dtype, start, stop)
 
     def load(self, target: torch.Tensor, start: int = 0) -> Transfer:
         self._merging.wait_on_host()

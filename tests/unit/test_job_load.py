@@ -605,6 +605,11 @@ PIPEDREAM = "parallel: {pp: 2, schedule: pipedream}"
             "precision: bf16, or schedule: 1f1b",
         ),
         (
+            f"{PIPEDREAM}\noffload: {{optimizer: host}}",
+            "parallel.schedule: pipedream updates each stage between its passes, and states "
+            "elsewhere are updated beside them; leave offload out, or write schedule: 1f1b",
+        ),
+        (
             f"{PIPEDREAM}\nzero: 2",
             "parallel.schedule: pipedream keeps versions of the weights whose gradients are summed "
             "at each update: zero 2 would shard them; write zero: 1, or schedule: 1f1b",

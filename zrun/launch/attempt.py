@@ -156,8 +156,7 @@ def _plan(request: LaunchRequest, members: list[AgentLink]) -> tuple[ClusterSess
     if _tells_user(request):
         _print_plan(request, resolved, session.cluster)
     if not request.dry_run:
-        parallel = resolved.job.parallel
-        refuse_untrained(parallel.tp, parallel.schedule)
+        refuse_untrained(resolved.job.parallel.tp)
     return session, resolved
 
 

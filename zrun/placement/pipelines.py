@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from zrun.hosts.cluster import several
 from zrun_core.errors import JobError
 from zrun_core.spine.config import PIPEDREAMS, JobConfig
 from zrun_core.spine.spec import BatchPlan
@@ -48,4 +49,19 @@ def notes_on_bubble(job: JobConfig, batch: BatchPlan) -> Iterator[str]:
         f"{share(count):.0%} of the time; batch.global: "
         f"{enough * batch.micro * batch.ranks} ({enough} micro-batches of {batch.micro} x "
         f"{batch.ranks} data-parallel ranks) would make it {share(enough):.0%}"
+    )
+
+
+def notes_on_late_weights(job: JobConfig, batch: BatchPlan) -> Iterator[str]:
+    """Say what PipeDream changes in the numbers of a job, and what it keeps."""
+    schedule, pp = job.parallel.schedule, job.parallel.pp
+    if schedule not in PIPEDREAMS:
+        return
+    keeps = f"stage 0 keeps {pp} versions of its weights, and the last one 1"
+    if schedule == "pipedream_vertical":
+        keeps = f"every stage keeps {pp} versions of its weights"
+    yield (
+        f"parallel.schedule: {schedule} changes numerics: each micro-batch of "
+        f"{batch.global_size} samples is a step, with gradients up to "
+        f"{several(pp - 1, 'update')} late; {keeps}"
     )

@@ -13,7 +13,7 @@ from zrun.hosts.backend import Backend, with_backend
 from zrun.hosts.cluster import Cluster, HostFacts, each, listed, several
 from zrun.hosts.offload_disk import find_warnings
 from zrun.job.problems import AutoValue
-from zrun.placement.pipelines import check_micro_batches, notes_on_bubble
+from zrun.placement.pipelines import check_micro_batches, notes_on_bubble, notes_on_late_weights
 from zrun.placement.place import RankAssignment, assign_ranks, resolve_dims
 from zrun_core.errors import JobError, PreflightError
 from zrun_core.spine.config import JobConfig
@@ -84,7 +84,7 @@ def make_plan(job: JobConfig, cluster: Cluster) -> ResolvedJob:
         }
     )
     warnings = list(_absent(job, num_ranks))
-    notes = [*notes_on_bubble(job, batch)]
+    notes = [*notes_on_bubble(job, batch), *notes_on_late_weights(job, batch)]
     if device == "cpu":
         warnings = [*_crowded(cluster, slots), *warnings]
         notes += _stays_on_host(job)

@@ -9,6 +9,9 @@ world:
 With tensor or pipeline parallelism what concerns parameters means something among the ranks that
 train the same ones only. The right half travels over those first, in a message of its own, and one
 number that says whether they differ takes its place in the message over the world.
+
+A stage of PipeDream does not wait for the others: its update has a message of its own among the
+ranks that train the same parameters, without sums. See `all_reduce_stage`.
 """
 
 from __future__ import annotations
@@ -79,6 +82,26 @@ def all_reduce_step(own: StepContribution, data: Group, world: Group, comm: Comm
         over_world = summed[:-1]
         agreed = summed[-1] == 0
     return _unpack(own.sums.names, over_world, over_data, agreed)
+
+
+def all_reduce_stage(
+    square: torch.Tensor, has_grad: bytes, data: Group, comm: Comm
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sum over a stage's ranks what its update has to know. Collective over them.
+
+    Args:
+        square, has_grad: as of `StepContribution`.
+        data: the ranks that train the same parameters as this one.
+        comm: of this rank.
+
+    Returns:
+        The squared norm of the stage's gradient, 0-d float64, and on how many ranks each of its
+        parameters got one, [parameters].
+    """
+    own = torch.cat([square.view(1), on_device([*has_grad], comm.device)])
+    if data.size > 1:
+        own = comm.all_reduce_small(own, data, name="update of a stage")
+    return own[0], own[1:]
 
 
 def _pack(own: StepContribution, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

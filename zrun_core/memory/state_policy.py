@@ -188,6 +188,7 @@ class StatePolicy:
             together.
         layer_major: all micro-batches of a step go through a slice of the model before the next one
             comes, so the units of a slice are unsharded together, once for all of them.
+        versions: of trained parameters that a stage of PipeDream holds; else there is one.
     """
 
     zero: ZeroPolicy
@@ -198,6 +199,7 @@ class StatePolicy:
     ownership: Ownership = Ownership()
     recomputes_blocks: bool = False
     layer_major: bool = False
+    versions: int = 1
 
     def has_master(self, unit: UnitLayout, placement: Placement = ON_DEVICE) -> bool:
         """Return whether the optimizer works on a copy of the parameters.
@@ -276,6 +278,10 @@ class StatePolicy:
         found = [Buffer(f"{unit.name}/param", Kind.PARAM, param_bytes)]
         if not unit.trainable:
             return found
+        found += [
+            Buffer(f"{unit.name}/version{number}", Kind.PARAM, param_bytes)
+            for number in range(1, self.versions)
+        ]
         keeps_shard = self.zero.reduce_now(boundary=False)
         grad_numel = unit.shard_numel if keeps_shard else unit.padded_numel
         grad_bytes = whole_pages(grad_numel * self.reduce_dtype.itemsize)

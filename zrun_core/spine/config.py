@@ -1241,6 +1241,11 @@ class JobConfig(Section):
                 f"{key} keeps versions of the weights whose gradients are summed at each update: "
                 f"zero {self.zero.stage} would shard them; write zero: 1, or schedule: 1f1b"
             )
+        if self.offload.tiers != {"device"}:
+            raise ValueError(
+                f"{key} updates each stage between its passes, and states elsewhere are updated "
+                "beside them; leave offload out, or write schedule: 1f1b"
+            )
         return self
 
     @model_validator(mode="after")

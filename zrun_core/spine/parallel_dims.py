@@ -14,13 +14,9 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from zrun_core.errors import JobError
-from zrun_core.spine.config import PIPEDREAMS, Axis, ZeroConfig
+from zrun_core.spine.config import Axis, ZeroConfig
 
 GroupAxis = Literal["world", "pipe", "data", "tensor", "shard", "replicate", "tied"]
-
-
-# Schedules that have a plan, but nothing that trains by them yet.
-UNTRAINED = PIPEDREAMS
 
 
 class Coordinates(NamedTuple):
@@ -155,21 +151,15 @@ def resolve_shard_size(zero: ZeroConfig, dp: int, dp_per_host: int) -> int:
             return size
 
 
-def refuse_untrained(tp: int, schedule: str) -> None:
+def refuse_untrained(tp: int) -> None:
     """Refuse what has a plan, but nothing that trains by it yet.
 
     Args:
         tp: ranks of a tensor-parallel group.
-        schedule: of the pipeline, by name.
 
     Raises:
-        JobError: a plan needs tensor parallelism, or a schedule of the kind.
+        JobError: a plan needs tensor parallelism.
     """
-    if schedule in UNTRAINED:
-        raise JobError(
-            f"parallel.schedule: {schedule} is drawn by zrun check --grid, but not trained yet: "
-            "write schedule: 1f1b, gpipe, interleaved or zero_bubble"
-        )
     if tp == 1:
         return
     raise JobError(

@@ -218,8 +218,6 @@ class Recorder:
 
     def peak(self, measured: PeakMemory) -> None:
         """Emit the peak memory of the newest step."""
-        if self.num_steps != 2:  # the data had ended
-            return
         peak_bytes = measured.num_bytes
         if peak_bytes is not None and self._device.type != "cuda":
             # On a CPU it is measured above what was allocated before the step.

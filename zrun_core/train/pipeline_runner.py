@@ -19,11 +19,7 @@ from zrun_core.stages.links import StageLinks
 from zrun_core.stages.stage import ChunkPass, Stage
 from zrun_core.stages.weight_grads import WeightGrads
 from zrun_core.telemetry.metrics import StepClock, StepPhase
-from zrun_core.train.micro_batches import (
-    LayerMajorRunner,
-    MicroBatchRunner,
-    pointing_at_forward,
-)
+from zrun_core.train.micro_batches import MicroBatchRunner, pointing_at_forward
 from zrun_core.train.rank_phase import RankPhase
 from zrun_core.user_code.loss import LossFunction
 from zrun_core.user_code.user import user_code
@@ -109,21 +105,28 @@ class PipelineRunner(MicroBatchRunner):
         for action in actions:
             begin = time.perf_counter()
             waited = self._links.waited_s
-            is_last = action.micro == len(micro_batches) - 1
-            match action.kind:
-                case ActionKind.FORWARD:
-                    self._run_forward(action, micro_batches[action.micro], sums)
-                case ActionKind.BACKWARD:
-                    share = self._run_backward(action, boundary=is_last)
-                    if share is not None:
-                        losses.append(share)
-                case ActionKind.WEIGHT:
-                    self._make_weight_grads(action, boundary=is_last)
+            share = self._execute(action, micro_batches, sums)
+            if share is not None:
+                losses.append(share)
             end = time.perf_counter()
             waited = self._links.waited_s - waited
             self.times.append(ActionTime(action, begin - start, end - start, waited))
         self._links.flush()
         return losses
+
+    def _execute(
+        self, action: Action, micro_batches: Sequence[MicroBatch], sums: NamedVector
+    ) -> torch.Tensor | None:
+        """Run an action; return what `_run_backward` returns."""
+        is_last = action.micro == len(micro_batches) - 1
+        match action.kind:
+            case ActionKind.FORWARD:
+                self._run_forward(action, micro_batches[action.micro], sums)
+            case ActionKind.BACKWARD:
+                return self._run_backward(action, boundary=is_last)
+            case ActionKind.WEIGHT:
+                self._make_weight_grads(action, boundary=is_last)
+        return None
 
     def _run_forward(self, action: Action, batch: MicroBatch, sums: NamedVector) -> None:
         """Run a micro-batch's forward through a chunk, and send on what it makes."""
@@ -217,28 +220,3 @@ class PipelineRunner(MicroBatchRunner):
     def _local(self, chunk: int) -> int:
         """Return the number of a chunk among those of this stage."""
         return chunk // self._stage.split.pp
-
-
-def make_runner(
-    spec: RunSpec,
-    sharded: ShardedModel,
-    loss: LossFunction | None,
-    clock: StepClock,
-    phase: RankPhase,
-    memory: MemoryGuard,
-    stage: Stage | None,
-) -> MicroBatchRunner:
-    """Return what runs the micro-batches of a job's steps.
-
-    Args:
-        spec, sharded, loss, clock, phase, memory: as of `MicroBatchRunner`.
-        stage: of a pipeline; None: there is none.
-    """
-    if stage is not None:
-        mesh = sharded.mesh
-        most = max(len(border) for border in stage.borders)
-        links = StageLinks(sharded.comm, mesh.pipe, mesh.pipe_back, stage.split, most)
-        return PipelineRunner(spec, sharded, loss, clock, phase, memory, stage, links)
-    if spec.job.parallel.schedule == "layer_major":
-        return LayerMajorRunner(spec, sharded, loss, clock, phase, memory)
-    return MicroBatchRunner(spec, sharded, loss, clock, phase, memory)

@@ -14,7 +14,7 @@ from zrun_core.memory.layout import dense_stride
 from zrun_core.memory.tensors import TIED, TensorPart, full_part
 from zrun_core.pipeline.ownership import chunks_of, owned, tied_stages
 from zrun_core.pipeline.split import Split, at_names, balance_in_words, balanced
-from zrun_core.spine.config import JobConfig
+from zrun_core.spine.config import PIPEDREAMS, JobConfig
 from zrun_core.stages.flow import ModelFlow, follow
 from zrun_core.stages.stage import Stage
 from zrun_core.zero.sharding_config import ShardingConfig
@@ -70,6 +70,8 @@ def build_stage(
     owners = owned(flow.uses, split)
     _check_outside_uses(flow, split, owners)
     index = mesh.pipe.index
+    if job.parallel.schedule in PIPEDREAMS:
+        _refuse_tied(job.parallel.schedule, owners)
     # Those of all stages: each rank refuses what one of them must.
     chunk_of = [chunks_of(flow.uses, split, owners, stage) for stage in range(split.pp)][index]
     params = dict(model.named_parameters())
@@ -100,6 +102,21 @@ def split_of(job: JobConfig, flow: ModelFlow, pp: int) -> Split:
     if parallel.split == "auto":
         return balanced(flow.flops, len(flow.blocks), pp, parallel.virtual)
     return at_names(parallel.split, flow.blocks, pp, parallel.virtual)
+
+
+def _refuse_tied(schedule: str, owners: Mapping[str, Sequence[int]]) -> None:
+    """Refuse parameters of several stages where each stage updates its own without waiting.
+
+    Raises:
+        JobError: there is one.
+    """
+    for name, stages in owners.items():
+        if len(stages) > 1:
+            raise JobError(
+                f"parallel.schedule: {schedule}: {name} is used on stages "
+                f"{', '.join(map(str, stages))}, and each stage updates its parameters without "
+                "waiting for the others: untie it, or write schedule: 1f1b"
+            )
 
 
 def _check_outside_uses(flow: ModelFlow, split: Split, owners: Mapping[str, Sequence[int]]) -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -35,12 +34,14 @@ from zrun_core.stages.stage import Stage
 from zrun_core.telemetry.metrics import StepClock, StepPhase
 from zrun_core.telemetry.peak_memory import PeakMemory
 from zrun_core.telemetry.recorder import IssuedStep, Recorder
+from zrun_core.telemetry.step_totals import StepTotals
 from zrun_core.train.ending import Ending, EndRequests
 from zrun_core.train.evaluations import Evaluations
 from zrun_core.train.evaluator import Evaluator, HeldOut, broadcast_buffers
-from zrun_core.train.pipeline_runner import make_runner
+from zrun_core.train.pipedream import PipeDreamRunner, Windows
 from zrun_core.train.rank_phase import RankPhase
 from zrun_core.train.run_saves import RunSaves
+from zrun_core.train.runners import make_runner
 from zrun_core.train.saved_state import SavedState
 from zrun_core.train.step_runner import StepRunner, modules_differ
 from zrun_core.train.user_hooks import Hook, Hooks
@@ -66,6 +67,7 @@ class Trainer:
     begins and ends. The parts know how:
 
         MicroBatchRunner    forwards and backwards of one step
+        Windows             of PipeDream, whose steps go through the stages together
         StepRunner          update; totals of the step, read late
         Recorder            counts steps and emits their events
         Evaluations         held-out data, early stop
@@ -128,6 +130,10 @@ class Trainer:
             MemoryGuard(spec, sharded, emitter),
             stage,
         )
+        self._windows: Windows | None = None
+        if isinstance(self._micro_batches, PipeDreamRunner):
+            stages = sharded.mesh.pipe.size
+            self._windows = Windows(job, stages, sharded, loader, self._micro_batches, self._clock)
         evaluator = None
         if functions.held_out is not None:
             evaluator = Evaluator(
@@ -179,6 +185,7 @@ class Trainer:
         self._issued: IssuedStep | None = None  # the step that `steps` holds the totals of
         self._issued_losses: list[torch.Tensor] = []  # its micro-batches, on this rank
         self._issued_samples = range(0)  # its positions in the data
+        self._has_measured = False  # the memory of a step
         phase.enter("start")
 
     def run(self) -> None:
@@ -226,12 +233,9 @@ class Trainer:
             if self.ending.early is not None:
                 return self.ending.early
             with self._measured():
-                self.phase.enter("data")
-                with self._clock.during(StepPhase.DATA):
-                    micro_batches = self.loader.next_step()
-                if micro_batches is None:
-                    return Ending("epochs" if job.epochs is not None else "data ended")
-                self.step(micro_batches)
+                has_data = self._run_steps()
+            if not has_data:
+                return Ending("epochs" if job.epochs is not None else "data ended")
             if self.evaluations.is_due(self.progress.steps):
                 self._read_totals()
                 self.evaluations.run()
@@ -284,13 +288,32 @@ class Trainer:
 
     @contextmanager
     def _measured(self) -> Iterator[None]:
-        """Measure the memory of this process's second step: all that lasts is allocated by then."""
-        if self.recorder.num_steps != 1:
-            yield
+        """Measure the memory of this process's second step: all that lasts is allocated by then.
+
+        Where steps come in windows, it is that of the second window.
+        """
+        num_steps = self.recorder.num_steps
+        is_first = not num_steps
+        if not is_first and not self._has_measured:
+            self._has_measured = True
+            with PeakMemory(self.comm.device) as peak:
+                yield
+            if self.recorder.num_steps > num_steps:  # else the data had ended
+                self.recorder.peak(peak)
             return
-        with PeakMemory(self.comm.device) as peak:
-            yield
-        self.recorder.peak(peak)
+        yield
+
+    def _run_steps(self) -> bool:
+        """Run the next step, or a window of steps; return whether there was data for it."""
+        self.phase.enter("data")
+        if self._windows is not None:
+            return self._run_window(self._windows)
+        with self._clock.during(StepPhase.DATA):
+            micro_batches = self.loader.next_step()
+        if micro_batches is None:
+            return False
+        self.step(micro_batches)
+        return True
 
     # One step
 
@@ -337,6 +360,43 @@ class Trainer:
         ends_soon = self._numeric_problem is not None or self._numeric.is_close
         if not self.steps.reads_late or ends_soon:
             self._read_totals()
+
+    def _run_window(self, windows: Windows) -> bool:
+        """Run steps of one micro-batch each, which go through the pipeline together.
+
+        Returns:
+            Whether there was data for them.
+        """
+        before = replace(self.progress)
+        with self._clock.during(StepPhase.DATA):
+            steps = windows.read(before.steps)
+        if not steps:
+            return False
+        self.phase.begin_step(before.steps + 1)
+        self.comm.drain()
+        self.comm.take_waited()
+
+        def lr_of(number: int) -> float:
+            return self.job.optim.lr * self.schedule(before.updates + number)
+
+        ended = windows.run(steps, before.steps + 1, lr_of, self._first_sums)
+        self.saves.update(ended[-1].totals)
+        for step in ended:
+            self.progress.steps += 1
+            self.progress.micro_batches += 1
+            if step.totals.skipped:
+                self.sharded.look_back_at(step.update)
+            self._count(
+                step.issued, step.totals, step.read.epoch, step.losses, step.read.samples, late=True
+            )
+            self.hooks.call("on_step")
+        if "on_step" in self.hooks:
+            self.ending.hear_hooks()  # the next message is a window away
+        self._stop_for_numbers()
+        replica_every = self.job.guards.replica_every
+        if replica_every and self.progress.steps % replica_every == 0:
+            self.check_replicas(self._next_lr())
+        return True
 
     def _first_sums(self) -> NamedVector:
         """Return the numbers of `StepTotals` that ranks sum, as this one begins the step with."""
@@ -385,26 +445,64 @@ class Trainer:
         self.saves.update(totals)
         if not totals.agreed:
             raise modules_differ(f"step {issued.step}", "zero.leaf")
-        self.recorder.step(issued, totals, self.loader.epoch)
+        self._count(
+            issued,
+            totals,
+            self.loader.epoch,
+            self._issued_losses,
+            self._issued_samples,
+            late=not between_steps,
+        )
+        if between_steps:
+            self._stop_for_numbers()
+        self.hooks.call("on_step")
+
+    def _count(
+        self,
+        issued: IssuedStep,
+        totals: StepTotals,
+        epoch: float | None,
+        losses: Sequence[torch.Tensor],
+        samples: range,
+        *,
+        late: bool,
+    ) -> None:
+        """Count a step, tell of it, and look at its numbers.
+
+        Args:
+            issued, totals, epoch: as of `Recorder.step`.
+            losses: of its micro-batches, on this rank.
+            samples: its positions in the data.
+            late: the next step's gradient is there already.
+        """
+        self.recorder.step(issued, totals, epoch)
         self.ending.update(totals)
-        losses = []
-        if totals.skipped:
-            losses = [float(loss) for loss in self._issued_losses]
+
+        def samples_of(rank: int, micro: int | None) -> str:
+            reader = self.spec.plan.ranks[rank].dp
+            return self.loader.samples_of(samples, reader, micro)
+
         problem = self._numeric.see(
             self.progress,
             issued.step,
             totals,
-            losses,
-            partial(self.loader.samples_of, self._issued_samples),
-            is_late=not between_steps,
+            [float(loss) for loss in losses] if totals.skipped else [],
+            samples_of,
+            is_late=late,
         )
         # While numbers go wrong, the step from which the run could go on may be any older one.
         self.saves.keep_older(keep=self.progress.unrecoverable_skips > 0)
         self._numeric_problem = self._numeric_problem or problem
-        if self._numeric_problem is not None and between_steps:
+
+    def _stop_for_numbers(self) -> None:
+        """Stop between two steps, if too many were not finite.
+
+        Raises:
+            NumericError: so it is.
+        """
+        if self._numeric_problem is not None:
             problem = self._numeric_problem
             raise NumericError(problem + self.saves.save_last_good(self.state.last_saved))
-        self.hooks.call("on_step")
 
     # Between two steps
 

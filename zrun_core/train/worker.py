@@ -47,6 +47,7 @@ from zrun_core.memory.buffers import placement_of
 from zrun_core.memory.room import Room
 from zrun_core.optim.lr import make_schedule
 from zrun_core.optim.where import resolve_where_placed
+from zrun_core.pipeline.schedule import num_versions
 from zrun_core.spine import heap, memory_limits
 from zrun_core.spine.events import Emitter
 from zrun_core.spine.flight_recorder import FlightRecorder, Watchdog, host_file
@@ -120,7 +121,7 @@ def _read_arguments(
     if given != size or not 0 <= rank < size:
         raise JobError(f"{path} is for {size} ranks, and this is rank {rank} of {given}; {usage}")
     dims = spec.plan.dims
-    refuse_untrained(dims.tp, spec.job.parallel.schedule)
+    refuse_untrained(dims.tp)
     return spec, rank
 
 
@@ -196,6 +197,10 @@ class Worker:
             self.phase.enter("data")
             data = self._open_data(mesh, device)
             mesh, parts = self._cut(built, data, settings, mesh, device)
+            settings = replace(
+                settings,
+                versions=num_versions(job.parallel.schedule, mesh.pipe.index, mesh.pipe.size),
+            )
 
         self.phase.enter("shard")
         inputs = parallelize.offloaded_inputs(

@@ -168,6 +168,16 @@ class Gatherer:
         for unit in stale:
             unit.wait_for_unshard()
 
+    def refresh(self) -> None:
+        """Gather the units that the last update left stale now, before any pass needs them."""
+        stale = [unit for unit in self._fixed_order if unit.state is UnitState.SHARDED]
+        for unit in stale:
+            unit.unshard(self._comm)
+        for unit in stale:
+            unit.wait_for_unshard()
+        if stale:
+            self.num_refreshes += 1
+
     def _refresh_up_to(self, unit: FlatUnit | None) -> None:
         """Gather the units that are being updated, up to `unit` and what comes after it.
 

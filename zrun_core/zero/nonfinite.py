@@ -31,6 +31,7 @@ _OWN = slice(2, 5)
 _SUMMED = slice(5, 8)
 _LARGEST = slice(8, 11)
 _Found = tuple[int, int, float]  # unit, parameter, and its kind or size
+UnitNorms = list[tuple[list[FlatUnit], torch.Tensor]]  # with each unit, that of it or of a part
 _STAGE = 1 << 20  # units of one stage of a pipeline, at most: those of an earlier one come first
 
 
@@ -158,7 +159,7 @@ class Inspector:
         self._pipe = pipe
         self._first_number = 1 + pipe.index * _STAGE  # of a unit, in a row
         self._own: tuple[int, int, int] | None = None  # unit, parameter, kind
-        self.norms: list[tuple[list[FlatUnit], torch.Tensor]] = []
+        self.norms: UnitNorms = []
 
     def begin_step(self) -> None:
         """Forget what was found in this rank's own gradients."""

@@ -31,7 +31,11 @@ from torch import nn
 from zrun_core.distributed.comm import Comm, CommPhase
 from zrun_core.distributed.mesh import Mesh
 from zrun_core.distributed.named_vector import NamedVector
-from zrun_core.distributed.step_message import StepContribution, all_reduce_step
+from zrun_core.distributed.step_message import (
+    StepContribution,
+    all_reduce_stage,
+    all_reduce_step,
+)
 from zrun_core.memory.buffers import ON_DEVICE, Buffer, Kind, Tier
 from zrun_core.memory.layout import NO_PARTS, ParamSlot
 from zrun_core.memory.placement import place
@@ -48,7 +52,7 @@ from zrun_core.zero.exchange import StepCounts, expected_traffic
 from zrun_core.zero.gather import Gatherer
 from zrun_core.zero.micro_pass import HeldGrad, HeldGrads, MicroPass, PassKind
 from zrun_core.zero.module_hooks import install
-from zrun_core.zero.nonfinite import Culprit, Inspector
+from zrun_core.zero.nonfinite import Culprit, Inspector, UnitNorms
 from zrun_core.zero.precision import LossScaler
 from zrun_core.zero.reduce import Reducer, mesh_info_of
 from zrun_core.zero.running_buffers import RunningBuffers
@@ -62,6 +66,7 @@ from zrun_core.zero.sharding_config import (
 )
 from zrun_core.zero.sliced_passes import SlicedPasses
 from zrun_core.zero.unit import FlatUnit, moves_pages, window_pool
+from zrun_core.zero.versions import Versions
 
 # Holds the gradient of a parameter, which a call will make.
 HoldGrad = Callable[[nn.Parameter, Callable[[], torch.Tensor]], None]
@@ -86,6 +91,21 @@ class StepResult:
     agreed: torch.Tensor
 
 
+@dataclass(frozen=True)
+class StageUpdate:
+    """Result of the update of one stage of a pipeline alone. Tensors are 0-d and on the device.
+
+    Attributes:
+        square: float64, squared norm of the stage's gradient.
+        skipped: bool: the update was not made, because that is not finite.
+        norms: of its units, by which the skipped step's culprit can be found.
+    """
+
+    square: torch.Tensor
+    skipped: torch.Tensor
+    norms: UnitNorms
+
+
 class ShardedModel:
     """A module whose parameters live in flat units.
 
@@ -96,6 +116,7 @@ class ShardedModel:
         reducer: of their gradients; a checkpoint holds its state.
         optimizer: of their shards.
         scaler: of the loss in fp16.
+        versions: of the parameters; several in a stage of PipeDream.
         num_updates: made or skipped so far; `delay_after` counts them.
         tiers: what the rank has beside its device; None if no state lives there.
         step_counts: what the newest step has moved between tiers. The updates that a step begins
@@ -165,6 +186,7 @@ class ShardedModel:
         self.reducer.before_last_backward = self._read_ahead
         self.num_updates = 0
         self._planned_rings = self.ring_bytes
+        self.versions = Versions(self.units, settings.versions)
         watched: list[nn.Module] = []
         if mesh.data.size > 1:  # a rank alone never lacks a parameter, nor waits for a gradient
             watched = [inner for inner in module.modules() if id(inner) not in compiled]
@@ -297,12 +319,15 @@ class ShardedModel:
         """Forget the last step's gradients, and copy the buffers that a skipped step puts back."""
         if self.tiers is not None:
             self.tiers.worker.is_in_step = True
+        self._forget_gradients()
+        self._gatherer.schedule_hash = 0
+        self._running.begin_step()
+
+    def _forget_gradients(self) -> None:
         for unit in self._trained:
             unit.grad.begin_step()
         self.reducer.begin_step()
-        self._gatherer.schedule_hash = 0
         self._inspector.begin_step()
-        self._running.begin_step()
 
     @contextmanager
     def forward(self, chunk: int = 0) -> Iterator[MicroPass]:
@@ -467,6 +492,48 @@ class ShardedModel:
             self.scaler.update(overflow)
         return StepResult(reduced.sums, norm, skipped, overflow, reduced.agreed)
 
+    def step_alone(self, lr: float) -> StageUpdate:
+        """Update a stage of a pipeline by the newest micro-batch, without a word of other stages.
+
+        The gradient is not clipped or divided. The stage's ranks skip the update together if it is
+        not finite: the next version has the values of the last one.
+
+        Args:
+            lr: learning rate of all groups.
+        """
+        self.comm.phase = CommPhase.STEP
+        has_grad_here = b"".join(unit.grad.has_grad for unit in self._trained)
+        square, num_with_grad = all_reduce_stage(
+            self._square_norm(), has_grad_here, self.mesh.data, self.comm
+        )
+        has_grad = self._has_grad_anywhere(has_grad_here, num_with_grad)
+        skipped = ~torch.isfinite(square)
+        one = torch.ones((), dtype=torch.float32, device=self.comm.device)
+        self.versions.advance()
+        self._update(lr, one, skipped, has_grad)
+        if not self._skips_on_device and bool(skipped):
+            self.versions.repeat()
+        self._gatherer.refresh()
+        self._forget_gradients()
+        return StageUpdate(square, skipped, self._inspector.norms)
+
+    def look_back_at(self, update: StageUpdate) -> None:
+        """Let `find_nonfinite` find the unit, told late, by which an earlier update was judged."""
+        self._inspector.norms = update.norms
+
+    def end_steps_alone(self, skipped: torch.Tensor) -> None:
+        """End micro-batches that were steps of their own: the pipeline is drained.
+
+        Buffers that forwards wrote are put back to where they were before all of them, if an update
+        was skipped: with several under way, nobody knows which of them wrote what.
+
+        Args:
+            skipped: 0-d bool: an update of this stage was.
+        """
+        self.versions.begin()
+        self.versions.show(0)
+        self._running.end_step(skipped)
+
     def settle_updates(self) -> None:
         """Wait for the updates that run beside training, and raise their errors.
 
@@ -509,7 +576,7 @@ class ShardedModel:
         self._reading_ahead = DONE
         self.num_updates += 1
         with torch.no_grad():
-            if self.comm.device.type != "cpu" and self.optimizer.scales_inside:
+            if self._skips_on_device:
                 # The host does not wait: the device divides, and skips by itself.
                 grad_scale = divisor.masked_fill(skipped, 1.0)
                 self.optimizer.step(lr, has_grad, grad_scale, skipped.float())
@@ -530,6 +597,10 @@ class ShardedModel:
         if self.optimizer.starts_updates:
             order = self.reducer.forward_order
             self._reading_ahead = self.optimizer.read_ahead(order, self.tiers)
+
+    @property
+    def _skips_on_device(self) -> bool:
+        return self.comm.device.type != "cpu" and self.optimizer.scales_inside
 
     def _start_updates(
         self, lr: float | None, divisor: torch.Tensor, skipped: torch.Tensor, has_grad: list[bytes]

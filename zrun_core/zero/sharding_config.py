@@ -64,6 +64,7 @@ class ShardingConfig:
         disk_folder: where the file of states on disk is made.
         schedule: of updates that run beside training: "overlap", "serial" or "delayed".
         delay_after: steps of "delayed" before the first that is.
+        versions: of trained parameters, as of `StatePolicy`.
     """
 
     zero: ZeroPolicy
@@ -87,6 +88,7 @@ class ShardingConfig:
     disk_folder: str | None = None
     schedule: Literal["overlap", "serial", "delayed"] = "overlap"
     delay_after: int = 40
+    versions: int = 1
 
     @property
     def states(self) -> StatePolicy:
@@ -101,6 +103,7 @@ class ShardingConfig:
             ownership=self.exchange,
             recomputes_blocks=self.recomputes_blocks,
             layer_major=self.layer_major,
+            versions=self.versions,
         )
         if self.optimizer is None:
             return states

@@ -106,11 +106,13 @@ class FlatUnit:
         replicate: the ranks that hold the same shard.
         mesh_info: this rank's place in both.
         reshard_after_use: only a shard of the parameters stays in memory between uses.
+        windows: memory for all parameters; several where there are older versions of them, which
+            micro-batches under way use: see `versions.py`.
         param: home of what is kept of the parameters between uses, in compute dtype: the own shard
             if `reshard_after_use`, else all of them.
-        full: [padded_numel] all parameters in compute dtype. Its address is constant; without
-            memory while the unit is resharded.
-        param_shard: [shard_numel], this rank's part of the parameters. Its address is constant.
+        full: [padded_numel] all parameters in compute dtype, the newest. The address is constant
+            where there is one window; without memory while the unit is resharded.
+        param_shard: [shard_numel] of `full`, this rank's part of the parameters.
         updated_range: first and last + 1 of the elements that this rank updates.
         local_param: [updated range], the parameters of these elements in compute dtype.
         record: home of what their update reads and writes beside the gradient, `record_layout`.
@@ -199,33 +201,41 @@ class FlatUnit:
     def _allocate(self, device: torch.device, pool: PagePool | StorageMeter) -> None:
         layout = self.layout
         own = layout.shard_range(self.shard.index)
-        self.window = self._make_window(own, device, pool)
-        self.full = self.window.full
-        self.param_shard = self.window.shard
-        if self.placement.param is not Tier.DEVICE and self.reshard_after_use:
-            self.param_shard = self.full[own[0] : own[1]]
-        # Views of a storage that is resized can only be made while it has memory.
-        self.views: list[torch.Tensor] = []
-        if not isinstance(self.window, StorageWindow):
-            self.views = self.views_of(self.full)
+        num_windows = self.policy.versions if self.trainable else 1
+        self.windows = [self._make_window(own, device, pool) for _ in range(num_windows)]
+        self.updated_range = self.exchange.updated_range(layout, self.mesh_info)
+        self.param: Home
+        self.use_window(self.windows[0])
         # Shape of the parameter, no memory, NaN wherever it is read; torch refuses to write to it.
         nowhere = torch.full((), float("nan"), dtype=layout.dtype, device=device)
         self._placeholders = [nowhere.expand(slot.shape) for slot in layout.slots]
 
-        self.updated_range = self.exchange.updated_range(layout, self.mesh_info)
-        self._device_param = self.local_part(self.full)
-        if self.updated_range == own:
-            self._device_param = self.param_shard
-        self.param: Home
-        if self.placement.param is Tier.DEVICE:
-            self.param = InPlace(self.param_shard if self.reshard_after_use else self.full)
-        else:
+        if self.placement.param is not Tier.DEVICE:
             self._param_away = self.make_away(Kind.PARAM, layout.shard_numel, layout.dtype)
             self.param = self._param_away
         self.has_master = self.policy.has_master(layout, self.placement)
         if self.trainable:
             self._allocate_record(device)
             self.grad = UnitGrad(self, device)
+
+    def use_window(self, window: Window) -> None:
+        """Have the newest parameters in `window` from now on, whatever it holds."""
+        own = self.layout.shard_range(self.shard.index)
+        self.window = window
+        self.full = window.full
+        self.param_shard = window.shard
+        if self.placement.param is not Tier.DEVICE and self.reshard_after_use:
+            self.param_shard = self.full[own[0] : own[1]]
+        # Views of a storage that is resized can only be made while it has memory.
+        self.views: list[torch.Tensor] = []
+        if not isinstance(window, StorageWindow):
+            self.views = self.views_of(self.full)
+        self._device_param = self.local_part(self.full)
+        if self.updated_range == own:
+            self._device_param = self.param_shard
+        if self.placement.param is Tier.DEVICE:
+            kept = self.param_shard if self.reshard_after_use else self.full
+            self.param = InPlace(kept)
 
     def make_away(
         self, kind: Kind, numel: int, dtype: torch.dtype, own: tuple[int, int] | None = None
@@ -577,6 +587,7 @@ class FlatUnit:
         for value in list(vars(self).values()):  # an update may run meanwhile
             if isinstance(value, torch.Tensor):
                 yield value
+        yield from (window.full for window in self.windows)
         homes = [self.param]
         if self.trainable:
             homes += [self.grad.home, self.record]
@@ -601,7 +612,7 @@ class FlatUnit:
 
     def allocated(self) -> list[Buffer]:
         """Return the permanent buffers as allocated. Moments come with the first update."""
-        sizes = {Kind.PARAM: self.param.num_bytes}
+        sizes = {Kind.PARAM: len(self.windows) * self.param.num_bytes}
         if self.trainable:
             sizes[Kind.GRAD] = whole_pages(self.grad.home.num_bytes)
             sizes[Kind.OPTIM] = self.record.num_bytes

@@ -69,6 +69,7 @@ class UnitOptimizer:
         self._scales_inside = spec.scales_inside
         self.scratch = scratch
         self._seen_record = unit.fetch_record()
+        self._seen_window = unit.window
         self._chunk_groups: list[ChunkGroup] = []
         self._chunks_of: dict[int, list[tuple[ChunkGroup, Chunk]]] = {}  # by parameter's number
         self._may_replace_states = False
@@ -196,8 +197,9 @@ class UnitOptimizer:
                         yield value
 
     def _use_record(self) -> None:
-        """Point the optimizer's parameters and states at the record, which has moved."""
+        """Point the optimizer's parameters and states at where they are now."""
         self._seen_record = self.unit.record.at()
+        self._seen_window = self.unit.window
         master = self.unit.master
         for group in self._chunk_groups:
             for chunk in group.chunks:
@@ -239,8 +241,11 @@ class UnitOptimizer:
     # One update
 
     def begin_update(self) -> None:
-        """Fetch the record, and show the optimizer where it lies."""
-        if self.unit.fetch_record() is not self._seen_record:
+        """Fetch the record, and show the optimizer where it and the parameters lie."""
+        record = self.unit.fetch_record()
+        is_own_master = not self.unit.has_master
+        has_moved = is_own_master and self.unit.window is not self._seen_window
+        if record is not self._seen_record or has_moved:
             self._use_record()
 
     def update(

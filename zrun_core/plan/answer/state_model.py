@@ -12,6 +12,7 @@ from zrun_core.memory.layout import UnitLayout, whole_pages
 from zrun_core.memory.placement import place
 from zrun_core.memory.state_policy import MeshInfo, ZeroPolicy
 from zrun_core.memory.tier_traffic import Move, step_traffic
+from zrun_core.pipeline.schedule import num_versions
 from zrun_core.pipeline.split import Split
 from zrun_core.plan.memory.states import (
     PlannedModel,
@@ -99,6 +100,7 @@ class StateModel:
             candidate.placement,
             candidate.layer_major,
             self._split_of(candidate),
+            num_versions(candidate.schedule, index, candidate.dims.pp),
             index,
         )
         found = self._states.get(key)
@@ -108,7 +110,10 @@ class StateModel:
 
     def _of_stage(self, candidate: Candidate, index: int) -> StageStates:
         dims = candidate.dims
-        settings = self._settings_of(candidate)
+        settings = replace(
+            self._settings_of(candidate),
+            versions=num_versions(candidate.schedule, index, dims.pp),
+        )
         model = self._model_of(candidate)
         rank = Coordinates(pp=index)
         buffers = rank_buffers(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from zrun_core.memory.buffers import ON_DEVICE, Placement, Tier
-from zrun_core.spine.parallel_dims import UNTRAINED, ParallelDims
+from zrun_core.spine.parallel_dims import ParallelDims
 
 
 class CandidateKey(NamedTuple):
@@ -93,8 +93,6 @@ class Candidate:
         found = []
         if self.dims.tp > 1:
             found.append("tensor parallelism")
-        if self.dims.pp > 1 and self.schedule in UNTRAINED:
-            found.append(f"the schedule {self.schedule}")
         return tuple(found)
 
     def __str__(self) -> str:

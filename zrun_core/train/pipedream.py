@@ -1,0 +1,275 @@
+"""PipeDream: each micro-batch is a step, and stages update without waiting for each other.
+
+The trainer runs windows of micro-batches. In a window every stage updates after each backward
+(`schedule.pipedream`), and no message goes to all ranks; at its end the pipeline is drained, and
+one message over all ranks carries what the message of a step carries: losses, norms, wishes to stop
+or to save. A window ends where something looks at the whole model (a save, an evaluation, the end),
+and after `STEPS_PER_STAGE` micro-batches for each stage, so that nobody waits long for a stop.
+
+The same windows are made by a run that goes on from a save: so that resumes exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from zrun_core.data.batch import MicroBatch
+from zrun_core.data.loader import BatchLoader
+from zrun_core.distributed.named_vector import NamedVector
+from zrun_core.pipeline.schedule import Action, ActionKind, version_used
+from zrun_core.spine.config import JobConfig
+from zrun_core.telemetry.metrics import StepClock, StepPhase
+from zrun_core.telemetry.recorder import IssuedStep
+from zrun_core.telemetry.step_totals import StepTotals
+from zrun_core.train.pipeline_runner import PipelineRunner
+from zrun_core.user_code.loss import Loss, LossKind
+from zrun_core.zero.sharded_model import ShardedModel, StageUpdate
+
+# Micro-batches of a window, at most: with p stages draining takes (p - 1) / (16 p) of it.
+STEPS_PER_STAGE = 16
+
+# Numbers of a step that ranks sum; square and skipped are counted once per stage.
+_COLUMNS = ("weight", "loss", "samples", "tokens", "square", "skipped")
+
+
+class ReadStep(NamedTuple):
+    """A step that was read.
+
+    Attributes:
+        batch: its one micro-batch of this rank.
+        samples: its positions in the data.
+        epoch: how often the data was read by its end; None if its length is not known.
+    """
+
+    batch: MicroBatch
+    samples: range
+    epoch: float | None
+
+
+@dataclass(frozen=True)
+class EndedStep:
+    """A step of a window that has ended.
+
+    Attributes:
+        read: what it was made of.
+        issued: what this rank knew of it before the message.
+        totals: over all ranks. Wishes of ranks come with the last step of the window.
+        update: of this rank's stage.
+        losses: its share of the loss, on ranks of the last stage.
+    """
+
+    read: ReadStep
+    issued: IssuedStep
+    totals: StepTotals
+    update: StageUpdate
+    losses: Sequence[torch.Tensor]
+
+
+class PipeDreamRunner(PipelineRunner):
+    """Runs the actions of one stage, with its updates.
+
+    Attributes:
+        update: called after the backward of each micro-batch, with its number.
+        rows: by micro-batch, the numbers that ranks sum.
+    """
+
+    update: Callable[[int], None]
+    rows: Sequence[NamedVector] = ()
+
+    def _execute(
+        self, action: Action, micro_batches: Sequence[MicroBatch], sums: NamedVector
+    ) -> torch.Tensor | None:
+        kind, _, number = action
+        if kind is ActionKind.UPDATE:
+            self._phase.enter("update")
+            with self._clock.during(StepPhase.OPTIM):
+                self.update(number)
+            return None
+        stages = self._stage.split.pp
+        version = version_used(self._schedule, self._stage.index, stages, number)
+        self._sharded.versions.show(version)
+        if kind is ActionKind.FORWARD:
+            self._run_forward(action, micro_batches[number], self.rows[number])
+            return None
+        return self._run_backward(action, boundary=True)
+
+    def _share_of(self, loss: Loss, batch: MicroBatch) -> torch.Tensor:
+        """Return the part of the micro-batch's loss that is differentiated here, 0-d.
+
+        Other stages update before they could know the weight of all samples: so the loss is divided
+        by that before its backward. Where no sample counts it is NaN, and all stages skip.
+        """
+        weight = torch.zeros((), dtype=torch.float64, device=loss.value.device)
+        if batch.num_samples:
+            weight += loss.weight
+        data = self._sharded.mesh.data
+        total = weight
+        if data.size > 1:
+            total = self._comm.all_reduce_small(weight.view(1), data, name="weight of samples")[0]
+        factor = 1 / total
+        if loss.kind is LossKind.MEAN:
+            factor = weight / total
+        value = loss.value if batch.num_samples else loss.value * 0.0
+        return value * factor.to(value.dtype)
+
+
+class Windows:
+    """Reads and runs windows of micro-batches."""
+
+    def __init__(
+        self,
+        job: JobConfig,
+        stages: int,
+        sharded: ShardedModel,
+        loader: BatchLoader,
+        runner: PipeDreamRunner,
+        clock: StepClock,
+    ) -> None:
+        """
+        Args:
+            job: says when the pipeline must be drained.
+            stages: of the pipeline.
+            sharded: this rank's stage.
+            loader: of this rank's micro-batches.
+            runner: of their actions.
+            clock: of steps.
+        """
+        self._job = job
+        self._most = STEPS_PER_STAGE * stages
+        self._sharded = sharded
+        self._comm = sharded.comm
+        self._loader = loader
+        self._runner = runner
+        self._clock = clock
+
+    def length(self, steps: int) -> int:
+        """Return the steps that may be made until the pipeline must be drained.
+
+        Args:
+            steps: made so far.
+        """
+        job = self._job
+        saves = None if job.checkpoint is None else job.checkpoint.every
+        evaluations = None if job.eval is None else job.eval.every
+        until_due = [
+            every - steps % every
+            for every in (saves, evaluations, job.guards.replica_every)
+            if every
+        ]
+        if job.steps is not None:
+            until_due.append(job.steps - steps)
+        return min(self._most, *until_due)
+
+    def read(self, steps: int) -> list[ReadStep]:
+        """Read the micro-batches of the next window: none where the data has ended.
+
+        Args:
+            steps: made so far.
+        """
+        found = []
+        for _ in range(self.length(steps)):
+            micro_batches = self._loader.next_step()
+            if micro_batches is None:
+                break
+            (batch,) = micro_batches
+            found.append(ReadStep(batch, self._loader.last_step, self._loader.epoch))
+        return found
+
+    def run(
+        self,
+        steps: Sequence[ReadStep],
+        first: int,
+        lr_of: Callable[[int], float],
+        wishes_of: Callable[[], NamedVector],
+    ) -> list[EndedStep]:
+        """Run a window. Collective.
+
+        Args:
+            steps: as read.
+            first: number of the first one.
+            lr_of: returns the learning rate of each, counted from 0.
+            wishes_of: returns at the end what else ranks sum, named as fields of `StepTotals`.
+        """
+        runner = self._runner
+        batches = [step.batch for step in steps]
+        table = torch.zeros(
+            len(steps), len(_COLUMNS), dtype=torch.float64, device=self._comm.device
+        )
+        runner.rows = [NamedVector(_COLUMNS, row) for row in table]
+        is_counted = self._sharded.mesh.data.index == 0
+        updates: list[StageUpdate] = []
+        issued: list[IssuedStep] = []
+
+        def end_step(number: int) -> None:
+            runner.waited[StepPhase.OPTIM] += self._comm.take_waited()
+            issued.append(
+                IssuedStep(
+                    step=first + number,
+                    lr=lr_of(number),
+                    clock=self._clock.restart(),
+                    waited=runner.waited,
+                    sent=self._comm.drain(),
+                    flops=runner.flops(batches[number : number + 1]),
+                    micro_batches=1,
+                    tier_counts=self._sharded.step_counts,
+                )
+            )
+            runner.begin_step()
+
+        def update(number: int) -> None:
+            made = self._sharded.step_alone(lr_of(number))
+            updates.append(made)
+            if is_counted:
+                runner.rows[number].add(square=made.square, skipped=made.skipped.double())
+            if number < len(steps) - 1:  # the last one ends with the window
+                end_step(number)
+
+        runner.update = update
+        runner.begin_step()
+        self._sharded.begin_step()
+        order = runner.order(len(steps))
+        losses = runner.run(order, batches, NamedVector.of(self._comm.device), first)
+        self._sharded.end_steps_alone(torch.stack([each.skipped for each in updates]).any())
+        wishes = wishes_of()
+        message = torch.cat([table.view(-1), wishes.values])
+        message = self._comm.all_reduce_small(message, self._sharded.mesh.world, name="window")
+        end_step(len(steps) - 1)
+        all_totals = _totals(message, len(steps), wishes.names)
+        return [
+            EndedStep(
+                step,
+                issued[number],
+                all_totals[number],
+                updates[number],
+                losses[number : number + 1],
+            )
+            for number, step in enumerate(steps)
+        ]
+
+
+def _totals(message: torch.Tensor, num_steps: int, names: Sequence[str]) -> list[StepTotals]:
+    """Return the totals of each step of a window.
+
+    Args:
+        message: summed over all ranks: a row of `_COLUMNS` for each step, then wishes.
+        num_steps: of the window.
+        names: of the wishes.
+    """
+    numbers = message.tolist()
+    found = []
+    for number in range(num_steps):
+        start = number * len(_COLUMNS)
+        row = dict(zip(_COLUMNS, numbers[start : start + len(_COLUMNS)], strict=True))
+        square = row.pop("square")
+        norm = square**0.5
+        row["skipped"] = float(row["skipped"] > 0)
+        found.append(StepTotals(**row, grad_norm=norm, agreed=1.0, scale=1.0))
+    wishes = dict(zip(names, numbers[num_steps * len(_COLUMNS) :], strict=True))
+    found[-1] = found[-1]._replace(
+        **{name: value for name, value in wishes.items() if name not in _COLUMNS}
+    )
+    return found

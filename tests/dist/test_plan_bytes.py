@@ -13,9 +13,13 @@ from torch import nn
 from toys import world
 
 from zrun_core.distributed import comm
+from zrun_core.hardware.simulated import parse_simulate
 from zrun_core.memory.arena import PagePool, PageWindow
 from zrun_core.memory.buffers import Kind
+from zrun_core.plan.answer.planner import Planner
 from zrun_core.plan.memory.states import plan_model, rank_buffers, settings_of
+from zrun_core.plan.question.candidate import Candidate
+from zrun_core.plan.trace.tracer import trace_job
 from zrun_core.spine.config import JobConfig
 from zrun_core.spine.parallel_dims import Coordinates, ParallelDims, resolve_shard_size
 from zrun_core.spine.sizes import format_size
@@ -225,3 +229,62 @@ def test_rings_that_outgrow_their_plan_are_told(ranks, tmp_path):
             rank == 0,
             True,
         ], told
+
+
+PIPELINES: list[tuple[dict[str, int], dict[str, Any], dict[str, Any]]] = [
+    ({"dp": 2, "pp": 2}, {}, {"zero": 2, "activations": {"checkpoint": "full"}}),
+    ({"dp": 1, "pp": 4}, {}, {}),
+    ({"dp": 1, "pp": 2, "virtual": 2}, {"schedule": "interleaved"}, {"zero": 1}),
+    ({"dp": 1, "pp": 2}, {"schedule": "gpipe"}, {"precision": "bf16"}),
+]
+
+
+@pytest.mark.parametrize(("sizes", "parallel", "keys"), PIPELINES)
+def test_stages_hold_what_is_planned(
+    ranks, tmp_path, sizes: dict[str, int], parallel: dict[str, Any], keys: dict[str, Any]
+) -> None:
+    tied = {"dim": 128, "depth": 4, "heads": 4, "seq_len": 128, "vocab_size": 2003, "tied": True}
+    keys = runs.job(
+        **{
+            "model": {"call": "zrun_core.models.gpt:gpt", "args": tied},
+            "data": {"call": "test_plan_bytes.py:tokens"},
+            "steps": 3,
+            "batch": {"global": 32, "micro": 4},
+            "checkpoint": None,
+            "hooks": {},
+            "parallel": {"pp": sizes["pp"], **parallel},
+            **keys,
+        }
+    )
+    dims = ParallelDims(**sizes)
+    found = ranks(dims.world_size).run(runs.run, keys, str(tmp_path), None, None, None, sizes)
+    job = JobConfig.model_validate(keys)
+    policies = (job.activations.checkpoint,)
+    profile = trace_job(job, Path(__file__).parent, micros=(4,), checkpoints=policies, threads=1)
+    planner = Planner(profile, parse_simulate(f"{dims.world_size}xCPU"), job)
+    candidate = Candidate(
+        job.zero.stage,
+        dims,
+        4,
+        8 // dims.dp,
+        job.activations.checkpoint,
+        job.precision.compute,
+        schedule=job.parallel.schedule,
+        split=() if job.parallel.split == "auto" else tuple(job.parallel.split),
+    )
+    for number, of_rank in enumerate(found):
+        told = {event["type"]: event for event in of_rank["events"]}
+        rank = planner.rank(candidate, dims.coordinates(number).pp)
+        if dims.coordinates(number).dp == 0:
+            for kind in (Kind.PARAM, Kind.GRAD, Kind.OPTIM, Kind.RING, Kind.BUFFER):
+                planned = sum(b.num_bytes for b in rank.buffers if b.kind is kind)
+                assert planned == told["memory"][kind.value], (number, kind)
+        measured = told["peak"]["peak_bytes"]
+        messages = 2 * planner.stage(candidate, dims.coordinates(number).pp).message
+        # Whether others have read what was sent is a matter of time.
+        assert abs(rank.allocated - measured) < 0.005 * measured + messages, number
+
+
+def tokens() -> list[dict[str, torch.Tensor]]:
+    rows = torch.arange(64 * 128).remainder(2003).view(64, 128)
+    return [{"input_ids": row, "labels": row} for row in rows]

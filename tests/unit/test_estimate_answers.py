@@ -190,6 +190,21 @@ def test_the_best_is_told_with_what_is_planned_only(searched: Answer) -> None:
     assert headroom == sorted(headroom)
 
 
+def test_every_stage_of_a_pipeline_has_a_row() -> None:
+    found = asked("1.3B", "4xA100-80G", "zero=1", "parallel={pp: 4}", "batch.global=32").chosen
+    lines = rendered(plan_tables.pipeline_table(found, 100), 100)
+    rows = [line.split() for line in lines[2:]]
+    assert [row[0] for row in rows] == ["0", "1", "2", "3"]
+    lengths = [stop - first for ((first, stop),) in (stage.blocks for stage in found.stages)]
+    assert rows[0][1] == f"0-{lengths[0] - 1}"
+    assert lengths[-1] == min(lengths), "the head is beside its blocks"
+    assert [stage.in_flight for stage in found.stages] == [4, 3, 2, 1]
+    told = plan_tables.pipeline_line(found)
+    assert "1f1b of 32 micro-batches on 4 stages, bubble" in told
+    assert "what follows the last block computes as much as 1" in told, "a vocabulary of 50k"
+    assert not asked("1.3B", "4xA100-80G", "zero=1").chosen.stages
+
+
 def test_a_budget_in_days_and_money(small: Answer) -> None:
     time = small.chosen.time
     assert time.tokens_per_s is not None

@@ -27,6 +27,7 @@ _BAD = "red"
 _DOUBTFUL = "yellow"
 _DAY_S = 86400.0
 _WRAPPED = {"buffer": 24, "offloaded": 16}  # the least width where a value may take several lines
+_SHOWN_BLOCKS = 0.5  # that what follows them computes as much as
 _SIZES = ("paper K=12", "states", "activations", "peak", "reserved", "device")
 
 
@@ -120,6 +121,49 @@ def choice_table(estimates: Sequence[Estimate], width: int) -> Table:
     return _table(_fitting(columns, ("tok/s", "MFU", "device", "checkpoint"), width), unit)
 
 
+def pipeline_table(estimate: Estimate, width: int) -> Table:
+    """Return a row for each stage of a pipeline.
+
+    Args:
+        estimate: of a pipeline.
+        width: of the terminal.
+    """
+    stages = estimate.stages
+    unit = formatting.Unit.of(stage.device_used for stage in stages)
+    step = estimate.time.seconds or 1.0
+    columns: dict[str, list[str | Text]] = {
+        "pipeline": [str(number) for number in range(len(stages))],
+        "blocks": [", ".join(map(_run_in_words, stage.blocks)) for stage in stages],
+        "parameters": [formatting.count(stage.num_params) for stage in stages],
+        "busy": [_seconds(stage.busy) for stage in stages],
+        "waits": [f"{max(0.0, 1 - stage.busy / step):.0%}" for stage in stages],
+        "in flight": [str(stage.in_flight) for stage in stages],
+        "activations": [_mark(estimate) + unit.text(stage.activations) for stage in stages],
+        "device": [_mark(estimate) + unit.text(stage.device_used) for stage in stages],
+    }
+    return _table(_fitting(columns, ("parameters", "busy", "activations"), width), unit)
+
+
+def pipeline_line(estimate: Estimate) -> str:
+    """Return what a pipeline loses, and why its stages differ: `bubble 2% of a step: ...`."""
+    candidate = estimate.candidate
+    share = estimate.time.parts.get("bubble", 0.0) / (estimate.time.seconds or 1.0)
+    line = (
+        f"pipeline: {candidate.schedule} of {candidate.accumulation:,} micro-batches on "
+        f"{candidate.dims.pp} stages, bubble {share:.1%} of a step"
+    )
+    if estimate.after_blocks >= _SHOWN_BLOCKS:
+        line += (
+            f"; what follows the last block computes as much as {estimate.after_blocks:.1f} blocks"
+        )
+    return line
+
+
+def _run_in_words(run: tuple[int, int]) -> str:
+    first, stop = run
+    return str(first) if stop == first + 1 else f"{first}-{stop - 1}"
+
+
 def sweep_table(key: str, rows: Sequence[tuple[str, Estimate | str]], width: int) -> Table:
     """Return a row for each value of a key.
 
@@ -195,6 +239,7 @@ def time_lines(estimate: Estimate) -> list[str]:
     rates += [f"MFU {time.mfu:.1%}"] if time.mfu else []
     rates += [f"HFU {time.hfu:.1%}"] if time.hfu and time.hfu != time.mfu else []
     lines += [f"speed: {', '.join(rates)}"] if rates else []
+    lines += [pipeline_line(estimate)] if estimate.stages else []
     sent = [f"{format_size(size)} over {link}" for link, size in time.link_bytes.items() if size]
     return [*lines, *([f"sent per step and rank: {', '.join(sent)}"] if sent else [])]
 

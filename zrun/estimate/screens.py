@@ -18,6 +18,7 @@ from zrun.estimate.plan_tables import (
     choice_table,
     cost_of_tokens,
     offloaded,
+    pipeline_table,
     stage_table,
     sweep_table,
     tier_lines,
@@ -59,6 +60,9 @@ def print_answer(found: Answer, tokens: str | None, price: float | None) -> None
     for bar in bars(found.chosen, min(console.width, _WIDEST_BAR), ascii_only):
         console.print(bar, no_wrap=True, overflow="crop")
     console.print()
+    if found.chosen.stages:
+        console.print(pipeline_table(found.chosen, console.width))
+        console.print()
     _print_lines(console, time_lines(found.chosen))
     hardware = found.question.hardware
     _print_lines(console, tier_lines(found.chosen, hardware, found.tokens_per_sample))

@@ -38,6 +38,27 @@ class RankMemory:
 
 
 @dataclass(frozen=True)
+class StageEstimate:
+    """A stage of a pipeline.
+
+    Attributes:
+        blocks: numbers of the first block of each of its chunks, and of the one after its last.
+        num_params: on the stage; tied ones are on several.
+        busy: seconds of a step in which it computes.
+        in_flight: micro-batches that it holds at most, each counted as often as it is in a chunk.
+        activations: bytes of these, of what is temporary, and of the batch.
+        device_used: as of `RankMemory`.
+    """
+
+    blocks: tuple[tuple[int, int], ...]
+    num_params: int
+    busy: float
+    in_flight: int
+    activations: int
+    device_used: int
+
+
+@dataclass(frozen=True)
 class Estimate:
     """A candidate on some hardware.
 
@@ -54,6 +75,8 @@ class Estimate:
             exactly, by collective.
         moved: bytes that it moves between tiers per step, exactly: by tier ("host" or "disk"), by
             direction ("read" from it or "written" to it), and by kind of state.
+        stages: of a pipeline, in order; none without one, or in a search.
+        after_blocks: what follows the last block computes as much as so many blocks.
     """
 
     candidate: Candidate
@@ -69,6 +92,8 @@ class Estimate:
     traffic: dict[str, int] = field(default_factory=dict)
     is_bound: bool = False
     moved: dict[str, dict[str, dict[str, int]]] = field(default_factory=dict)
+    stages: tuple[StageEstimate, ...] = ()
+    after_blocks: float = 0.0
 
     @property
     def is_guess(self) -> bool:

@@ -21,7 +21,13 @@ from zrun_core.memory.buffers import Buffer, Kind, Tier
 from zrun_core.memory.layout import UnitLayout, whole_pages
 from zrun_core.memory.tier_traffic import Direction, Move
 from zrun_core.pipeline.split import Split
-from zrun_core.plan.answer.outcome import FROM_DATA_SHEETS, Estimate, RankMemory, offloaded_bytes
+from zrun_core.plan.answer.outcome import (
+    FROM_DATA_SHEETS,
+    Estimate,
+    RankMemory,
+    StageEstimate,
+    offloaded_bytes,
+)
 from zrun_core.plan.answer.state_model import StageStates, StateModel
 from zrun_core.plan.memory import rank_memory
 from zrun_core.plan.memory.rank_memory import PipelineStage
@@ -149,7 +155,7 @@ class Planner:
             return PipelineStage.whole(candidate, self.num_blocks)
         split = self.split(candidate)
         borders = self.cost_model.border_bytes(candidate, split)
-        return PipelineStage.of(candidate, split, index, borders)
+        return PipelineStage.of(candidate, split, index, borders, self.pipeline.costs)
 
     def _stages(self, candidate: Candidate) -> list[int]:
         """Return a stage of each class: of those alike, the one that holds most micro-batches."""
@@ -397,7 +403,7 @@ class Planner:
 
         Args:
             candidate: the configuration.
-            traffic: fill `Estimate.traffic` and `Estimate.moved` in.
+            traffic: fill in `traffic`, `moved` and `stages` of the estimate.
 
         Raises:
             JobError: it is impossible.
@@ -412,6 +418,7 @@ class Planner:
             if not self.cost_model.uses_formula(candidate.key):
                 source = self.subject.source_of(candidate.checkpoint)
         known = ranks
+        time = self.time(candidate)
         if source == "guessed":
             # A guess rules nothing out: only what is known can do.
             known = tuple(_without_activations(rank) for rank in ranks)
@@ -420,7 +427,7 @@ class Planner:
             ranks=ranks,
             paper=self.paper_bytes(candidate),
             host_bytes=_most_at_once(host),
-            time=self.time(candidate),
+            time=time,
             capacity=self.hardware.device.memory_bytes,
             fits=self._fits(candidate, known, self._host(candidate, known)),
             source=source,
@@ -429,7 +436,30 @@ class Planner:
             traffic=self.traffic(candidate) if traffic else {},
             moved=self.moved(candidate) if traffic else {},
             is_bound=is_ragged,
+            stages=self._all_stages(candidate, time) if traffic else (),
+            after_blocks=self.pipeline.after_blocks if candidate.dims.pp > 1 else 0.0,
         )
+
+    def _all_stages(self, candidate: Candidate, time: StepTime) -> tuple[StageEstimate, ...]:
+        """Return every stage of a pipeline; none without one."""
+        if candidate.dims.pp == 1:
+            return ()
+        split = self.split(candidate)
+        found = []
+        for index in range(split.pp):
+            rank = self.rank(candidate, index)
+            layouts = self._states.of_stage(candidate, index).layouts
+            beside = sum(buffer.num_bytes for buffer in self._others(candidate))
+            stage = StageEstimate(
+                blocks=tuple((run.start, run.stop) for run in split.stage_blocks(index)),
+                num_params=sum(unit.numel for unit in layouts),
+                busy=time.busy[index],
+                in_flight=self.stage(candidate, index).held,
+                activations=rank.peak.dynamic + beside,
+                device_used=rank.device_used,
+            )
+            found.append(stage)
+        return tuple(found)
 
     def _fits(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -17,7 +18,7 @@ from zrun_core.plan.timing.micro_batch_cost import BYTES
 from zrun_core.plan.trace import waiting_inputs
 from zrun_core.plan.trace.peak import ONE_AT_A_TIME, Moment, Peak, peak_of, peak_of_stage
 from zrun_core.plan.trace.profile import Profile, Trace
-from zrun_core.plan.trace.rows import TracePhase
+from zrun_core.plan.trace.rows import PHASE_NUMBER, TracePhase, values_at
 
 ALIGN = 512  # bytes to which CUDA's allocator rounds
 # Of a CPU's heap beyond its simulation, in which no small thing that lasts lies between tensors;
@@ -31,6 +32,7 @@ _MAX_KERNELS = 256
 # but the first one of a host without it; measured.
 BUILDS_ON_META = 80 << 20
 _INPUTS_HERE = 2  # of recomputed blocks, where the others wait elsewhere
+_ELEMENT = {"float32": 4, "float16": 2, "bfloat16": 2}  # bytes
 _FORMULA_SLACK = 0.03  # reserved beyond allocated, where no timeline tells
 
 
@@ -49,7 +51,8 @@ class PipelineStage:
         last: whether it is the last one.
         waiting: segments of which other micro-batches wait, in layer-major order, while one of them
             turns round in the last block; None: none waits before others.
-        beside: bytes of messages to other stages that are under way.
+        message: bytes of the largest that it sends to another stage.
+        num_messages: that others have not read yet.
     """
 
     chunks: tuple[range, ...]
@@ -60,7 +63,18 @@ class PipelineStage:
     first: bool = True
     last: bool = True
     waiting: range | None = None
-    beside: int = 0
+    message: int = 0
+    num_messages: int = 0
+
+    @property
+    def beside(self) -> int:
+        """Bytes of messages to other stages that are under way."""
+        return self.num_messages * self.message
+
+    @property
+    def held(self) -> int:
+        """Passes of micro-batches through chunks that are under way at most, or just running."""
+        return max(sum(moment.held) + 1 for moment in self.moments)
 
     @classmethod
     def whole(cls, candidate: Candidate, num_blocks: int) -> PipelineStage:
@@ -77,7 +91,12 @@ class PipelineStage:
 
     @classmethod
     def of(
-        cls, candidate: Candidate, split: Split, index: int, border_bytes: Sequence[float]
+        cls,
+        candidate: Candidate,
+        split: Split,
+        index: int,
+        border_bytes: Sequence[float],
+        costs: Sequence[float],
     ) -> PipelineStage:
         """Return a stage of a pipeline.
 
@@ -86,6 +105,7 @@ class PipelineStage:
             split: of the model.
             index: number of the stage.
             border_bytes: that cross the border in front of each chunk, for a micro-batch.
+            costs: FLOPs of each segment.
         """
         moments = moments_of(candidate.schedule, index, split.pp, split.virtual, candidate)
         chunks = split.chunks(index)
@@ -93,10 +113,8 @@ class PipelineStage:
         here = {(moment.chunk, moment.held) for moment in moments}
         held = [sum(map(mul, counts, sizes)) + sizes[chunk] for chunk, counts in here]
         waiting = [sum(map(mul, moment.weights, sizes)) for moment in moments]
-        # What was sent last is held until something else is sent: activations and a gradient.
-        comes = max(border_bytes[chunk] for chunk in chunks)
         borders = [*border_bytes, 0.0]
-        goes = max(borders[chunk + 1] for chunk in chunks)
+        messages = [size for chunk in chunks for size in borders[chunk : chunk + 2]]
         return cls(
             tuple(split.segments(chunk) for chunk in chunks),
             moments,
@@ -105,8 +123,24 @@ class PipelineStage:
             max(waiting),
             first=index == 0,
             last=index == split.pp - 1,
-            beside=round(comes + goes),
+            message=round(max(messages)),
+            num_messages=_messages_held(candidate, split, index, costs),
         )
+
+
+def _messages_held(candidate: Candidate, split: Split, index: int, costs: Sequence[float]) -> int:
+    """Return how many messages that a stage has sent others have not read yet.
+
+    One of them, the last, is held until something else is sent. Where a stage has several chunks,
+    each has sent both ways; and no stage of GPipe waits for a slower next one.
+    """
+    if candidate.schedule == "interleaved":
+        return 2 * split.virtual - 1
+    stages = split.stage_costs(costs)
+    if candidate.schedule != "gpipe" or index == split.pp - 1 or not stages[index + 1]:
+        return 1
+    ahead = 1 - stages[index] / stages[index + 1]
+    return max(1, math.ceil(candidate.accumulation * ahead))
 
 
 def moments_of(
@@ -237,6 +271,7 @@ def traced(
             stage.moments,
             steady=steady,
             beside=stage.beside,
+            for_weights=_inputs_of_weights(trace, candidate, stage),
             accumulating=accumulating,
             align=align,
         )
@@ -253,6 +288,45 @@ def traced(
         accumulating=accumulating,
         align=align,
     )
+
+
+def _inputs_of_weights(trace: Trace, candidate: Candidate, stage: PipelineStage) -> list[float]:
+    """Return by chunk what a micro-batch leaves behind until its weights' gradients are made."""
+    if candidate.schedule != "zero_bubble":
+        return []
+    return [_weight_inputs(trace, candidate.micro, chunk) for chunk in stage.chunks]
+
+
+def _weight_inputs(trace: Trace, micro: int, blocks: range) -> float:
+    """Return the bytes that a micro-batch keeps until its weights' gradients are made.
+
+    They are the inputs of the linears of blocks, and the gradients of their outputs. Linears in a
+    row that multiply rows of one length are taken to have one input, as those of queries and keys.
+
+    Args:
+        trace: of a micro-batch.
+        micro: samples of it.
+        blocks: those of a chunk; segments that follow the blocks have none.
+    """
+    trace = trace.of(micro)
+    ops = trace.ops
+    forward = ops["phase"] == PHASE_NUMBER[TracePhase.FORWARD]
+    inside = (ops["block"] >= blocks.start) & (ops["block"] < blocks.stop)
+    chosen = ops[forward & inside]
+    found = 0.0
+    last: tuple[int, float] | None = None  # block and length of the rows of the last product
+    for op, flops in zip(chosen, values_at(chosen["flops"], micro).tolist(), strict=True):
+        operator = trace.operators[op["operator"]]
+        if operator.family == "attention" or "bmm" in operator.name:
+            last = None
+        elif operator.family == "gemm" and len(operator.shape) == 3:
+            _, outputs, inputs = operator.shape
+            rows = flops / (2 * outputs * inputs)
+            here = int(op["block"]), inputs
+            widths = outputs if here == last else outputs + inputs
+            found += rows * widths * _ELEMENT[operator.dtype.removeprefix("torch.")]
+            last = here
+    return found
 
 
 def reserved_beyond(profile: Profile, candidate: Candidate, every: int) -> int:

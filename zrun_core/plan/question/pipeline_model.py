@@ -61,6 +61,12 @@ class PipelineModel:
         self._splits: dict[tuple[object, ...], Split] = {}
 
     @property
+    def after_blocks(self) -> float:
+        """As how many blocks what follows the last one computes."""
+        blocks = sum(self.costs[:-1])
+        return self.costs[-1] * len(self.blocks) / blocks if blocks else 0.0
+
+    @property
     def uses(self) -> Mapping[str, tuple[int, ...]] | None:
         """The segments that use each parameter of a traced model; None: it was not followed."""
         return None if self._flow is None else self._flow.uses

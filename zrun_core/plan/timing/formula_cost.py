@@ -219,16 +219,14 @@ def _ends(
     forward += stream_seconds(device, logits * (size + 16))
     forward += stream_seconds(device, 2 * looked_up)
     backward = product_seconds(device, key.precision, tokens, hidden, vocab)
-    weights = product_seconds(device, key.precision, hidden, vocab, tokens, extra_bytes=adds)
-    weights += accumulation_seconds(device, key.precision, params, settings)
-    backward += weights
+    backward += product_seconds(device, key.precision, hidden, vocab, tokens, extra_bytes=adds)
     backward += stream_seconds(device, logits * (size + 8))
     backward += stream_seconds(device, 3 * looked_up)
+    backward += accumulation_seconds(device, key.precision, params, settings)
     scored = group.all_reduce(looked_up)
     after = SegmentCost(
         forward=forward,
         backward=backward,
-        weights=weights,
         tp_forward=group.all_reduce(12 * tokens),  # the loss: a maximum, a sum and a logit each
         tp_backward=scored._replace(seconds=scored.seconds * _SHOWN_BACKWARD),
         params=params,

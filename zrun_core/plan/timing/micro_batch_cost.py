@@ -45,7 +45,7 @@ class SegmentCost:
     Attributes:
         forward, backward: seconds in kernels; `backward` includes `recompute`.
         recompute: seconds of recomputation.
-        weights: seconds of `backward` for gradients of weights, which zero bubble makes later.
+        weights: seconds of `backward` for gradients of weights that zero bubble makes later.
         tp_forward, tp_backward: tensor-parallel traffic that computation does not hide.
         params, trainable: elements on this rank, before they are sharded.
         flops: of forward and backward, without recomputation.

@@ -44,6 +44,7 @@ class StepTime:
         mfu, hfu: their shares of the peak; None where there is no data sheet.
         update_behind: seconds of the update of states elsewhere, beside the next forward.
         first_forward: seconds of that forward's kernels, which hide as much of it.
+        busy: seconds in which each stage of a pipeline computes.
         link_bytes: sent by the rank that sends most to others, by class of link: node, network.
     """
 
@@ -60,6 +61,7 @@ class StepTime:
     link_bytes: dict[str, int]
     update_behind: float = 0.0
     first_forward: float = 0.0
+    busy: tuple[float, ...] = ()
 
 
 def step_time(
@@ -328,7 +330,8 @@ class _StepModel:
         count = candidate.accumulation
         distinct_stages = sorted({0, dims.pp // 2, dims.pp - 1})
         update = max(self.device_update(self.segments_of_stage(stage)) for stage in distinct_stages)
-        seconds, bubble, busiest = self._all_passes(count)
+        seconds, bubble, busy = self._all_passes(count)
+        busiest = max(range(len(busy)), key=lambda stage: (busy[stage], -stage))  # first of equals
         update += self._sum_tied().seconds
         seconds += update
 
@@ -362,6 +365,7 @@ class _StepModel:
             link_bytes=self.link_bytes(busiest),
             update_behind=max(self._ready(segments) or [0.0]),
             first_forward=sum(each.forward + each.tp_forward.seconds for each in segments),
+            busy=busy if dims.pp > 1 else (),
         )
 
     def _parts(self, seconds: float, bubble: float, update: float, stage: int) -> dict[str, float]:
@@ -383,8 +387,8 @@ class _StepModel:
         parts["exposed transfers"] = max(0.0, seconds - sum(parts.values()))
         return {name: value for name, value in parts.items() if value > 0}
 
-    def _all_passes(self, count: int) -> tuple[float, float, int]:
-        """Return the seconds of all passes, those of the pipeline's bubble, and the busiest stage.
+    def _all_passes(self, count: int) -> tuple[float, float, tuple[float, ...]]:
+        """Return the seconds of all passes, of the busiest stage's bubble, and each stage is busy.
 
         Args:
             count: micro-batches.
@@ -403,7 +407,8 @@ class _StepModel:
             extra.append(first.seconds - forward[-1] + last.seconds + last.tail - backward[-1])
         stages = self.dims.pp
         if stages == 1:
-            return count * (forward[0] + backward[0]) + extra[0], 0.0, 0
+            seconds = count * (forward[0] + backward[0]) + extra[0]
+            return seconds, 0.0, (seconds,)
         times = []
         for number, chunk in enumerate(self.chunks):
             weights = min(backward[number], sum(segment.weights for segment in chunk))
@@ -415,8 +420,7 @@ class _StepModel:
             chunks = range(stage, len(forward), stages)
             busy.append(count * sum((forward[chunk] + backward[chunk]) for chunk in chunks))
         totals = [ends[stage] + sum(extra[stage::stages]) for stage in range(stages)]
-        busiest = max(range(stages), key=lambda stage: (busy[stage], -stage))  # the first of equals
-        return max(totals), max(0.0, max(ends) - busy[busiest]), busiest
+        return max(totals), max(0.0, max(ends) - max(busy)), tuple(busy)
 
     def _send(self, num_bytes: float) -> TransferCost:
         """Return the cost of handing what crosses a border to the next stage."""

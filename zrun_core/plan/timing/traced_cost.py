@@ -220,18 +220,20 @@ def cost_of_trace(
         plain_flops = _sums(plain.owner, plain.flops_of(key.micro), count)
         plain_backward = _sums(plain.owner[in_backward], plain_seconds[in_backward], count)
 
-    # The gradient of a weight takes as long as the forward's product with it.
+    # The gradient of a weight takes as long as the forward's product with it. Those outside of
+    # blocks are made at once.
     products = is_forward & (ops.family == _PRODUCT) & ops.is_single
     weights = _sums(ops.owner[products], seconds[products], count)
     params, trainable = _params_by_segment(profile, trace)
     segments = []
     for number in range(count):
         accumulate = accumulation_seconds(device, key.precision, trainable[number], settings)
+        is_block = 0 < number < count - 1
         segment = SegmentCost(
             forward=float(forward[number]),
             backward=float(backward[number]) + accumulate,
             recompute=max(0.0, float(backward[number] - plain_backward[number])),
-            weights=min(float(weights[number]), float(backward[number])) + accumulate,
+            weights=min(float(weights[number]), float(backward[number])) if is_block else 0.0,
             params=params[number],
             trainable=trainable[number],
             flops=float(min(plain_flops[number], flops[number])),

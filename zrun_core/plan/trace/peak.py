@@ -178,6 +178,10 @@ class Lifetimes:
         comes_here = is_here[alloc]
         goes_here = is_here[np.minimum(free, num_events)] & ~stays
         keep &= comes_here | goes_here
+        # The gradient of a tied parameter waits for its other use in the whole model; here stages
+        # add theirs up at the step's end.
+        waits = self._waits_for_others
+        keep &= comes_here | ~waits
 
         # A tensor that a neighbour makes arrives when the pass begins here; one that a neighbour
         # frees leaves when the pass ends here. What a backward begins with is held by it.
@@ -191,6 +195,7 @@ class Lifetimes:
         is_given = in_backward & ~comes_here
         leaves_early = (goes_here & ~is_given) | stays
         free = np.where(leaves_early, free, np.maximum(departure, alloc))
+        free = np.where(waits & ~goes_here, np.minimum(free, alloc + 1), free)
         alloc = alloc[keep]
         free = free[keep]
 
@@ -216,6 +221,19 @@ class Lifetimes:
             module=everything.module[times],
             forward_end=int(np.searchsorted(times, split)),
         )
+
+    @cached_property
+    def _waits_for_others(self) -> NDArray[np.bool_]:
+        """Which tensors of backward pass by whole segments, and are of no micro-batch's size."""
+        everything = self._all
+        num_events = len(everything.phase)
+        segments = np.append(self._segments, -1)
+        made = segments[everything.alloc]
+        gone = segments[np.minimum(everything.free, num_events)]
+        in_backward = everything.alloc >= everything.forward_end
+        passes_by = (everything.free < num_events) & (made - gone > 1)
+        found: NDArray[np.bool_] = in_backward & passes_by & (everything.size[:, 1] == 0)
+        return found
 
     @cached_property
     def _segments(self) -> NDArray[np.int64]:
@@ -338,7 +356,8 @@ def peak_of_stage(
             count * size for count, size in zip(moment.weights, for_weights, strict=False)
         )
         part = parts[moment.chunk]
-        found.append(part.peak(others, moment.is_forward, steady, beside + round(waiting)))
+        kept = for_weights[moment.chunk] if for_weights and not moment.is_forward else 0.0
+        found.append(part.peak(others, moment.is_forward, steady, beside + round(waiting), kept))
     return _largest(found, steady)
 
 
@@ -396,6 +415,7 @@ class _Chunk:
         is_forward: bool,
         steady: Mapping[TracePhase, int],
         beside: int = 0,
+        for_weights: float = 0.0,
     ) -> Peak | None:
         """Return the largest moment of a forward or a backward; None: nothing happens in it.
 
@@ -404,6 +424,7 @@ class _Chunk:
             is_forward: or backward.
             steady: as of `peak_of`.
             beside: bytes of other things.
+            for_weights: bytes that a backward leaves behind, more and more while it runs.
         """
         events = self.events
         part = slice(events.forward_end) if is_forward else slice(events.forward_end, None)
@@ -412,7 +433,10 @@ class _Chunk:
             return None
         others = float(held.sum()) + beside
         steady_by_phase = np.array([float(steady.get(phase, 0)) for phase in PHASES])
-        total = self.in_use[part] + others + steady_by_phase[phases]
+        # Of a block most is left behind early: its widest layers are its last ones.
+        left = for_weights * np.sqrt(np.linspace(0.0, 1.0, len(phases)))
+        in_use = self.in_use[part] + others + left
+        total = in_use + steady_by_phase[phases]
         moment = int(np.argmax(total)) + (0 if is_forward else events.forward_end)
 
         is_alive = (events.alloc <= moment) & (events.free > moment)
@@ -431,5 +455,5 @@ class _Chunk:
                 for group in largest_first[:_NUM_HOLDERS]
                 if sums[group] > 0
             ),
-            dynamic=round(self.in_use[moment] + others),
+            dynamic=round(float(in_use[np.argmax(total)])),
         )

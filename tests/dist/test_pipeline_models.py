@@ -9,10 +9,18 @@ from __future__ import annotations
 from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import pytest
+import torch
 from pipeline_table import MODELS, SGD, compared
+from pipeline_zoo import Regression
 from runs import job, losses, run
+from safetensors.torch import save_file
+from torch import nn
+
+from zrun_core.user_code import meta_init
+from zrun_core.user_code.meta_init import _reset
 
 OPTIM = {"lr": 1e-2, "weight_decay": 0.1, "clip": 1.0}
 WAYS = cycle(
@@ -217,3 +225,42 @@ def test_model(ranks, tmp_path: Path, name: str, schedule: str, stage: int) -> N
     expected = {"close", "equal"} if case.close else {"equal"}
     assert compared(one, many) in expected
     assert len(losses(one[0])) > 2
+
+
+def run_counting_values(keys: dict[str, Any], run_dir: str, dims: dict[str, int]) -> dict[str, Any]:
+    """As `run`; also the bytes of parameters that were given values in this process."""
+    made: list[int] = []
+
+    def reset(module: nn.Module, seed: int) -> dict[str, torch.Tensor]:
+        values = _reset(module, seed)
+        made.append(sum(value.nbytes for value in values.values()))
+        return values
+
+    with patch.object(meta_init, "_reset", reset):
+        found = run(keys, run_dir, None, None, None, dims)
+    return {**found, "made": sum(made)}
+
+
+def test_only_values_of_the_own_stage_are_ever_made(ranks, tmp_path: Path) -> None:
+    keys = {**keys_of(CASES["plain"], 3, "1f1b"), "init": "meta"}
+    dims = {"dp": 1, "pp": 2}
+    many = ranks(2).run(run_counting_values, keys, str(tmp_path / "many"), dims)
+    one = ranks(1).run(run, {**keys, "parallel": {}}, str(tmp_path / "one"))
+    assert compared(one, many) == "equal"
+    for of_rank in many:
+        own = [values for (_, state, _), values in of_rank["parts"].items() if state == "value"]
+        assert of_rank["made"] == sum(values.nbytes for values in own)
+
+
+def test_weights_to_start_from(ranks, tmp_path: Path) -> None:
+    torch.manual_seed(9)
+    save_file(Regression().state_dict(), tmp_path / "model.safetensors")
+    keys = {
+        **keys_of(CASES["plain"], 1, "1f1b"),
+        "init_from": str(tmp_path / "model.safetensors"),
+    }
+    many = ranks(2).run(run, keys, str(tmp_path / "many"), None, None, None, {"dp": 1, "pp": 2})
+    one = ranks(1).run(run, {**keys, "parallel": {}}, str(tmp_path / "one"))
+    assert compared(one, many) == "equal"
+    other = ranks(1).run(run, {**keys, "parallel": {}, "init_from": None}, str(tmp_path / "other"))
+    assert losses(other[0]) != losses(one[0])

@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from pipeline_table import MODELS, SGD, compared
+from pipeline_table import MODELS, SGD, compared, transformer
 from pipeline_zoo import Regression
 from runs import job, losses, run
 from safetensors.torch import save_file
@@ -98,6 +98,15 @@ CASES: dict[str, Case] = {
     # looking at values
     "values": case("LooksAtValues", refused=VALUES),
     "values of the batch": case("LooksAtBatch"),
+    "values inside of blocks": case("LooksInside"),
+    "experts of transformers": Case(transformer("MixtralForCausalLM", num_hidden_layers=4)),
+    "experts that are called": Case(
+        transformer("MixtralForCausalLM", num_hidden_layers=4, experts_implementation="eager")
+    ),
+    "losses of routers": Case(
+        transformer("MixtralForCausalLM", num_hidden_layers=4, output_router_logits=True),
+        refused="model.layers.0 hands a tensor to what follows the blocks other than",
+    ),
     "experts": in_zoo("Mixture", "vectors", close=UNITS, parallel={"pp": 2}),
     # no blocks to cut between, or not in one order
     "no blocks": case("WithoutBlocks", refused="the model has no repeated blocks"),
@@ -169,7 +178,11 @@ CASES: dict[str, Case] = {
     ),
     **{
         name: Case(
-            {**model.keys, **({"optim": SGD} if model.tied else {})},
+            {
+                **model.keys,
+                **({"optim": SGD} if model.tied else {}),
+                **({"parallel": {"pp": 2}} if model.refused else {}),
+            },
             close=TIED if model.tied else "",
         )
         for name, model in MODELS.items()

@@ -30,9 +30,11 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from zrun_core.data.batch import map_tensors
 from zrun_core.errors import JobError, UserCodeError
 from zrun_core.memory.layout import dense_stride
 from zrun_core.spine.tracebacks import raised_at
+from zrun_core.stages.ghosts import run_on_zeros
 from zrun_core.stages.node_calls import Node, install_nodes, walking
 from zrun_core.telemetry.metrics import flops_of
 from zrun_core.zero.auto_wrap import repeated_blocks, running_norm_params
@@ -201,11 +203,11 @@ def _without_values(error: Exception) -> JobError:
     cause = error.__cause__ if isinstance(error, UserCodeError) else error
     if isinstance(cause, DataDependentOutputException | DynamicOutputShapeException):
         place = raised_at(cause)
-        at = f" at {place}" if place is not None else ""
+        at = f" ({place})" if place is not None else ""
         return JobError(
-            f"{_PP}: the model's forward looks at values of hidden states{at} (as .item(), "
-            "nonzero() and indices that are masks do), and a stage has those of its own blocks "
-            "alone: compute without looking, as with torch.where, or write pp: 1"
+            f"{_PP}: the model's forward looks at values of hidden states outside of its blocks, "
+            "as .item(), nonzero() and indices that are masks do, and a stage has those of its own "
+            f"blocks alone: compute without looking, as with torch.where, or write pp: 1{at}"
         )
     return JobError(
         f"{_PP}: a forward without the values of the parameters, by which the model is cut into "
@@ -329,6 +331,8 @@ class _FollowingWalk(TorchDispatchMode):
         self._running = number
         try:
             output = node.run(args, kwargs)
+        except RuntimeError as error:
+            output = self._run_on_zeros(node, args, kwargs, error)
         finally:
             self._running = None
         if _hands_on(args, kwargs, output):
@@ -343,6 +347,27 @@ class _FollowingWalk(TorchDispatchMode):
         if node.is_block:
             self._segment += 1
         return output
+
+    def _run_on_zeros(
+        self, node: Node, args: Any, kwargs: dict[str, Any], error: RuntimeError
+    ) -> Any:
+        """Run a node that cannot do without values, on zeros; return fake tensors."""
+        param = next(node.module.parameters())
+        assert isinstance(param, FakeTensor)
+        mode = param.fake_mode
+
+        def call(*zeros: Any, **named_zeros: Any) -> Any:
+            given = tensors_in((args, kwargs))
+            for tensor, zero in zip(given, tensors_in((zeros, named_zeros)), strict=True):
+                made_of = self._made_of.get(self._storage(tensor), _NONE)
+                self._made_of[self._storage(zero)] = made_of
+            return node.run(zeros, named_zeros)
+
+        def as_fake(tensor: torch.Tensor) -> torch.Tensor:
+            fake: torch.Tensor = mode.from_tensor(tensor.detach())
+            return fake.requires_grad_().clone() if tensor.requires_grad else fake
+
+        return map_tensors(as_fake, run_on_zeros(node, call, args, kwargs, error))
 
     def _check_gradients(self, block: Node, args: Any, kwargs: dict[str, Any]) -> None:
         """Check that a block whose gradients are wanted runs with them.

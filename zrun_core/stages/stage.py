@@ -18,27 +18,24 @@ counted. In their place is an attribute of the same name, a fake tensor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from zrun_core.data.batch import map_tensors
 from zrun_core.errors import UserCodeError
 from zrun_core.pipeline.split import Split
-from zrun_core.stages.flow import Leaf, ModelFlow, first_tensor
+from zrun_core.stages.flow import Leaf, ModelFlow
+from zrun_core.stages.ghosts import Ghosts
 from zrun_core.stages.node_calls import Node, install_nodes, walking
 from zrun_core.zero.auto_wrap import repeated_blocks, running_norm_params
 from zrun_core.zero.foreign import remove_param
 from zrun_core.zero.module_hooks import tensors_in
-
-_PLAIN = (str, bytes, int, float, bool, Enum, torch.dtype, torch.device, type(None))
 
 # Brings a tensor from the stage before, given its place among those that cross and one like it.
 Receive = Callable[[int, torch.Tensor], torch.Tensor]
@@ -114,6 +111,10 @@ class Stage:
         index: of the stage.
         chunks: that it has.
         own_blocks: of these chunks.
+        borders: by chunk, what crosses the border before it; and nothing after the last one.
+        ghosts: in place of what other stages have.
+        handing_on: by chunk, the calls of ghosts, by number, whose result is like what they are
+            given, and may be just that; not those that hand out what crosses a border.
     """
 
     def __init__(
@@ -144,15 +145,13 @@ class Stage:
         self.split = split
         self.index = index
         self.chunks = split.chunks(index)
-        self._device = device
-        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self._fakes: dict[int, torch.Tensor] = {}  # of parameters, by identity
+        self.ghosts = Ghosts(device)
         self._begin = torch.empty((), device=device, requires_grad=True)
-        self._handed_out: dict[Hashable, Any] = {}  # by ghosts, by what they are given
         self.borders = [
             flow.crossing(split.blocks(chunk).start) for chunk in range(split.num_chunks)
         ]
         self.borders.append(())
+        self.handing_on = {chunk: self._find_handing_on(chunk) for chunk in self.chunks}
         blocks = repeated_blocks(model)
         install_nodes(model, blocks)
         self.own_blocks = [
@@ -162,6 +161,15 @@ class Stage:
         ]
         self._remove_foreign_params(model, owners, dtype)
         self._remove_foreign_buffers(model, dict(blocks))
+
+    def _find_handing_on(self, chunk: int) -> dict[int, str]:
+        crossing = {leaf.call for leaf in (*self.borders[chunk], *self.borders[chunk + 1])}
+        segments = self.split.segments(chunk)
+        return {
+            number: call.name
+            for number, call in enumerate(self.flow.calls)
+            if call.hands_on and call.segment not in segments and number not in crossing
+        }
 
     def _remove_foreign_params(
         self, model: nn.Module, owners: Mapping[str, Sequence[int]], dtype: torch.dtype
@@ -174,7 +182,7 @@ class Stage:
                 if param is None:
                     continue
                 own_dtype = torch.float32 if id(param) in in_fp32 else dtype
-                fake = self._fake_like(param, own_dtype)
+                fake = self.ghosts.fake_like(param, own_dtype)
                 if self.index not in owners[names[id(param)]]:
                     remove_param(module, key, fake)
 
@@ -198,16 +206,7 @@ class Stage:
                 module._non_persistent_buffers_set.add(key)
                 if node in blocks:
                     del module._buffers[key]
-                    vars(module)[key] = self._mode.from_tensor(buffer)
-
-    def _fake_like(self, param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        if id(param) not in self._fakes:
-            with self._mode:
-                fake = torch.empty_strided(
-                    param.shape, param.stride(), dtype=dtype, device=self._device
-                )
-            self._fakes[id(param)] = fake
-        return self._fakes[id(param)]
+                    vars(module)[key] = self.ghosts.mode.from_tensor(buffer)
 
     def forward(self, chunk: int, call: Callable[[], Any], receive: Receive) -> ChunkPass:
         """Run a micro-batch's forward through a chunk.
@@ -237,58 +236,6 @@ class Stage:
     def _last_block(self, chunk: int) -> str:
         return self.flow.blocks[self.split.blocks(chunk).stop - 1]
 
-    def hand_out(self, node: Node, args: Any, kwargs: dict[str, Any], *, hands_on: bool) -> Any:
-        """Return what a ghost of `node` hands out: tensors without values.
-
-        Args:
-            node: of another chunk.
-            args, kwargs: of its call.
-            hands_on: as of `NodeCall`.
-        """
-        first = first_tensor(args, kwargs)
-        if hands_on and first is not None:
-            return first
-        signature: Hashable | None
-        try:
-            signature = (node.name, node.module.training, _signature((args, kwargs)))
-        except TypeError:
-            signature = None
-        template = self._handed_out.get(signature)
-        if signature is None or template is None:
-            with torch.no_grad(), self._as_ghost(node):
-                template = node.forward(*args, **kwargs)
-            if signature is not None:
-                self._handed_out[signature] = template
-        return map_tensors(lambda tensor: tensor.detach(), template)
-
-    @contextmanager
-    def _as_ghost(self, node: Node) -> Iterator[None]:
-        """Let a node's own forward run on fake parameters, also where this stage has true ones.
-
-        Modules inside of it run without hooks, and are no nodes.
-        """
-        changed: list[tuple[nn.Module, str, Any]] = []
-
-        def change(module: nn.Module, key: str, value: Any) -> None:
-            changed.append((module, key, vars(module).get(key)))
-            vars(module)[key] = value
-
-        for module in node.module.modules():
-            if module is not node.module:
-                change(module, "_call_impl", module.forward)
-            for key in dict.keys(module._parameters):
-                param = dict.__getitem__(module._parameters, key)  # without unsharding it
-                if param is not None:
-                    change(module, key, self._fake_like(param, param.dtype))
-        try:
-            yield
-        finally:
-            for module, key, before in changed:
-                if before is None:
-                    del vars(module)[key]
-                else:
-                    vars(module)[key] = before
-
     def arrive(self, tensor: torch.Tensor, leaf: Leaf, passed: ChunkPass, place: int) -> Any:
         """Return a tensor that has come, with a place in the graph if it gets a gradient."""
         if not (leaf.requires_grad and torch.is_grad_enabled()):
@@ -317,12 +264,15 @@ class _StageWalk:
         self._arriving = _places(stage.borders[chunk])
         self._leaving = _places(stage.borders[chunk + 1])
         self._left: dict[int, torch.Tensor] = {}  # what crosses the next border, by place
+        self._handing_on = stage.handing_on[chunk]
         self._number = 0  # of the call that comes
 
     def call(self, node: Node, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run a node of this chunk, or let its ghost hand out what has come."""
         number = self._number
         self._number += 1
+        if self._handing_on.get(number) == node.name and args and type(args[0]) is FakeTensor:
+            return args[0]  # most of the calls come here
         calls = self._stage.flow.calls
         if number >= len(calls) or calls[number].name != node.name:
             expected = calls[number].name if number < len(calls) else "nothing more"
@@ -331,7 +281,7 @@ class _StageWalk:
         if seen.segment in self._segments:
             output = node.run(args, kwargs)
         else:
-            output = self._stage.hand_out(node, args, kwargs, hands_on=seen.hands_on)
+            output = self._stage.ghosts.hand_out(node, args, kwargs)
             if number in self._arriving:
                 output = self._with_arrivals(number, output)
         if number in self._leaving:
@@ -398,20 +348,3 @@ def _places(leaves: Iterable[Leaf]) -> dict[int, dict[int, int]]:
     for place, leaf in enumerate(leaves):
         found.setdefault(leaf.call, {})[leaf.number] = place
     return found
-
-
-def _signature(value: Any) -> Hashable:
-    """Return what the shapes that come out of a call depend on.
-
-    Raises:
-        TypeError: it is not known of `value`.
-    """
-    if isinstance(value, torch.Tensor):
-        return (value.shape, value.dtype)
-    if isinstance(value, Mapping):
-        return tuple((key, _signature(item)) for key, item in value.items())
-    if isinstance(value, list | tuple):
-        return tuple(_signature(item) for item in value)
-    if isinstance(value, _PLAIN):
-        return (type(value), value)
-    raise TypeError

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from zrun_core.activations.kv_cache import omit_cache
 from zrun_core.distributed.mesh import Mesh
 from zrun_core.errors import JobError
 from zrun_core.memory.layout import dense_stride
@@ -65,6 +66,7 @@ def build_stage(
         for key, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[key] = buffer.to(device)
+    omit_cache(model, job.activations, compile=True)  # it would hand tensors around the borders
     flow = follow(model, forward, dtype, device)
     split = split_of(job, flow, mesh.pipe.size)
     owners = owned(flow.uses, split)

@@ -1,0 +1,185 @@
+"""Ghosts: modules of other stages, which hand out tensors of the right shapes without values.
+
+Their own forward runs, on fake parameters, once for each shape of what it is given. Where it looks
+at values, as experts do that pick their tokens, it runs on zeros in place of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from enum import Enum
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from zrun_core.data.batch import map_tensors
+from zrun_core.stages.node_calls import Node
+from zrun_core.zero.module_hooks import tensors_in
+
+T = TypeVar("T")
+
+_PLAIN = (str, bytes, int, float, bool, Enum, torch.dtype, torch.device, type(None))
+
+
+class Ghosts:
+    """The ghosts of one stage.
+
+    Attributes:
+        mode: of all fake tensors.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """
+        Args:
+            device: that trains.
+        """
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._device = device
+        self._fakes: dict[int, torch.Tensor] = {}  # of parameters, by identity
+        # By node and what it was given; with the shapes of what it hands out.
+        self._handed_out: dict[Hashable, tuple[Any, object]] = {}
+
+    def fake_like(self, param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return the fake tensor that stands for a parameter, always the same."""
+        if id(param) not in self._fakes:
+            with self.mode:
+                fake = torch.empty_strided(
+                    param.shape, param.stride(), dtype=dtype, device=self._device
+                )
+            self._fakes[id(param)] = fake
+        return self._fakes[id(param)]
+
+    def hand_out(self, node: Node, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Return what a ghost of `node` hands out.
+
+        Args:
+            node: of another chunk.
+            args, kwargs: of its call.
+        """
+        signature: Hashable | None
+        try:
+            signature = (node.name, node.module.training, _signature((args, kwargs)))
+        except TypeError:
+            signature = None
+        template, shapes = self._handed_out.get(signature, (None, None))
+        if template is None or shapes != _shapes(template):  # it may have been changed in place
+            with torch.no_grad():
+                template = map_tensors(self._as_fake, self._run(node, args, kwargs))
+            if signature is not None and _follows_from_shapes(template):
+                self._handed_out[signature] = (template, _shapes(template))
+        return map_tensors(lambda tensor: tensor, template)  # containers are the caller's own
+
+    def _run(self, node: Node, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run a node's own forward without values; modules inside have no hooks, and are no nodes.
+
+        Also where this stage has its parameters: they are not looked at.
+        """
+        stand_ins: list[tuple[nn.Module, str, Any]] = []
+        for module in node.module.modules():
+            if module is not node.module:
+                stand_ins.append((module, "_call_impl", module.forward))
+            for key in dict.keys(module._parameters):
+                param = dict.__getitem__(module._parameters, key)  # without unsharding it
+                if param is not None:
+                    stand_ins.append((module, key, self.fake_like(param, param.dtype)))
+        with _in_place_of_attributes(stand_ins):
+            try:
+                return node.forward(*args, **kwargs)
+            except RuntimeError as error:
+                return run_on_zeros(node, node.forward, args, kwargs, error)
+
+    def _as_fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if isinstance(tensor, FakeTensor) else self.mode.from_tensor(tensor)
+
+
+def run_on_zeros(
+    node: Node, call: Callable[..., T], args: Any, kwargs: dict[str, Any], error: RuntimeError
+) -> T:
+    """Run a node on zeros in place of fake tensors, those that it is given and its own.
+
+    Args:
+        node: whose forward looks at values, or does what fake tensors cannot.
+        call: of the node.
+        args, kwargs: of the call.
+        error: of the call on fake tensors.
+
+    Raises:
+        RuntimeError: `error`: the node cannot run on zeros either.
+    """
+    stand_ins = [
+        (module, key, _zeros_for(tensor))
+        for module in node.module.modules()
+        for held in (dict(module._parameters), dict(vars(module)))
+        for key, tensor in held.items()
+        if isinstance(tensor, FakeTensor)
+    ]
+    args, kwargs = map_tensors(_zeros_for, (args, kwargs))
+    try:
+        with _in_place_of_attributes(stand_ins):
+            return call(*args, **kwargs)
+    except (RuntimeError, TypeError, ValueError, IndexError):
+        raise error from None
+
+
+def _zeros_for(tensor: torch.Tensor) -> torch.Tensor:
+    if not isinstance(tensor, FakeTensor):
+        return tensor
+    zeros = torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(zeros, requires_grad=tensor.requires_grad)
+    return zeros.requires_grad_(tensor.requires_grad)
+
+
+@contextmanager
+def _in_place_of_attributes(stand_ins: list[tuple[nn.Module, str, Any]]) -> Iterator[None]:
+    """Let modules have other attributes inside; parameters and buffers stay where they are."""
+    before = [vars(module).get(key) for module, key, _ in stand_ins]
+    for module, key, stand_in in stand_ins:
+        vars(module)[key] = stand_in
+    try:
+        yield
+    finally:
+        for (module, key, _), value in zip(reversed(stand_ins), reversed(before), strict=True):
+            if value is None:
+                vars(module).pop(key, None)
+            else:
+                vars(module)[key] = value
+
+
+def _signature(value: Any) -> Hashable:
+    """Return what the shapes that come out of a call depend on.
+
+    Raises:
+        TypeError: it is not known of `value`.
+    """
+    if isinstance(value, torch.Tensor):
+        return (value.shape, value.dtype)
+    if isinstance(value, Mapping):
+        return tuple((key, _signature(item)) for key, item in value.items())
+    if isinstance(value, list | tuple):
+        return tuple(_signature(item) for item in value)
+    if isinstance(value, _PLAIN):
+        return (type(value), value)
+    raise TypeError
+
+
+def _shapes(value: Any) -> object:
+    return [(tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in tensors_in(value)]
+
+
+def _follows_from_shapes(value: Any) -> bool:
+    """Return whether `value` is tensors without values alone: a number may be of the batch."""
+    if value is None or isinstance(value, torch.Tensor | str):
+        return True
+    if isinstance(value, Mapping):
+        return all(_follows_from_shapes(item) for item in value.values())
+    if isinstance(value, list | tuple):
+        return all(_follows_from_shapes(item) for item in value)
+    if dataclasses.is_dataclass(value):
+        fields = dataclasses.fields(value)
+        return all(_follows_from_shapes(getattr(value, field.name)) for field in fields)
+    return False

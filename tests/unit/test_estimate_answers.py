@@ -203,6 +203,9 @@ def test_every_stage_of_a_pipeline_has_a_row() -> None:
     assert "1f1b of 32 micro-batches on 4 stages, bubble" in told
     assert "what follows the last block computes as much as 1" in told, "a vocabulary of 50k"
     assert not asked("1.3B", "4xA100-80G", "zero=1").chosen.stages
+    many = replace(found, stages=(*found.stages[:1] * 20, *found.stages[-1:] * 20))
+    rows = [line.split() for line in rendered(plan_tables.pipeline_table(many, 100), 100)[2:]]
+    assert [row[0] for row in rows] == ["0", "...", "19", "20", "...", "39"]
 
 
 def test_a_budget_in_days_and_money(small: Answer) -> None:

@@ -18,7 +18,7 @@ from zrun_core.spine.sizes import format_size
 
 if TYPE_CHECKING:
     from zrun_core.hardware.hardware import Hardware
-    from zrun_core.plan.answer.outcome import Estimate, RankMemory
+    from zrun_core.plan.answer.outcome import Estimate, RankMemory, StageEstimate
     from zrun_core.plan.question.candidate import Candidate
     from zrun_core.plan.timing.timing import StepTime
 
@@ -27,6 +27,7 @@ _BAD = "red"
 _DOUBTFUL = "yellow"
 _DAY_S = 86400.0
 _WRAPPED = {"buffer": 24, "offloaded": 16}  # the least width where a value may take several lines
+_MOST_STAGES = 16  # of which each has a row
 _SHOWN_BLOCKS = 0.5  # that what follows them computes as much as
 _SIZES = ("paper K=12", "states", "activations", "peak", "reserved", "device")
 
@@ -84,7 +85,8 @@ def stage_table(estimates: Sequence[Estimate], chosen: Candidate, width: int) ->
 
 
 CHOICES = (
-    "dp x tp x pp: replicas x tensor-parallel ranks x pipeline stages; micro: samples of a pass x "
+    "dp x tp x pp: replicas x tensor-parallel ranks x pipeline stages, of 1f1b unless it says "
+    "otherwise (chunks of interleaved ones); micro: samples of a pass x "
     "passes of a step; offloaded: what lies in the memory of the host or on its disks instead, and "
     "how much of it; free: of the memory of the fullest device"
 )
@@ -98,12 +100,14 @@ def choice_table(estimates: Sequence[Estimate], width: int) -> Table:
         candidate = each.candidate
         dims = candidate.dims
         sharded = f"/{dims.shard_size}" if candidate.stage and dims.shard_size != dims.dp else ""
-        virtual = f" ({dims.virtual} parts)" if dims.virtual > 1 else ""
+        order = f" ({dims.virtual} chunks)" if dims.virtual > 1 else ""
+        if dims.pp > 1 and candidate.schedule == "zero_bubble":
+            order = " (zero bubble)"
         rows.append(
             {
                 "": str(number),
                 "zero": f"{candidate.stage}{sharded}",
-                "dp x tp x pp": f"{dims.dp} x {dims.tp} x {dims.pp}{virtual}",
+                "dp x tp x pp": f"{dims.dp} x {dims.tp} x {dims.pp}{order}",
                 "micro": f"{candidate.micro} x {candidate.accumulation}",
                 "checkpoint": candidate.checkpoint,
                 "offloaded": offloaded(candidate) or "-",
@@ -122,7 +126,7 @@ def choice_table(estimates: Sequence[Estimate], width: int) -> Table:
 
 
 def pipeline_table(estimate: Estimate, width: int) -> Table:
-    """Return a row for each stage of a pipeline.
+    """Return a row for each stage of a pipeline; of many alike in a row, the first and the last.
 
     Args:
         estimate: of a pipeline.
@@ -131,17 +135,52 @@ def pipeline_table(estimate: Estimate, width: int) -> Table:
     stages = estimate.stages
     unit = formatting.Unit.of(stage.device_used for stage in stages)
     step = estimate.time.seconds or 1.0
-    columns: dict[str, list[str | Text]] = {
-        "pipeline": [str(number) for number in range(len(stages))],
-        "blocks": [", ".join(map(_run_in_words, stage.blocks)) for stage in stages],
-        "parameters": [formatting.count(stage.num_params) for stage in stages],
-        "busy": [_seconds(stage.busy) for stage in stages],
-        "waits": [f"{max(0.0, 1 - stage.busy / step):.0%}" for stage in stages],
-        "in flight": [str(stage.in_flight) for stage in stages],
-        "activations": [_mark(estimate) + unit.text(stage.activations) for stage in stages],
-        "device": [_mark(estimate) + unit.text(stage.device_used) for stage in stages],
-    }
+    names = (
+        "pipeline",
+        "blocks",
+        "parameters",
+        "busy",
+        "waits",
+        "in flight",
+        "activations",
+        "device",
+    )
+    columns: dict[str, list[str | Text]] = {name: [] for name in names}
+    last = -1
+    for number in _told_apart([_num_blocks(stage) for stage in stages]):
+        stage = stages[number]
+        row = (
+            str(number),
+            ", ".join(map(_run_in_words, stage.blocks)),
+            formatting.count(stage.num_params),
+            _seconds(stage.busy),
+            f"{max(0.0, 1 - stage.busy / step):.0%}",
+            str(stage.in_flight),
+            _mark(estimate) + unit.text(stage.activations),
+            _mark(estimate) + unit.text(stage.device_used),
+        )
+        rows = [row] if number == last + 1 else [("...", *[""] * (len(row) - 1)), row]
+        for cells in rows:
+            for name, cell in zip(names, cells, strict=True):
+                columns[name].append(cell)
+        last = number
     return _table(_fitting(columns, ("parameters", "busy", "activations"), width), unit)
+
+
+def _num_blocks(stage: StageEstimate) -> int:
+    return sum(stop - first for first, stop in stage.blocks)
+
+
+def _told_apart(sizes: Sequence[int]) -> list[int]:
+    """Return the places to show: all of a few, else the ends, and where a size changes."""
+    last = len(sizes) - 1
+    if last < _MOST_STAGES:
+        return list(range(len(sizes)))
+    return [
+        place
+        for place in range(len(sizes))
+        if place in (0, last) or not sizes[place - 1] == sizes[place] == sizes[place + 1]
+    ]
 
 
 def pipeline_line(estimate: Estimate) -> str:

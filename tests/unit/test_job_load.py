@@ -630,6 +630,11 @@ PIPEDREAM = "parallel: {pp: 2, schedule: pipedream}"
             "those of their inputs, and compile: true makes them in one graph; write schedule: "
             "1f1b, or compile: false",
         ),
+        (
+            "parallel: {pp: 2}\nzero: {stage: 3, tile: 64MiB}",
+            "zero.tile replaces linears of a whole model, and parallel.pp 2 leaves each rank a "
+            "part of it; leave zero.tile out, or write pp: 1",
+        ),
     ],
 )
 def test_a_pipeline_that_cannot_be_is_refused_with_the_job(

@@ -1220,6 +1220,15 @@ class JobConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _refuse_tiles_in_stages(self) -> Self:
+        if self.zero.tile is not None and self.parallel.pp > 1:
+            raise ValueError(
+                f"zero.tile replaces linears of a whole model, and parallel.pp {self.parallel.pp} "
+                "leaves each rank a part of it; leave zero.tile out, or write pp: 1"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _refuse_what_steps_of_one_micro_batch_lack(self) -> Self:
         if self.parallel.schedule not in PIPEDREAMS:
             return self

@@ -196,6 +196,7 @@ class Worker:
         if mesh.pipe.size > 1:
             self.phase.enter("data")
             data = self._open_data(mesh, device)
+            self.phase.enter("build")
             mesh, parts = self._cut(built, data, settings, mesh, device)
             settings = replace(
                 settings,

@@ -21,7 +21,7 @@ from torch import nn
 from toys import Block, world
 
 from zrun_core.checkpoint.folder_lock import release
-from zrun_core.checkpoint.model_state import ModelState
+from zrun_core.checkpoint.model_state import CheckpointState, ModelState
 from zrun_core.data.batch import MicroBatch
 from zrun_core.distributed.comm import Comm
 from zrun_core.distributed.mesh import Mesh
@@ -415,7 +415,9 @@ def in_memory(data: torch.Tensor | Stored) -> torch.Tensor:
 
 def contents(trainer: Trainer) -> dict[str, Any]:
     """What this rank would save, and a digest of it."""
-    state = ModelState(trainer.sharded)
+    state: CheckpointState = ModelState(trainer.sharded)
+    if trainer.checkpointer is not None:  # it knows which buffers another stage saves
+        state = trainer.checkpointer.state
     parts = {
         (p.tensor, p.state, p.start): in_memory(p.data).float().numpy().copy()
         for p in state.write_items()

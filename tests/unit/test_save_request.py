@@ -169,6 +169,7 @@ class OneTensor:
     """A model of four numbers."""
 
     describes_part = True
+    order = ()
 
     @property
     def layout(self) -> dict[str, Any]:

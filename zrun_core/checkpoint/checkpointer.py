@@ -409,6 +409,7 @@ class Checkpointer:
             progress=progress,
             layout=layout,
             tensors=tensors,
+            order=self.state.order,
             start=start,
             writing=writing,
             prunes=self.prunes,

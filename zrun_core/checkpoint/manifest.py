@@ -314,8 +314,14 @@ def tensors_from_json(raw: Any) -> list[TensorInfo]:
     return read(_tensors_adapter(), raw, "tensors", _KINDS)
 
 
-def merge_tensors(by_rank: Iterable[Sequence[TensorInfo]]) -> list[TensorInfo]:
+def merge_tensors(
+    by_rank: Iterable[Sequence[TensorInfo]], order: Sequence[str] = ()
+) -> list[TensorInfo]:
     """Return the tensors of several ranks, each once.
+
+    Args:
+        by_rank: of each.
+        order: names in their order; others come last, as ranks have them.
 
     Raises:
         ValueError: two ranks describe one differently.
@@ -324,7 +330,8 @@ def merge_tensors(by_rank: Iterable[Sequence[TensorInfo]]) -> list[TensorInfo]:
     for info in chain.from_iterable(by_rank):
         if found.setdefault(info.name, info) != info:
             raise ValueError(f"ranks have {info.name} in different shapes, orders or formats")
-    return list(found.values())
+    first = {name: found.pop(name) for name in order if name in found}
+    return [*first.values(), *found.values()]
 
 
 @cache  # built when a manifest is read: 30 ms that a run which saves nothing need not wait for

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import cache, partial
 from pathlib import Path
@@ -55,6 +55,8 @@ class CheckpointState(Protocol):
     def layout(self) -> dict[str, Any]: ...
     @property
     def describes_part(self) -> bool: ...
+    @property
+    def order(self) -> Sequence[str]: ...
     def tensors(self) -> list[TensorInfo]: ...
     def write_items(self) -> list[WriteItem]: ...
     def scalars(self) -> dict[str, dict[str, float]]: ...
@@ -77,15 +79,21 @@ class ModelState:
         weights_only: bool = False,
         advice: str = "give the job the model that was saved, "
         "or start from the weights with init_from",
+        order: Sequence[str] = (),
+        saved_elsewhere: Container[str] = (),
     ) -> None:
         """
         Args:
             weights_only: `check` and `load` leave the optimizer alone.
             advice: what the user can do if the checkpoint is of another model.
+            order: of a model that is cut, the tensors of all parts as the whole one has them.
+            saved_elsewhere: buffers that this rank has and another part saves.
         """
         self._other_model = f"it is another model: {advice}"
         self._sharded = sharded
         self._weights_only = weights_only
+        self.order = order
+        self._saved_elsewhere = saved_elsewhere
         self.holders: Sequence[object] = ()  # of what may be a tokenizer, beside the module
         self._tokenizer: dict[str, bytes] | None = None  # its files, once asked for
         self._aliases = _names(sharded.module.named_parameters(remove_duplicate=False))
@@ -157,9 +165,14 @@ class ModelState:
                 self._buffer_aliases[name],
                 {},
             )
-            for name, buffer in self.buffers.items()
+            for name, buffer in self._saved_buffers().items()
         ]
         return [*params.values(), *buffers]
+
+    def _saved_buffers(self) -> dict[str, torch.Tensor]:
+        """Return the buffers that this part of the model saves."""
+        found = self.buffers.items()
+        return {name: buffer for name, buffer in found if name not in self._saved_elsewhere}
 
     def all_tensors(self) -> list[TensorInfo]:
         """Return those of all ranks. Collective."""
@@ -171,7 +184,8 @@ class ModelState:
             own = [asdict(info) for info in self.tensors()]
         payload = json.dumps(own).encode()
         by_rank = self._sharded.comm.all_gather_bytes(payload, mesh.world, name="tensors")
-        return merge_tensors(tensors_from_json(json.loads(each)) for each in by_rank)
+        parts = (tensors_from_json(json.loads(each)) for each in by_rank)
+        return merge_tensors(parts, self.order)
 
     def _names_of(self, slot: ParamSlot) -> tuple[str, ...]:
         """Return all names of the tensor that a parameter is a part of."""
@@ -202,7 +216,7 @@ class ModelState:
                     data = tensor[low + each.start - held : low + each.stop - held]
                     found.append(_part(each, key, data))
         if self.describes_part and self._sharded.mesh.tensor.index == 0:
-            for name, buffer in self.buffers.items():
+            for name, buffer in self._saved_buffers().items():
                 if buffer.numel():
                     found.append(WriteItem(name, VALUE, 0, buffer.numel(), flat(buffer)))
         return found
@@ -440,10 +454,8 @@ class ModelState:
         return self._sharded.reducer.state_dict()
 
     def buffer_digests(self) -> dict[str, str]:
-        """Return a digest of each persistent buffer as this rank has it."""
-        return {
-            name: digest(as_bytes(flat(buffer).cpu()).data) for name, buffer in self.buffers.items()
-        }
+        """Return a digest of each buffer that this part of the model saves, as this rank has it."""
+        return _digests(self._saved_buffers())
 
     def own_buffers(self, first: Mapping[str, str]) -> list[WriteItem]:
         """Return the buffers that differ on this rank from those that are saved for all.
@@ -453,7 +465,7 @@ class ModelState:
         """
         rank = self._sharded.mesh.world.index
         found = []
-        for name, own in self.buffer_digests().items():
+        for name, own in _digests(self.buffers).items():
             if own != first.get(name) and self.buffers[name].numel():
                 data = flat(self.buffers[name])
                 found.append(WriteItem(f"buffer/{rank}/{name}", RANK, 0, data.numel(), data))
@@ -466,6 +478,10 @@ class ModelState:
             if buffer is not None:
                 memory = flat(buffer)
                 _put_back(memory.copy_(data), buffer)
+
+
+def _digests(buffers: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    return {name: digest(as_bytes(flat(each).cpu()).data) for name, each in buffers.items()}
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:

@@ -55,6 +55,7 @@ class RankSave:
 
     Attributes:
         layout, tensors: of this rank's part of the model; on rank 0 they go into the manifest.
+        order: of the tensors of all parts.
         start: by the monotonic clock.
         writing: this rank's file; its result is the rank's report, or says why there is no file.
         prunes: whether older steps are removed after it.
@@ -71,6 +72,7 @@ class RankSave:
     progress: dict[str, Any]
     layout: dict[str, Any]
     tensors: Sequence[TensorInfo]
+    order: Sequence[str]
     start: float
     writing: Future[bytes]
     prunes: bool
@@ -148,7 +150,7 @@ def _make_manifest(
     if others:
         layout = layout | {OTHERS: [report["layout"] for report in others]}
     tensors = merge_tensors(
-        [save.tensors, *(tensors_from_json(report["tensors"]) for report in others)]
+        [save.tensors, *(tensors_from_json(report["tensors"]) for report in others)], save.order
     )
     return Manifest(
         step=save.step,

@@ -215,6 +215,10 @@ class States:
     def describes_part(self) -> bool:
         return all(state.describes_part for state in self._states.values())
 
+    @property
+    def order(self) -> Sequence[str]:
+        return ()  # each rank has all tensors
+
     # Saving
 
     def tensors(self) -> list[TensorInfo]:

@@ -115,6 +115,7 @@ class Stage:
         ghosts: in place of what other stages have.
         handing_on: by chunk, the calls of ghosts, by number, whose result is like what they are
             given, and may be just that; not those that hand out what crosses a border.
+        saved_elsewhere: buffers that every stage has, and another one saves.
     """
 
     def __init__(
@@ -191,6 +192,7 @@ class Stage:
 
         What a forward reads outside of nodes every stage keeps.
         """
+        self.saved_elsewhere: set[str] = set()
         here: dict[str, bool] = {}  # by node
         for call in self.flow.calls:
             stage = self.split.stage_of(self.split.chunk_of_segment(call.segment))
@@ -202,6 +204,9 @@ class Stage:
                 continue
             for key, buffer in list(module._buffers.items()):
                 if buffer is None:
+                    continue
+                if node is None:
+                    self.saved_elsewhere.add(f"{name}.{key}" if name else key)
                     continue
                 module._non_persistent_buffers_set.add(key)
                 if node in blocks:

@@ -30,6 +30,7 @@ class StageParts:
         tied_stages: stages that share tied parameters.
         table: by name of a tied parameter, its part of a tensor: all of it, on several stages.
         chunk_of: by name of a parameter, its chunk among those of this stage.
+        order: names of all tensors of the whole model, as it has them.
         notes: for the user.
     """
 
@@ -37,6 +38,7 @@ class StageParts:
     tied_stages: tuple[int, ...]
     table: Mapping[str, TensorPart]
     chunk_of: Mapping[str, int]
+    order: tuple[str, ...]
     notes: tuple[str, ...]
 
 
@@ -77,6 +79,7 @@ def build_stage(
     # Those of all stages: each rank refuses what one of them must.
     chunk_of = [chunks_of(flow.uses, split, owners, stage) for stage in range(split.pp)][index]
     params = dict(model.named_parameters())
+    order = (*params, *(name for name, _ in model.named_buffers()))
     table = {
         name: full_part(
             name, tuple(params[name].shape), dense_stride(params[name]), replicated_over=(TIED,)
@@ -86,7 +89,7 @@ def build_stage(
     }
     stage = Stage(model, flow, split, index, owners, dtype, device)
     notes = (f"parallel.split: {balance_in_words(split, flow.flops, flow.blocks)}",)
-    return StageParts(stage, tied_stages(owners), table, chunk_of, notes)
+    return StageParts(stage, tied_stages(owners), table, chunk_of, order, notes)
 
 
 def split_of(job: JobConfig, flow: ModelFlow, pp: int) -> Split:

@@ -222,6 +222,9 @@ class Worker:
             # Before anything in the folder is read: another run could remove it meanwhile.
             self.lock = hold(self.spec.checkpoint_folder)
         state = ModelState(sharded)
+        if parts is not None:
+            saved_elsewhere = parts.stage.saved_elsewhere
+            state = ModelState(sharded, order=parts.order, saved_elsewhere=saved_elsewhere)
         resumed, loading_notes = self._load(state, mesh, comm)
         notes += loading_notes
 

@@ -26,6 +26,7 @@ from zrun_core.train.user_hooks import HookContext
 from zrun_core.zero.sharded_model import ShardedModel, StageUpdate
 
 SPLITS = {2: ["blocks.2"], 3: ["blocks.1", "blocks.2"], 4: ["blocks.1", "blocks.2", "blocks.3"]}
+ADAMW = {"name": "adamw", "lr": 1e-2, "weight_decay": 0.1}
 SGD = {"name": "sgd", "lr": 0.02, "weight_decay": 0.0, "args": {"momentum": 0.9}}
 
 
@@ -73,7 +74,12 @@ def simulate(
         name: torch.from_numpy(initial[name, "value"]).view(p.shape) for name, p in params.items()
     }
     history = {name: [value.clone()] for name, value in start.items()}
-    momentum: dict[str, torch.Tensor] = {}
+    newest = {name: nn.Parameter(value.clone()) for name, value in start.items()}
+    optimizer: torch.optim.Optimizer
+    if keys["optim"]["name"] == "sgd":
+        optimizer = torch.optim.SGD(newest.values(), lr=0.02, momentum=0.9, foreach=False)
+    else:
+        optimizer = torch.optim.AdamW(newest.values(), lr=1e-2, weight_decay=0.1, fused=True)
     data = Plain()
     found = {}
     base = 0
@@ -97,12 +103,10 @@ def simulate(
         found[step + 1] = total / size
         for name, param in params.items():
             assert param.grad is not None
-            grad = param.grad.float()
-            if name in momentum:
-                momentum[name].mul_(0.9).add_(grad)
-            else:
-                momentum[name] = grad.clone()
-            history[name].append(history[name][-1].add(momentum[name], alpha=-0.02))
+            newest[name].grad = param.grad.float()
+        optimizer.step()
+        for name, param in newest.items():
+            history[name].append(param.detach().clone())
         if step + 1 in drains:
             base = step + 1
     final = {(name, "value"): values[-1].flatten().numpy() for name, values in history.items()}
@@ -121,12 +125,13 @@ def params_of(found: Tensors) -> Tensors:
 
 @pytest.mark.parametrize("schedule", ["pipedream", "pipedream_vertical"])
 @pytest.mark.parametrize(
-    ("stages", "precision"), [(2, "fp32"), (3, "fp32"), (4, "fp32"), (3, "bf16")]
+    ("stages", "precision", "optim"),
+    [(2, "fp32", SGD), (3, "fp32", SGD), (4, "fp32", ADAMW), (3, "bf16", ADAMW)],
 )
 def test_delayed_gradients(
-    ranks, tmp_path: Path, stages: int, precision: str, schedule: str
+    ranks, tmp_path: Path, stages: int, precision: str, optim: dict[str, Any], schedule: str
 ) -> None:
-    keys = keys_of(stages, schedule, precision=precision)
+    keys = keys_of(stages, schedule, precision=precision, optim=optim)
     initial = whole([ranks(1).run(look, {**keys, "parallel": {}}, str(tmp_path / "0"), None)[0]])
     dims = {"dp": 1, "pp": stages}
     found = ranks(stages).run(run, keys, str(tmp_path / "run"), None, None, None, dims)

@@ -53,6 +53,9 @@ class Action(NamedTuple):
 
 _F, _B, _W, _U = ActionKind
 
+# Of a window of PipeDream, at most: with p stages draining takes (p - 1) / (17 p - 1) of the time.
+STEPS_PER_STAGE = 16
+
 
 # Schedules by name
 
@@ -399,6 +402,21 @@ def version_used(schedule: str, stage: int, stages: int, micro: int) -> int:
     if schedule == "pipedream_vertical":
         return max(0, micro - (stages - 1))
     return 0
+
+
+def num_flowing(schedule: str, stages: int, micro_batches: int) -> int:
+    """Return how many micro-batches go through a pipeline before it is drained.
+
+    Those of a step, except of the PipeDreams, whose steps are one each: a window of them, at most.
+
+    Args:
+        schedule: by name.
+        stages: of the pipeline.
+        micro_batches: of a step.
+    """
+    if schedule in ("pipedream", "pipedream_vertical"):
+        return STEPS_PER_STAGE * stages
+    return micro_batches
 
 
 def num_versions(schedule: str, stage: int, stages: int) -> int:

@@ -4,7 +4,7 @@ The trainer runs windows of micro-batches. In a window every stage updates after
 (`schedule.pipedream`), and no message goes to all ranks; at its end the pipeline is drained, and
 one message over all ranks carries what the message of a step carries: losses, norms, wishes to stop
 or to save. A window ends where something looks at the whole model (a save, an evaluation, the end),
-and after `STEPS_PER_STAGE` micro-batches for each stage, so that nobody waits long for a stop.
+and after 16 micro-batches for each stage, so that nobody waits long for a stop.
 
 The same windows are made by a run that goes on from a save: so that resumes exactly.
 """
@@ -20,7 +20,7 @@ import torch
 from zrun_core.data.batch import MicroBatch
 from zrun_core.data.loader import BatchLoader
 from zrun_core.distributed.named_vector import NamedVector
-from zrun_core.pipeline.schedule import Action, ActionKind, version_used
+from zrun_core.pipeline.schedule import Action, ActionKind, num_flowing, version_used
 from zrun_core.spine.config import JobConfig
 from zrun_core.telemetry.metrics import StepClock, StepPhase
 from zrun_core.telemetry.recorder import IssuedStep
@@ -28,9 +28,6 @@ from zrun_core.telemetry.step_totals import StepTotals
 from zrun_core.train.pipeline_runner import PipelineRunner
 from zrun_core.user_code.loss import Loss, LossKind
 from zrun_core.zero.sharded_model import ShardedModel, StageUpdate
-
-# Micro-batches of a window, at most: with p stages draining takes (p - 1) / (16 p) of it.
-STEPS_PER_STAGE = 16
 
 # Numbers of a step that ranks sum; square and skipped are counted once per stage.
 _COLUMNS = ("weight", "loss", "samples", "tokens", "square", "skipped")
@@ -139,7 +136,7 @@ class Windows:
             clock: of steps.
         """
         self._job = job
-        self._most = STEPS_PER_STAGE * stages
+        self._most = num_flowing(job.parallel.schedule, stages, 1)
         self._sharded = sharded
         self._comm = sharded.comm
         self._loader = loader

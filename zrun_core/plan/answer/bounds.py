@@ -197,7 +197,8 @@ class Bounds:
                 busy += sums.before_s
             if stage == split.pp - 1:
                 busy += sums.after_s
-            most = max(most, candidate.accumulation * busy + split.starts[stage] * passing)
+            waits = split.starts[stage] * passing * candidate.accumulation / candidate.flowing
+            most = max(most, candidate.accumulation * busy + waits)
         return most
 
     def _transfer_seconds(self, candidate: Candidate, sums: _ModelSums, shard_ranks: int) -> float:

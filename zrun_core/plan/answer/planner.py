@@ -213,7 +213,7 @@ class Planner:
 
     def _others(self, candidate: Candidate) -> list[Buffer]:
         """Return what else is on the device all the time: batches, and the library's workspace."""
-        batches = candidate.accumulation
+        batches = candidate.flowing
         if self.device_type == "cuda":
             batches = min(2, batches)  # the one in use, and the one that is copied meanwhile
         batch_bytes = round(batches * self._batch_bytes(candidate.micro))

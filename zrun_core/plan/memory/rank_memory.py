@@ -155,7 +155,7 @@ def moments_of(
         virtual: chunks of the stage.
         candidate: of which the micro-batches of a step count.
     """
-    micro_batches = candidate.accumulation
+    micro_batches = candidate.flowing
     if schedule != "gpipe":  # no stage runs ahead by more than two rounds of micro-batches
         micro_batches = min(micro_batches, 2 * stages)
     return _moments(schedule, stage, stages, virtual, micro_batches)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from zrun_core.memory.buffers import ON_DEVICE, Placement, Tier
+from zrun_core.pipeline.schedule import num_flowing
 from zrun_core.spine.parallel_dims import ParallelDims
 
 
@@ -87,6 +88,11 @@ class Candidate:
         if here.activation is not Tier.DEVICE and self.checkpoint == "none":
             return f"activations on {here.activation} are inputs of recomputed blocks: none is"
         return ""
+
+    @property
+    def flowing(self) -> int:
+        """Micro-batches that go through the pipeline before it is drained."""
+        return num_flowing(self.schedule, self.dims.pp, self.accumulation)
 
     def lacking(self) -> tuple[str, ...]:
         """Return the features that it needs, that zrun plans and does not train with yet."""

@@ -414,7 +414,10 @@ class _StepModel:
             weights = min(backward[number], sum(segment.weights for segment in chunk))
             times.append(ChunkTime(forward[number], backward[number] - weights, weights))
         send = self._send(max(self.border_bytes)).seconds
-        ends = replay(self.candidate.schedule, times, stages, count, send)
+        flowing = self.candidate.flowing
+        steps = flowing / count  # that go through the pipeline together: several of PipeDream
+        found = replay(self.candidate.schedule, times, stages, flowing, send)
+        ends = [end / steps for end in found]
         busy = []
         for stage in range(stages):
             chunks = range(stage, len(forward), stages)

@@ -439,12 +439,42 @@ def with_first_weights(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def ragged_tokens(count: int = 24) -> Samples:
-    """Dicts of tokens of different lengths."""
+    """Lists of tokens; padded, the first two are 8 long, and the next two are not."""
 
     def make(generator: torch.Generator, index: int) -> Tensor:
         return torch.randint(1, VOCAB, (3 + index * 5 % 7,), generator=generator)
 
     return Samples(count, make)
+
+
+class Resampled(nn.Module):
+    """Whatever the length of a text, all but its first block see 8 places."""
+
+    class Resample(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.proj = nn.Linear(DIM, DIM)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.proj(F.adaptive_avg_pool1d(x.transpose(1, 2), 8).transpose(1, 2))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, DIM)
+        self.blocks = nn.ModuleList(Mlp() for _ in range(DEPTH))
+        self.resample = self.Resample()
+        self.head = nn.Linear(DIM, 1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.resample(self.blocks[0](self.embed(ids)))
+        for block in self.blocks[1:]:
+            x = block(x)
+        return self.head(x).square().mean()
+
+
+def of_ids(model: nn.Module, batch: Any) -> Tensor:
+    loss: Tensor = model(batch.ids)
+    return loss
 
 
 def transformer(name: str, **settings: Any) -> nn.Module:

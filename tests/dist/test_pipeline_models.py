@@ -160,6 +160,14 @@ CASES: dict[str, Case] = {
             "parallel": {"pp": 2},
         }
     ),
+    "lengths of which one is given": case(
+        "Resampled",
+        data={"call": "pipeline_zoo.py:ragged_tokens", "collate": "zoo.py:pad", "shuffle": False},
+        loss="pipeline_zoo.py:of_ids",
+        close=UNITS,
+        batch={"global": 8, "micro": 2},
+        parallel={"pp": 2},
+    ),
     "short last step": case(
         "Regression", data={"call": "zoo.py:vectors", "args": {"count": 21}}, steps=None, epochs=2
     ),

@@ -40,6 +40,7 @@ class Ghosts:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._device = device
         self._fakes: dict[int, torch.Tensor] = {}  # of parameters, by identity
+        self._hands_on: dict[tuple[type, torch.Size], bool] = {}  # by class and shape
         # By node and what it was given; with the shapes of what it hands out.
         self._handed_out: dict[Hashable, tuple[Any, object]] = {}
 
@@ -73,6 +74,25 @@ class Ghosts:
                 self._handed_out[signature] = (template, _shapes(template))
         return map_tensors(lambda tensor: tensor, template)  # containers are the caller's own
 
+    def hands_on(self, node: Node, args: Any, kwargs: dict[str, Any]) -> bool:
+        """Return whether what a ghost hands out is like the first argument, a tensor.
+
+        It was so in the forward that was followed; lengths may differ now. Modules of one class are
+        taken to do the same, so that few of them run.
+
+        Args:
+            node: of another chunk.
+            args, kwargs: of the call.
+        """
+        first = args[0]
+        key = (type(node.module), first.shape)
+        known = self._hands_on.get(key)
+        if known is None:
+            output = self.hand_out(node, args, kwargs)
+            known = isinstance(output, torch.Tensor) and output.shape == first.shape
+            self._hands_on[key] = known
+        return known
+
     def _run(self, node: Node, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run a node's own forward without values; modules inside have no hooks, and are no nodes.
 
@@ -82,6 +102,8 @@ class Ghosts:
         for module in node.module.modules():
             if module is not node.module:
                 stand_ins.append((module, "_call_impl", module.forward))
+            buffers = {key: b if b is None else b.clone() for key, b in module._buffers.items()}
+            stand_ins.append((module, "_buffers", buffers))  # a ghost leaves the true ones alone
             for key in dict.keys(module._parameters):
                 param = dict.__getitem__(module._parameters, key)  # without unsharding it
                 if param is not None:

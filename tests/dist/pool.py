@@ -31,6 +31,8 @@ TIMEOUT_S = 120.0
 # Imported once for all ranks. Oracles need torch's compiler: its optimizers and DDP import it.
 WARM = ["torch", "torch._dynamo", "zrun_core.train.worker", "zrun_core.library"]
 
+_Key = tuple[tuple[int, ...], timedelta | None]
+
 
 class _Groups:
     """`new_group` that gives the groups of earlier tasks again.
@@ -42,19 +44,19 @@ class _Groups:
 
     def __init__(self, new_group: Callable[..., Any]) -> None:
         self._new_group = new_group
-        self._made: dict[tuple[int, ...], list[Any]] = {}
-        self._taken: Counter[tuple[int, ...]] = Counter()
+        self._made: dict[_Key, list[Any]] = {}
+        self._taken: Counter[_Key] = Counter()
 
     def begin(self) -> None:
         self._taken.clear()
 
     def __call__(self, ranks: list[int], timeout: timedelta | None = None, **options: Any) -> Any:
-        if timeout is not None or options:
+        if options:
             return self._new_group(ranks, timeout, **options)
-        key = tuple(ranks)
+        key = tuple(ranks), timeout
         made = self._made.setdefault(key, [])
         if self._taken[key] == len(made):
-            made.append(self._new_group(ranks))
+            made.append(self._new_group(ranks, timeout))
         self._taken[key] += 1
         return made[self._taken[key] - 1]
 

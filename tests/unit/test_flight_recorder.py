@@ -364,6 +364,36 @@ def test_who_waits_for_a_message_is_told_without_advice(recorders, is_sent):
     assert "rank 0 for small 1, 'step'" in (recorders[1].stalemate() or ""), "this says more"
 
 
+def test_a_rank_waits_for_the_message_that_nobody_has_sent_yet(tmp_path):
+    """Two stages of two ranks each: what one pair lacks is not what the other lacks."""
+    recorders = [FlightRecorder(tmp_path / "board", rank, range(4), 4) for rank in range(4)]
+    for rank, recorder in enumerate(recorders):
+        data = over(0, 1, axis="shard") if rank < 2 else over(2, 3, axis="shard")
+        recorder.issue("all_gather", data, f"blocks.{6 * (rank // 2)}")
+    for first in (0, 1):
+        pair = over(first, first + 2, axis="pipe")
+        recorders[first].issue("send", pair, "activations of micro-batch 0")
+        recorders[first + 2].issue("receive", pair, "activations of micro-batch 0")
+        recorders[first + 2].waiting(True)  # for the device, or its own copy of what has come
+        back = over(first + 2, first, axis="pipe_back")
+        recorders[first].issue("receive", back, "gradients of micro-batch 0")
+        recorders[first].waiting(True)
+    recorders[3].issue("send", over(3, 1, axis="pipe_back"), "gradients of micro-batch 0")
+    view = FlightRecorderView(tmp_path / "board", range(4))
+    awaited = view.awaited(0)
+    assert awaited is not None
+    assert (awaited.name, awaited.peer) == ("gradients of micro-batch 0", 2)
+    assert [view.awaited(rank) for rank in (1, 2, 3)] == [None] * 3
+    recorders[0].waiting(False)
+    assert view.awaited(0) is None
+    assert view.disagreement() is None
+    recorders[2].issue("receive", over(0, 2, axis="pipe"), "activations of micro-batch 1")
+    recorders[2].waiting(True)
+    awaited = view.awaited(2)
+    assert awaited is not None
+    assert (awaited.name, awaited.peer) == ("activations of micro-batch 1", 0)
+
+
 def test_messages_in_another_order_are_no_disagreement(recorders):
     pair = over(0, 2, axis="pipe")
     for first, second, recorder in (("a", "b", recorders[0]), ("b", "a", recorders[2])):

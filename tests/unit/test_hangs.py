@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -176,6 +177,15 @@ def test_a_stuck_rank_is_told_with_its_stack_and_the_last_collective_of_each():
     assert "rank 0 waits in backward of step 5, last: all_gather 9, 'blocks.0' (1.0 MiB)" in told
     assert "rank 1 runs in forward of step 5, last: small 4, 'step' (64 B)" in told
     assert "raise limits.hang_s" in told
+
+
+def test_a_rank_that_waits_for_a_message_names_it_and_the_stage_that_sends_it() -> None:
+    seen = hang()
+    seen.frame["ranks"][0]["awaits"] = {"what": "gradients of micro-batch 2", "rank": 1}
+    places = [place.model_copy(update={"pp": place.rank}) for place in seen.plan.ranks]
+    told = replace(seen, plan=LaunchPlan(ranks=places)).describe()
+    what = "waits for gradients of micro-batch 2 from rank 1 (stage 1)"
+    assert f"rank 0 {what} in backward of step 5, last: all_gather 9" in told
 
 
 def test_a_stopped_rank_and_ranks_that_wait_for_each_other_are_told_apart():

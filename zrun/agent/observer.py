@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from zrun.agent.unanswered import own_addresses, unanswered
 from zrun.system import processes
@@ -69,6 +70,7 @@ class Observer:
                     "phase": state.phase,
                     "does": "is stopped" if rank in halted else self._does(rank, state),
                     "last": str(self._view.last(rank) or "no collective"),
+                    "awaits": self._awaits(rank),
                 }
             )
         return {
@@ -88,6 +90,11 @@ class Observer:
         if own_wait is not None:
             return str(own_wait)
         return "waits" if state.waiting else "runs"
+
+    def _awaits(self, rank: int) -> dict[str, Any] | None:
+        """Return which message a rank waits for, and from which rank."""
+        message = self._view.awaited(rank)
+        return None if message is None else {"what": message.name, "rank": message.peer}
 
     def _log(self, rank: int) -> Path:
         return self._run_dir / "logs" / f"rank-{rank}.log"

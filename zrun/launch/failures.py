@@ -352,7 +352,7 @@ class Hang:
     def describe(self) -> str:
         """Return the last words on the terminal."""
         ranks = [
-            f"  rank {told['rank']} {told['does']} in {_place(told)}, last: {told['last']}"
+            f"  rank {told['rank']} {self._doing(told)} in {_place(told)}, last: {told['last']}"
             for told in self.frame["ranks"]
         ]
         stack = [line for line in self.stack if line.strip()][:_SHOWN_LINES]
@@ -362,6 +362,14 @@ class Hang:
         files = [f"  stacks: {self.run_dir}/stacks", f"  next: {self.advice}"]
         text = "\n".join([*stack, "", self.headline, *reasons, *ranks, *files])
         return text.lstrip("\n")
+
+    def _doing(self, told: dict[str, Any]) -> str:
+        """Return what a rank does, with the message that it waits for."""
+        message = told.get("awaits")
+        if message is None:
+            return str(told["does"])
+        sender = self.plan.ranks[message["rank"]]
+        return f"waits for {message['what']} from rank {sender.rank} (stage {sender.pp})"
 
     def to_json(self) -> dict[str, Any]:
         """Return the content of failure.json."""

@@ -16,6 +16,8 @@ from typing import Any, Literal
 
 EventType = Literal[
     "start",
+    "stage",
+    "schedule",
     "step",
     "eval",
     "metrics",

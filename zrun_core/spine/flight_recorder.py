@@ -161,6 +161,11 @@ class IssuedOp(NamedTuple):
     def what(self) -> str:
         return f"{self.kind} {self.number}{self.over}"
 
+    @property
+    def peer(self) -> int:
+        """Return the rank at the other end of a message."""
+        return int(self.over.rpartition(" ")[2])
+
 
 class FlightRecord(NamedTuple):
     """The operations of one kind over one group that a rank issued.
@@ -277,6 +282,19 @@ class FlightRecorderView:
         """Return what `rank` issued last."""
         ops = [op for record in self.records(rank).values() for op in record.ops.values()]
         return max(ops, key=lambda op: op.order, default=None)
+
+    def awaited(self, rank: int) -> IssuedOp | None:
+        """Return the message that `rank` waits for; None: there is none, or it has been sent."""
+        last = self.last(rank)
+        if last is None or last.kind != "receive" or not self.state(rank).waiting:
+            return None
+        if last.peer in self.ranks:
+            records = self.records(rank).values()
+            key = next(record.key for record in records if last in record.ops.values())
+            sent = self.records(last.peer).get(("send", key))
+            if _last_number(sent) >= last.number:
+                return None
+        return last
 
     def disagreement(self) -> str | None:
         """Return the first collective on which two ranks differ, in words; None: there is none."""

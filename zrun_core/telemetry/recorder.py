@@ -7,7 +7,7 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from importlib import metadata
 from pathlib import Path
@@ -26,12 +26,20 @@ from zrun_core.spine.spec import RunSpec
 from zrun_core.telemetry.metrics import StepClock, StepPhase, peak_flops, process_memory
 from zrun_core.telemetry.peak_memory import PeakMemory
 from zrun_core.telemetry.progress import Progress
+from zrun_core.telemetry.stage_fields import (
+    ActionTime,
+    StageFacts,
+    StageUse,
+    action_fields,
+    use_fields,
+)
 from zrun_core.telemetry.step_totals import StepTotals
 from zrun_core.telemetry.tier_fields import memory_beside_plan, memory_by_tier, moves_of_step
 from zrun_core.tiers.tiers import TierCounts
 from zrun_core.zero.sharded_model import ShardedModel
 
 _METRIC = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./@%-]{0,63}")
+_FIRST_SCHEDULE = 2  # step whose actions are told: the first one warms up
 _GROWS = {
     "gathering": "parameters that are looked at outside of their modules stay whole "
     "until backward is over",
@@ -51,6 +59,7 @@ class IssuedStep(NamedTuple):
         sent: bytes, by kind of collective.
         flops: of this rank; 0 if they are not known.
         micro_batches: of this rank.
+        actions: of its stage of a pipeline; of PipeDream those of a window, with its last step.
         tier_counts: what moved between tiers.
     """
 
@@ -62,6 +71,7 @@ class IssuedStep(NamedTuple):
     flops: float
     micro_batches: int
     tier_counts: TierCounts
+    actions: Sequence[ActionTime] = ()
 
 
 def checked_name(name: object) -> str:
@@ -114,6 +124,7 @@ class Recorder:
         grad_norm: as `lr`.
         metrics: numbers of the newest evaluation, by name.
         inputs: moves inputs of recomputed blocks; None: they stay on the device.
+        stage: of a pipeline that this rank has; None: there is none.
     """
 
     def __init__(
@@ -133,6 +144,7 @@ class Recorder:
         self.grad_norm: float | None = None
         self.metrics: dict[str, float] = {}
         self.inputs: OffloadedInputs | None = None
+        self.stage: StageFacts | None = None
         self._first = Progress()  # made before this process
         self._sharded = sharded
         self._emitter = emitter
@@ -144,6 +156,8 @@ class Recorder:
         self._told_growth: dict[str, int] = {}  # bytes held, by the ring's purpose
         self._traffic_bytes: Counter[str] = Counter()
         self._splits: list[Mapping[str, float]] = []  # of steps since the last `memory` event
+        self._stage_uses: list[StageUse] = []  # as `_splits`
+        self._next_schedule = _FIRST_SCHEDULE  # of the steps of this process
         self._start_time = time.monotonic()
 
     @property
@@ -161,6 +175,7 @@ class Recorder:
             total_steps: optimizer steps of the whole run, if they are known.
         """
         self._start_time = time.monotonic()
+        self._emit_stage()
         if not self.is_main:
             return
         resumed = None
@@ -175,7 +190,6 @@ class Recorder:
         device = str(self._device)
         if self._device.type == "cuda":
             device = torch.cuda.get_device_name(self._device)
-        layouts = self._sharded.layouts
         planned = self._sharded.planned_memory()
         elsewhere = {}
         if self._sharded.tiers is not None:
@@ -185,8 +199,7 @@ class Recorder:
             "start",
             job=self.job.name,
             world_size=self._world.size,
-            params=sum(layout.numel for layout in layouts),
-            trainable=sum(layout.numel for layout in layouts if layout.trainable),
+            **self._model_params(),
             stage=self.job.zero.stage,
             precision=self.job.precision.compute,
             batch=self.spec.batch.model_dump(),
@@ -194,7 +207,7 @@ class Recorder:
             pauses=_pauses(self.job),
             planned_bytes={kind.value: size for kind, size in planned.by_kind.items()},
             **elsewhere,
-            units=len(layouts),
+            units=len(self._sharded.layouts),
             versions={
                 "zrun": metadata.version("zrun"),
                 "torch": torch.__version__,
@@ -203,6 +216,56 @@ class Recorder:
             device=device,
             resumed=resumed,
             notes=notes,
+        )
+
+    def _own_params(self) -> dict[str, int]:
+        layouts = self._sharded.layouts
+        return {
+            "params": sum(layout.numel for layout in layouts),
+            "trainable": sum(layout.numel for layout in layouts if layout.trainable),
+        }
+
+    def _model_params(self) -> dict[str, int]:
+        if self.stage is None:
+            return self._own_params()
+        return {"params": self.stage.model_params, "trainable": self.stage.model_trainable}
+
+    @property
+    def _tells_of_stage(self) -> bool:
+        """Return whether this rank speaks for its stage, whose ranks all do the same."""
+        return self.stage is not None and self._sharded.mesh.data.index == 0
+
+    def _emit_stage(self) -> None:
+        """Emit what this rank's stage of a pipeline has."""
+        if self.stage is None or not self._tells_of_stage:
+            return
+        self._emitter.emit(
+            "stage",
+            stage=self.stage.stage,
+            stages=self.stage.stages,
+            virtual=self.stage.virtual,
+            schedule=self.job.parallel.schedule,
+            blocks=list(self.stage.blocks),
+            **self._own_params(),
+        )
+
+    def _emit_schedule(self, issued: IssuedStep, number: int) -> None:
+        """Emit when this rank's stage did what, after the second step, the fourth, the eighth ...
+
+        Args:
+            issued: the step.
+            number: of the step in this process.
+        """
+        if self.stage is None or not self._tells_of_stage:
+            return
+        if not issued.actions or number < self._next_schedule:
+            return
+        self._next_schedule = 2 * number
+        self._emitter.emit(
+            "schedule",
+            step=issued.step,
+            stage=self.stage.stage,
+            actions=action_fields(issued.actions),
         )
 
     def resume(self, progress: Progress) -> None:
@@ -263,9 +326,12 @@ class Recorder:
 
         step_s, split = self._clock.read(issued.clock, dict(issued.waited))
         self._splits.append(split)
+        if issued.actions:
+            self._stage_uses.append(StageUse.of(issued.actions))
         if self.is_main:
             self._emit_step(issued, totals, epoch, step_s, split)
         number = issued.step - self._first.steps  # in this process
+        self._emit_schedule(issued, number)
         # An update beside training has made its moments when the second step ends.
         is_first_full = number == 2 and self._sharded.tiers is not None
         if number == 1 or is_first_full or issued.step % self.job.log.every == 0:
@@ -314,7 +380,14 @@ class Recorder:
             split=split,
             traffic={"sent_bytes": sum(issued.sent.values())},
             **self._moves(issued),
+            **self._pipeline(self._stage_uses[-1:] if issued.actions else []),
         )
+
+    def _pipeline(self, uses: Sequence[StageUse]) -> dict[str, Any]:
+        """Return how this rank's stage of a pipeline spent some steps, if they are known."""
+        if self.stage is None or not uses:
+            return {}
+        return {"pipeline": use_fields(self.stage.stage, uses)}
 
     def _moves(self, issued: IssuedStep) -> dict[str, Any]:
         """Return what moved between tiers beside the plan, if states live elsewhere."""
@@ -337,7 +410,9 @@ class Recorder:
         by_kind = {kind.value: size for kind, size in allocated.items()}
         phases = self._splits[-1]
         mean = {phase: fmean(each[phase] for each in self._splits) for phase in phases}
+        pipeline = self._pipeline(self._stage_uses)
         self._splits = []
+        self._stage_uses = []
         kept = {} if self.inputs is None else self.inputs.kept_bytes
         self._emitter.emit(
             "memory",
@@ -347,6 +422,7 @@ class Recorder:
             kept_bytes={tier.value: size for tier, size in kept.items()},
             split=mean,
             **self._tiers(),
+            **pipeline,
         )
 
     def warn_of_growth(self) -> None:

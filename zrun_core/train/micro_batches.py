@@ -17,6 +17,7 @@ from zrun_core.pipeline.schedule import Action, ActionKind, layer_major, no_pipe
 from zrun_core.spine.spec import RunSpec
 from zrun_core.spine.tracebacks import add_location, raised_at
 from zrun_core.telemetry.metrics import FlopCount, StepClock, StepPhase
+from zrun_core.telemetry.stage_fields import ActionTime
 from zrun_core.train.rank_phase import RankPhase
 from zrun_core.user_code.loss import Loss, LossFunction, LossKind, compute_loss
 from zrun_core.user_code.user import user_code
@@ -38,7 +39,10 @@ class MicroBatchRunner:
 
     Attributes:
         waited: seconds of this step that were spent waiting for other ranks, by phase.
+        times: of the actions of the last step, in a pipeline.
     """
+
+    times: Sequence[ActionTime] = ()
 
     def __init__(
         self,

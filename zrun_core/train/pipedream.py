@@ -202,6 +202,7 @@ class Windows:
         issued: list[IssuedStep] = []
 
         def end_step(number: int) -> None:
+            is_last = number == len(steps) - 1
             runner.waited[StepPhase.OPTIM] += self._comm.take_waited()
             issued.append(
                 IssuedStep(
@@ -213,6 +214,7 @@ class Windows:
                     flops=runner.flops(batches[number : number + 1]),
                     micro_batches=1,
                     tier_counts=self._sharded.step_counts,
+                    actions=runner.times if is_last else (),  # of the whole window
                 )
             )
             runner.begin_step()

@@ -19,6 +19,7 @@ from zrun_core.stages.links import StageLinks
 from zrun_core.stages.stage import ChunkPass, Stage
 from zrun_core.stages.weight_grads import WeightGrads
 from zrun_core.telemetry.metrics import StepClock, StepPhase
+from zrun_core.telemetry.stage_fields import ActionTime
 from zrun_core.train.micro_batches import MicroBatchRunner, pointing_at_forward
 from zrun_core.train.rank_phase import RankPhase
 from zrun_core.user_code.loss import LossFunction
@@ -38,26 +39,8 @@ class _InChunk(NamedTuple):
     sent: tuple[tuple[torch.Size, torch.dtype], ...]  # what gradients come back of, by place
 
 
-class ActionTime(NamedTuple):
-    """When an action ran.
-
-    Attributes:
-        begin, end: seconds of the host's clock since the step's first action.
-        waited: of these, for what other stages send.
-    """
-
-    action: Action
-    begin: float
-    end: float
-    waited: float
-
-
 class PipelineRunner(MicroBatchRunner):
-    """Runs the actions of one stage.
-
-    Attributes:
-        times: of the actions of the last step.
-    """
+    """Runs the actions of one stage."""
 
     def __init__(
         self,
@@ -80,7 +63,6 @@ class PipelineRunner(MicroBatchRunner):
         self._stage = stage
         self._schedule = spec.job.parallel.schedule
         self._links = links
-        self.times: list[ActionTime] = []
         self._under_way: dict[tuple[int, int], _InChunk] = {}  # by chunk and micro-batch
         self._weight_grads: WeightGrads | None = None
         if self._schedule == "zero_bubble":
@@ -100,7 +82,8 @@ class PipelineRunner(MicroBatchRunner):
         step: int,
     ) -> list[torch.Tensor]:
         losses: list[torch.Tensor] = []
-        self.times = []
+        times: list[ActionTime] = []
+        self.times = times
         start = time.perf_counter()
         for action in actions:
             begin = time.perf_counter()
@@ -110,7 +93,7 @@ class PipelineRunner(MicroBatchRunner):
                 losses.append(share)
             end = time.perf_counter()
             waited = self._links.waited_s - waited
-            self.times.append(ActionTime(action, begin - start, end - start, waited))
+            times.append(ActionTime(action, begin - start, end - start, waited))
         self._links.flush()
         return losses
 

@@ -18,6 +18,7 @@ from zrun_core.pipeline.split import Split, at_names, balance_in_words, balanced
 from zrun_core.spine.config import PIPEDREAMS, JobConfig
 from zrun_core.stages.flow import ModelFlow, follow
 from zrun_core.stages.stage import Stage
+from zrun_core.telemetry.stage_fields import StageFacts
 from zrun_core.zero.sharding_config import ShardingConfig
 
 
@@ -31,6 +32,7 @@ class StageParts:
         table: by name of a tied parameter, its part of a tensor: all of it, on several stages.
         chunk_of: by name of a parameter, its chunk among those of this stage.
         order: names of all tensors of the whole model, as it has them.
+        facts: for the record.
         notes: for the user.
     """
 
@@ -39,6 +41,7 @@ class StageParts:
     table: Mapping[str, TensorPart]
     chunk_of: Mapping[str, int]
     order: tuple[str, ...]
+    facts: StageFacts
     notes: tuple[str, ...]
 
 
@@ -87,9 +90,19 @@ def build_stage(
         for name, stages in owners.items()
         if index in stages and len(stages) > 1
     }
+    facts = StageFacts(
+        stage=index,
+        stages=split.pp,
+        virtual=split.virtual,
+        blocks=tuple(
+            flow.blocks[block] for chunk in split.chunks(index) for block in split.blocks(chunk)
+        ),
+        model_params=sum(param.numel() for param in params.values()),
+        model_trainable=sum(param.numel() for param in params.values() if param.requires_grad),
+    )
     stage = Stage(model, flow, split, index, owners, dtype, device)
     notes = (f"parallel.split: {balance_in_words(split, flow.flops, flow.blocks)}",)
-    return StageParts(stage, tied_stages(owners), table, chunk_of, order, notes)
+    return StageParts(stage, tied_stages(owners), table, chunk_of, order, facts, notes)
 
 
 def split_of(job: JobConfig, flow: ModelFlow, pp: int) -> Split:

@@ -356,6 +356,7 @@ class Trainer:
             flops=passes.flops(micro_batches),
             micro_batches=len(micro_batches),
             tier_counts=self.sharded.step_counts,
+            actions=passes.times,
         )
         ends_soon = self._numeric_problem is not None or self._numeric.is_close
         if not self.steps.reads_late or ends_soon:

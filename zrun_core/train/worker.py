@@ -252,6 +252,7 @@ class Worker:
             None if parts is None else parts.stage,
         )
         trainer.recorder.inputs = inputs
+        trainer.recorder.stage = None if parts is None else parts.facts
         if resumed is not None:
             trainer.state.resume(resumed)
             restore_streams(resumed, streams)

@@ -1,0 +1,88 @@
+"""What a run of two stages tells of itself: its stages, its schedule, and who waits for what."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from waiting import PATIENCE_S
+
+from zrun_core.pipeline.grid import Grid
+
+STAGED = Path(__file__).with_name("staged.py")
+MICRO_BATCHES = 4
+CALLS = 15  # in the fourth step: the first call is to find out where tensors go
+
+
+def test_a_pipeline_tells_its_stages_its_schedule_and_what_a_rank_waits_for(tmp_path: Path) -> None:
+    shutil.copy(STAGED, tmp_path)
+    keys: dict[str, Any] = {
+        "name": "staged",
+        "model": {"call": "staged.py:Net"},
+        "data": "staged.py:data",
+        "steps": 9,
+        "batch": {"global": 8, "micro": 2},
+        "slots": 2,
+        "parallel": {"pp": 2},
+        "device": "cpu",
+        "threads": 1,
+        "log": {"every": 1},
+        "limits": {"hang_s": 4, "stop_s": 600},
+    }
+    (tmp_path / "job.yaml").write_text(json.dumps(keys))
+    done = subprocess.run(
+        [sys.executable, "-m", "zrun", "train", "job.yaml", "--run-dir", "run", "--ui", "plain"],
+        cwd=tmp_path,
+        env=os.environ | {"SLEEP_AT": str(CALLS)},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+    assert done.returncode == 6, done.stderr
+
+    assert "rank 1 of 2 is stuck in forward of step 4" in done.stderr
+    waits = (
+        "rank 0 waits for gradients of micro-batch 1 from rank 1 (stage 1) in backward of step 4"
+    )
+    assert waits in done.stderr, done.stderr[-1500:]
+    assert "ranks disagree" not in done.stderr
+    assert "all ranks wait" not in done.stderr
+
+    lines = (tmp_path / "run" / "events.jsonl").read_text().splitlines()
+    events = [json.loads(line) for line in lines]
+    (start,) = [event for event in events if event["type"] == "start"]
+    params = 4 * (32 * 32 + 32) + 32 + 1
+    assert start["params"] == start["trainable"] == params
+    stages = {event["stage"]: event for event in events if event["type"] == "stage"}
+    assert [stages[stage]["blocks"] for stage in (0, 1)] == [
+        ["blocks.0", "blocks.1"],
+        ["blocks.2", "blocks.3"],
+    ]
+    assert sum(stage["params"] for stage in stages.values()) == params
+
+    grid = Grid.of("1f1b", stages=2, virtual=1, micro_batches=MICRO_BATCHES)
+    recorded = [event for event in events if event["type"] == "schedule" and event["step"] == 2]
+    assert sorted(event["stage"] for event in recorded) == [0, 1]
+    for event in recorded:
+        planned = [cell.action for cell in grid.rows[event["stage"]]]
+        assert [(kind, chunk, micro) for kind, chunk, micro, *_ in event["actions"]] == [
+            (kind.value, chunk, micro) for kind, chunk, micro in planned
+        ]
+        times = [(begin, end, waited) for *_, begin, end, waited in event["actions"]]
+        assert all(begin <= end and 0 <= waited <= end - begin for begin, end, waited in times)
+        assert [begin for begin, _, _ in times] == sorted(begin for begin, _, _ in times)
+    told = {
+        event["rank"]: event["pipeline"]
+        for event in events
+        if event["type"] == "memory" and event["step"] == 3
+    }
+    assert {rank: (use["stage"], use["in_flight"]) for rank, use in told.items()} == {
+        0: (0, 2),
+        1: (1, 1),
+    }
+    assert all(0 <= use["waited_s"] <= use["span_s"] for use in told.values())

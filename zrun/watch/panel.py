@@ -25,9 +25,11 @@ from zrun.watch.panel_layout import ALERT, GAP, GOOD, LABEL, QUIET, Facts, Panel
 from zrun.watch.ranks_table import ranks_table
 from zrun.watch.remaining import remaining
 from zrun.watch.run_state import SPLIT, RunState
+from zrun.watch.stages import stage_rows
 from zrun.watch.tiers import tier_use, updates
 
 WIDEST = 140  # columns: beyond, the eye has too far to go
+_MOST_STAGES = 10  # lines about them
 _LEAST_LINES = 3  # of a panel, however low the terminal
 # columns
 _LEAST_CURVE = 10
@@ -241,6 +243,12 @@ def _updates(state: RunState, facts: Facts, room: PanelSpace) -> list[Text]:
     return packed(updates(state), room.width)
 
 
+def _stages(state: RunState, facts: Facts, room: PanelSpace) -> list[Text]:
+    """Say what each stage of a pipeline has, and how long they wait."""
+    lines = [Text(f"{name.removeprefix('stage ')}: {text}") for name, text in stage_rows(state)]
+    return lines if len(lines) <= _MOST_STAGES else lines[len(state.stages) :]
+
+
 def _metrics(state: RunState, facts: Facts, room: PanelSpace) -> list[Text]:
     """Show the numbers of the newest evaluation and of the user's hooks, but for the loss."""
     metrics = state.newest_metrics
@@ -264,6 +272,7 @@ ROWS = (
     PanelRow("metrics", _metrics, 3),
     PanelRow("speed", _speed, 2),
     PanelRow("time", _time, 6),
+    PanelRow("stages", _stages, 7),
     PanelRow("host", partial(_tier, "host"), 7),
     PanelRow("disk", partial(_tier, "disk"), 7),
     PanelRow("updates", _updates, 7),

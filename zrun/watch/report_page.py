@@ -9,7 +9,7 @@ from html import escape
 from typing import Any
 
 from zrun.hosts.cluster import several
-from zrun.watch import chart, formatting, html
+from zrun.watch import chart, formatting, html, stages
 from zrun.watch.chart import Line
 from zrun.watch.curves import OF_STEPS, Curves, held_by_tier
 from zrun.watch.panel_layout import Facts
@@ -63,6 +63,7 @@ def page(facts: Facts, outcome: Outcome, state: RunState, curves: Curves) -> str
         _charts(state, curves),
         "<h2>Report</h2>",
         html.facts(report_rows(state)),
+        *_pipeline(state),
         *_memory(facts, state, curves),
         *_moved(state),
         *_traffic(state),
@@ -182,6 +183,14 @@ def _notes(curves: Curves) -> str:
     if curves.is_sampled:
         notes.append("events.jsonl is long: the curves are of evenly spaced parts of it")
     return f'<p class="soft">{escape("; ".join(notes))}.</p>' if notes else ""
+
+
+def _pipeline(state: RunState) -> Iterable[str]:
+    """Return the recorded step of a pipeline."""
+    drawn = stages.picture(state)
+    if drawn:
+        yield f"<h2>Step {state.schedules[0]['step']} in the pipeline</h2>"
+        yield drawn
 
 
 def _memory(facts: Facts, state: RunState, curves: Curves) -> Iterable[str]:

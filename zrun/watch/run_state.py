@@ -140,6 +140,8 @@ class RunState:
     tier_waits: Mapping[str, float] = field(default_factory=dict)  # seconds of rank 0, by tier
     update_lag: float = 0.0  # seconds that rank 0 has waited for updates beside training
     memory: ByRank = field(default_factory=ByRank)  # by rank, its newest `memory` event
+    stages: Mapping[int, Event] = field(default_factory=dict)  # of a pipeline, by number
+    schedules: Mapping[int, Event] = field(default_factory=dict)  # by stage, the newest recorded
     evals: tuple[Evaluation, ...] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)  # of hooks, the newest of each name
     saved: int | None = None  # the newest step that is committed
@@ -247,6 +249,10 @@ def fold(state: RunState, event: Event) -> RunState:
     match event.get("type"):
         case "start":
             return replace(state, start=event)
+        case "stage":
+            return replace(state, stages={**state.stages, event["stage"]: event})
+        case "schedule":
+            return replace(state, schedules={**state.schedules, event["stage"]: event})
         case "step":
             return _fold_step(state, event)
         case "memory":

@@ -1,0 +1,204 @@
+"""The stages of a pipeline in words and as a picture: what each has, does and waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from html import escape
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from zrun.hosts.cluster import several
+from zrun.watch import formatting
+from zrun.watch.run_state import RunState
+from zrun_core.spine.events import Event
+
+if TYPE_CHECKING:
+    from zrun_core.pipeline.schedule import Action
+
+_SLOW = 1.1  # times the mean: a stage that is worth a word
+_WIDTH = 1000.0  # of the picture
+_ROW = 30.0
+_MARGIN = 70.0
+_LEAST_NAMED = 22.0  # width of a box with room for its name
+_COLORS = {"F": "var(--c0)", "B": "var(--c2)", "W": "var(--c1)", "U": "var(--c3)"}
+_NAMES = {"F": "forward", "B": "backward", "W": "gradients of weights", "U": "update"}
+
+
+class _Box(NamedTuple):
+    """A recorded action, without what it waited for others at its beginning."""
+
+    action: Action
+    begin: float
+    end: float
+    waited: float
+
+
+def stage_rows(state: RunState) -> list[tuple[str, str]]:
+    """Return a row for each stage, and one for how long all of them wait, as names and texts."""
+    if not state.stages:
+        return []
+    busy = _busy(state)
+    rows = []
+    for number, stage in sorted(state.stages.items()):
+        words = [_blocks(stage), f"{formatting.count(stage['params'])} parameters"]
+        if number in busy:
+            words.append(f"busy {busy[number]:.0%}")
+        in_flight = [use["in_flight"] for use in _uses(state, number)]
+        if in_flight:
+            words.append(f"{max(in_flight)} in flight")
+        rows.append((f"stage {number}", ", ".join(words)))
+    rows.append(("bubble", _bubble(state)))
+    rows.append(("slow stage", _slow(busy)))
+    return [(name, text) for name, text in rows if text]
+
+
+def _uses(state: RunState, stage: int) -> list[Mapping[str, Any]]:
+    """Return how the ranks of a stage have lately spent a step."""
+    found = [event.get("pipeline") for event in state.memory.events]
+    return [use for use in found if use and use["stage"] == stage]
+
+
+def _on_gpu(state: RunState) -> bool:
+    """Return whether the host's clock says when work was queued, not when it was done."""
+    return any(event.get("device_allocated") is not None for event in state.memory.events)
+
+
+def _busy(state: RunState) -> dict[int, float]:
+    """Return by stage the share of a step in which it did not wait for other stages."""
+    uses = {stage: _uses(state, stage) for stage in state.stages}
+    span = max((use["span_s"] for told in uses.values() for use in told), default=0.0)
+    if not span or _on_gpu(state):
+        return {}
+    return {
+        stage: fmean(use["span_s"] - use["waited_s"] for use in told) / span
+        for stage, told in uses.items()
+        if told
+    }
+
+
+def _blocks(stage: Event) -> str:
+    blocks = stage["blocks"]
+    if not blocks:
+        return "no block"
+    names = str(blocks[0])
+    if len(blocks) > 1:
+        names += f" to {blocks[-1]}"
+    return f"{several(len(blocks), 'block')} ({names})"
+
+
+def _slow(busy: Mapping[int, float]) -> str:
+    """Name the stage that computes much longer than the mean."""
+    if not busy:
+        return ""
+    slowest = max(busy, key=lambda stage: busy[stage])
+    mean = fmean(busy.values())
+    if busy[slowest] < _SLOW * mean:
+        return ""
+    longer = busy[slowest] / mean - 1
+    return (
+        f"stage {slowest} computes {longer:.0%} longer than the mean, and the others wait: "
+        "parallel.split says where the model is cut"
+    )
+
+
+def _bubble(state: RunState) -> str:
+    """Return how long stages waited in the recorded step, beside what its times would need."""
+    from zrun_core.pipeline.grid import bubble
+
+    rows = _recorded(state)
+    if not rows or _on_gpu(state):
+        return ""
+    boxes = [box for row in rows for box in row]
+    computing = sum(box.end - box.begin for box in boxes)
+    idle = 1 - computing / (len(rows) * max(box.end for box in boxes))
+    step = state.schedules[0]["step"]
+    text = f"stages waited {idle:.0%} of step {step}"
+    replayed = _replayed(rows)
+    if replayed is None:
+        return text
+    stage = state.stages[0]
+    micro_batches = 1 + max(box.action.micro for box in boxes)
+    equal = bubble(stage["schedule"], len(rows), stage["virtual"], micro_batches)
+    by_lists = 1 - computing / (len(rows) * replayed)
+    return f"{text}; {by_lists:.0%} by its actions' times, {equal:.0%} with equal stages"
+
+
+def _recorded(state: RunState) -> list[list[_Box]]:
+    """Return the actions of one step by stage; nothing unless all stages have told of it."""
+    schedules = [state.schedules.get(stage) for stage in range(len(state.stages))]
+    steps = {None if event is None else event["step"] for event in schedules}
+    if len(steps) != 1 or None in steps:
+        return []
+    return [_boxes(event) for event in schedules if event is not None]
+
+
+def _boxes(event: Event) -> list[_Box]:
+    from zrun_core.pipeline.schedule import Action, ActionKind
+
+    return [
+        _Box(Action(ActionKind(kind), chunk, micro), begin + waited, end, waited)
+        for kind, chunk, micro, begin, end, waited in event["actions"]
+    ]
+
+
+def _replayed(rows: list[list[_Box]]) -> float | None:
+    """Return the seconds of a step whose messages take no time; None: it cannot be replayed."""
+    from zrun_core.pipeline.schedule import needs, play
+
+    seconds = {box.action: box.end - box.begin for row in rows for box in row}
+    last_chunk = max(action.chunk for action in seconds)
+    free = [0.0] * len(rows)
+    ends: dict[Action | None, float] = {None: 0.0}
+    with suppress(ValueError):
+        for stage, action in play([[box.action for box in row] for row in rows]):
+            start = max(free[stage], ends[needs(action, last_chunk)])
+            ends[action] = free[stage] = start + seconds[action]
+        return max(free)
+    return None
+
+
+def picture(state: RunState) -> str:
+    """Return the recorded step as SVG: a row for each stage, a box for each action, to scale."""
+    rows = _recorded(state)
+    if not rows:
+        return ""
+    last = max(box.end for row in rows for box in row) or 1.0
+    scale = (_WIDTH - _MARGIN) / last
+    parts = []
+    for stage, row in enumerate(rows):
+        top = stage * _ROW
+        parts.append(f'<text x="0" y="{top + 19:g}">stage {stage}</text>')
+        parts += [_drawn(box, top, scale) for box in row]
+    title = f"Step {state.schedules[0]['step']} by stage"
+    height = len(rows) * _ROW
+    return (
+        f'<svg viewBox="0 0 {_WIDTH:g} {height:g}" width="100%" role="img" '
+        f'aria-label="{escape(title)}">{"".join(parts)}</svg>'
+        f'<p class="soft">{escape(_legend(rows, last))}</p>'
+    )
+
+
+def _drawn(box: _Box, top: float, scale: float) -> str:
+    kind = box.action.kind.value
+    width = max(0.5, (box.end - box.begin) * scale)
+    left = _MARGIN + box.begin * scale
+    name = f"{kind}{box.action.micro}"
+    took = formatting.seconds(box.end - box.begin)
+    told = f"{name} of chunk {box.action.chunk}: {took}, waited {formatting.seconds(box.waited)}"
+    label = ""
+    if width >= _LEAST_NAMED:
+        label = f'<text x="{left + 3:.1f}" y="{top + 19:g}">{name}</text>'
+    return (
+        f'<g><title>{escape(told)}</title><rect x="{left:.1f}" y="{top + 3:g}" '
+        f'width="{width:.1f}" height="{_ROW - 6:g}" fill="{_COLORS[kind]}" fill-opacity=".45" '
+        f'stroke="var(--back)"/>{label}</g>'
+    )
+
+
+def _legend(rows: list[list[_Box]], last: float) -> str:
+    there = {box.action.kind.value for row in rows for box in row}
+    kinds = [f"{kind}: {name}" for kind, name in _NAMES.items() if kind in there]
+    words = "; ".join(kinds)
+    whole = formatting.seconds(last)
+    return f"{words}, of the micro-batch; without a box the stage waits; {whole} in all"

@@ -231,18 +231,24 @@ def test_a_wait_that_is_missing_in_backward_is_found() -> None:
 
 
 def peak_bytes(keeper: HostKeeper | DiskKeeper | None, depth: int) -> int:
-    """The most bytes of tensors in a forward and backward, above what there was before."""
+    """The most bytes of tensors in a forward and backward, above what there was before.
+
+    The least of three: on a busy machine the profiler's clock may tell an end after what follows.
+    """
     model = make(keeper, depth=depth)
     x = batch(0, 200).requires_grad_()
     for param in model.parameters():
         param.grad = torch.zeros_like(param)
     x.grad = torch.zeros_like(x)
     model(x).backward()
-    gc.collect()
-    with PeakMemory(CPU) as peak:
-        model(x).backward()
-    assert peak.num_bytes is not None
-    return peak.num_bytes
+    found = []
+    for _ in range(3):
+        gc.collect()
+        with PeakMemory(CPU) as peak:
+            model(x).backward()
+        assert peak.num_bytes is not None
+        found.append(peak.num_bytes)
+    return min(found)
 
 
 def test_memory_falls_by_all_inputs_but_two(keeper: HostKeeper | DiskKeeper) -> None:

@@ -369,5 +369,5 @@ def test_a_plan_knows_the_tiles_of_a_profile() -> None:
     for more in ({}, {"whole_blocks": True}):
         planned = plan_model(skeleton_of(again), settings(**more))
         expected = plan_model(model, settings(**more))
-        assert planned.units == expected.units
-        assert sum(unit.layout.tile for unit in planned.units) == 24
+        assert planned.units() == expected.units()
+        assert sum(unit.tile for unit in planned.units()) == 24

@@ -15,7 +15,6 @@ from zrun_core.optim.resolve import OptimizerSpec
 from zrun_core.optim.where import resolve_where_placed
 from zrun_core.plan.memory.states import plan_model, settings_of
 from zrun_core.spine.config import JobConfig, OptimConfig
-from zrun_core.spine.parallel_dims import ParallelDims
 from zrun_core.train.parallelize import moved_share
 
 CUDA = torch.device("cuda")  # where no test computes
@@ -80,7 +79,7 @@ def test_a_share_is_told_in_the_units_that_it_comes_to():
         }
     )
     planned = plan_model(model, settings_of(job, lambda name: None, "cpu"))
-    layouts = planned.layouts(ParallelDims(1), 0, 1)
+    layouts = planned.layouts()
     assert len(layouts) == 10
     for fraction, words in [
         (1e-9, "offload.fraction 1e-09: the states of 1 of 10 units leave the device, of 10% of"),

@@ -1,0 +1,40 @@
+"""Pipelines with what else a job may ask for: each has the bits of the same job without stages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from runs import losses
+from test_pipelines import assert_equal, in_stages, small, whole
+
+RECOMPUTED = {"activations": {"checkpoint": "full"}}
+FEATURES: dict[str, dict[str, Any]] = {
+    "bf16, hybrid": {"precision": "bf16", "zero": {"stage": 3, "shard_group": 1}},
+    "fp16, overflows": {
+        "precision": {"compute": "fp16", "loss_scale": {"init": 2.0**24}},
+        "zero": 2,
+    },
+    "recomputed": {**RECOMPUTED, "zero": 3},
+    "every second block recomputed": {"activations": {"checkpoint": "every_n", "n": 2}},
+    "selective": {"activations": {"checkpoint": "selective"}, "zero": 3},
+    "lamb": {"optim": {"name": "lamb", "lr": 1e-2, "clip": 1.0}, "zero": 2},
+    "states on disk": {
+        "offload": {"optimizer": "disk", "grad": "disk", "param": "disk"},
+        "zero": 3,
+    },
+    "optimizer on disk": {"offload": {"optimizer": "disk"}, "zero": 1},
+    "inputs on disk": {"activations": {"checkpoint": "full", "offload": "disk"}, "zero": 3},
+}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+@pytest.mark.parametrize("name", FEATURES)
+def test_features(ranks, tmp_path: Path, name: str, schedule: str) -> None:
+    keys = small(**FEATURES[name])
+    plain = in_stages(keys, tmp_path / "plain", ranks, dp=2, pp=1)
+    keys["parallel"] = {"schedule": schedule, "pp": 2}
+    found = in_stages(keys, tmp_path / "many", ranks, dp=2, pp=2)
+    assert losses(found[0]) == losses(plain[0])
+    assert_equal(whole(found), whole(plain))

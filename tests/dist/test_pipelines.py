@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
+import torch
 from runs import job, losses, run
 
 from zrun_core.stages import weight_grads
@@ -134,3 +135,16 @@ def test_evaluation(ranks, tmp_path: Path) -> None:
     ours, theirs = ([e for e in found[0]["events"] if e["type"] == "eval"] for found in (many, one))
     assert len(ours) == len(theirs) > 0
     assert [e["loss"] for e in ours] == [e["loss"] for e in theirs]
+
+
+def call_the_model(context: Any) -> None:
+    with context.gathered() as model:
+        model(input_ids=torch.zeros(1, 6, dtype=torch.long))
+
+
+def test_a_part_of_a_model_cannot_be_called(ranks, tmp_path: Path) -> None:
+    keys = small(hooks={"on_step": "test_pipelines.py:call_the_model"})
+    with pytest.raises(AssertionError) as error:  # of the pool, which says what each rank raised
+        in_stages(keys, tmp_path, ranks, dp=1, pp=2)
+    assert "is on another stage: with parallel.pp a rank has a part" in str(error.value)
+    assert "zrun ckpt export" in str(error.value)

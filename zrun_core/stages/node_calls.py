@@ -17,6 +17,8 @@ from typing import Any, Protocol
 
 from torch import nn
 
+from zrun_core.errors import UserCodeError
+
 _here = threading.local()  # `walk`: of the pass that this thread runs
 
 
@@ -34,6 +36,7 @@ class Node:
         name: of it in the model.
         is_block: it is a repeated block.
         forward: of the module, as the user wrote it.
+        is_elsewhere: another stage has its parameters.
     """
 
     def __init__(self, module: nn.Module, name: str, *, is_block: bool) -> None:
@@ -41,9 +44,16 @@ class Node:
         self.name = name
         self.is_block = is_block
         self.forward = module.forward
+        self.is_elsewhere = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         walk: Walk | None = getattr(_here, "walk", None)
+        if walk is None and self.is_elsewhere:
+            raise UserCodeError(
+                f"{self.name} is on another stage: with parallel.pp a rank has a part of the "
+                "model, which runs in training and evaluation only; to call the model otherwise, "
+                "as to generate, export a checkpoint (zrun ckpt export) and load that"
+            )
         if walk is None:
             return self.run(args, kwargs)
         return walk.call(self, args, kwargs)

@@ -34,7 +34,7 @@ from zrun_core.stages.flow import Leaf, ModelFlow
 from zrun_core.stages.ghosts import Ghosts
 from zrun_core.stages.node_calls import Node, install_nodes, walking
 from zrun_core.zero.auto_wrap import repeated_blocks, running_norm_params
-from zrun_core.zero.foreign import remove_param
+from zrun_core.zero.foreign import lacks_params, remove_param
 from zrun_core.zero.module_hooks import tensors_in
 
 # Brings a tensor from the stage before, given its place among those that cross and one like it.
@@ -154,7 +154,7 @@ class Stage:
         self.borders.append(())
         self.handing_on = {chunk: self._find_handing_on(chunk) for chunk in self.chunks}
         blocks = repeated_blocks(model)
-        install_nodes(model, blocks)
+        nodes = install_nodes(model, blocks)
         self.own_blocks = [
             model.get_submodule(flow.blocks[number])
             for chunk in self.chunks
@@ -162,6 +162,8 @@ class Stage:
         ]
         self._remove_foreign_params(model, owners, dtype)
         self._remove_foreign_buffers(model, dict(blocks))
+        for node in nodes:
+            node.is_elsewhere = lacks_params(node.module)
 
     def _find_handing_on(self, chunk: int) -> dict[int, str]:
         crossing = {leaf.call for leaf in (*self.borders[chunk], *self.borders[chunk + 1])}

@@ -26,8 +26,11 @@ def remove_param(module: nn.Module, key: str, stand_in: torch.Tensor) -> None:
 
 def had_params(module: nn.Module) -> bool:
     """Return whether a parameter of `module`, or of a module inside, is here or was removed."""
-    if any(True for _ in module.parameters()):
-        return True
+    return any(True for _ in module.parameters()) or lacks_params(module)
+
+
+def lacks_params(module: nn.Module) -> bool:
+    """Return whether a parameter of `module`, or of a module inside, was removed."""
     return any(_REMOVED in vars(inner) for inner in module.modules())
 
 

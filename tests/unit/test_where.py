@@ -87,4 +87,6 @@ def test_a_share_is_told_in_the_units_that_it_comes_to():
     ]:
         (note,) = moved_share(layouts, Placement(optimizer=Tier.HOST, fraction=fraction))
         assert note == f"{words} the parameters"
+    nothing = moved_share(layouts, Placement(optimizer=Tier.HOST, fraction=0.0))
+    assert nothing == ["offload.fraction 0: every state stays on the device"]
     assert moved_share(layouts, HOST) == moved_share(layouts, ON_DEVICE) == []

@@ -163,6 +163,8 @@ def moved_share(layouts: Sequence[UnitLayout], placement: Placement) -> list[str
         placement: of their states.
     """
     away = place(layouts, placement)
+    if not away and placement.fraction == 0 and not placement.is_on_device:
+        return ["offload.fraction 0: every state stays on the device"]
     if not away or placement.fraction == 1:
         return []
     moved = sum(layout.numel for layout in layouts if layout.name in away)

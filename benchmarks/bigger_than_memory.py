@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # zrun without ins
 
 import yaml
 
-from zrun_core.spine.sizes import format_size, parse_size
+from zrun_core.sizes import format_size, parse_size
 
 _CGROUPS = Path("/sys/fs/cgroup")
 # fp32 gradient, master and two moments, and the parameter in bf16.

@@ -58,7 +58,7 @@ from zrun_core.checkpoint.shard_file import as_bytes
 from zrun_core.distributed.rng import Streams
 from zrun_core.library.model import ModelHandle
 from zrun_core.models.gpt import gpt
-from zrun_core.spine.config import CheckpointConfig
+from zrun_core.spine.sections.checkpoint import CheckpointConfig
 from zrun_core.spine.spec import ResumeSpec
 
 TIMES = ("disk_write_s", "disk_read_s", "gather_s", "gather_digest_s", "copy_s")

@@ -48,8 +48,9 @@ from zrun.watch.follow import Follower  # noqa: E402
 from zrun.watch.live import Live  # noqa: E402
 from zrun.watch.panel import Facts  # noqa: E402
 from zrun.watch.screen import PERIOD_S  # noqa: E402
-from zrun_core.spine.config import JobConfig, LimitsConfig  # noqa: E402
+from zrun_core.spine.config import JobConfig  # noqa: E402
 from zrun_core.spine.events import encode  # noqa: E402
+from zrun_core.spine.sections.guards import LimitsConfig  # noqa: E402
 from zrun_core.spine.spec import LaunchPlan, RankPlace, RunSpec, resolve_batch  # noqa: E402
 
 WARMUP_S = 3.0

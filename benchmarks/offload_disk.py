@@ -20,8 +20,8 @@ import torch
 from render import render
 
 from zrun_core.memory.arena import byte_buffer
+from zrun_core.sizes import format_size
 from zrun_core.spine.direct_io import goes_past_the_cache, open_nameless, reserve
-from zrun_core.spine.sizes import format_size
 from zrun_core.tiers.swap_file import SwapFile
 
 BLOCK = 8 << 20

@@ -34,7 +34,9 @@ from zrun_core.distributed.rng import Streams
 from zrun_core.memory.buffers import Placement, Tier
 from zrun_core.memory.state_policy import ZeroPolicy
 from zrun_core.optim.resolve import resolve_optimizer
-from zrun_core.spine.config import CheckpointConfig, OptimConfig, PrecisionConfig
+from zrun_core.spine.sections.checkpoint import CheckpointConfig
+from zrun_core.spine.sections.optim import OptimConfig
+from zrun_core.spine.sections.precision import PrecisionConfig
 from zrun_core.zero.precision import Precision
 from zrun_core.zero.sharded_model import ShardedModel
 from zrun_core.zero.sharding_config import ShardingConfig

@@ -24,7 +24,8 @@ from zrun_core.distributed.comm import Comm
 from zrun_core.distributed.mesh import Mesh
 from zrun_core.memory.state_policy import ZeroPolicy
 from zrun_core.optim.resolve import resolve_optimizer
-from zrun_core.spine.config import OptimConfig, PrecisionConfig
+from zrun_core.spine.sections.optim import OptimConfig
+from zrun_core.spine.sections.precision import PrecisionConfig
 from zrun_core.zero.precision import Precision
 from zrun_core.zero.sharded_model import ShardedModel
 from zrun_core.zero.sharding_config import ShardingConfig

@@ -22,7 +22,8 @@ from zrun_core.memory.buffers import Kind
 from zrun_core.memory.state_policy import ZeroPolicy
 from zrun_core.models.gpt import gpt
 from zrun_core.optim.resolve import resolve_optimizer
-from zrun_core.spine.config import OptimConfig, PrecisionConfig
+from zrun_core.spine.sections.optim import OptimConfig
+from zrun_core.spine.sections.precision import PrecisionConfig
 from zrun_core.zero.precision import Precision
 from zrun_core.zero.sharded_model import ShardedModel
 from zrun_core.zero.sharding_config import ShardingConfig

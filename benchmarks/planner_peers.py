@@ -181,7 +181,7 @@ def tracked(question: dict[str, Any]) -> int:
     from torch.utils.data import default_collate
 
     from zrun_core.activations.checkpoint import apply_checkpointing
-    from zrun_core.spine.config import ActivationsConfig
+    from zrun_core.spine.sections.activations import ActivationsConfig
 
     dataset = _build(question["data"])
     samples = default_collate([dataset[number] for number in range(question["micro"])])

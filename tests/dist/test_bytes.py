@@ -13,7 +13,7 @@ from toys import Net, data, make_sharded, train_sharded
 
 from zrun_core.activations.checkpoint import apply_checkpointing
 from zrun_core.memory.buffers import Kind
-from zrun_core.spine.config import ActivationsConfig
+from zrun_core.spine.sections.activations import ActivationsConfig
 from zrun_core.zero.exchange import KINDS
 
 

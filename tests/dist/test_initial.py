@@ -19,7 +19,7 @@ from toys import make_sharded
 
 from zrun_core.checkpoint.initial_weights import load_weights, open_weights
 from zrun_core.checkpoint.model_state import ModelState
-from zrun_core.spine.config import InitFromConfig
+from zrun_core.spine.sections.checkpoint import InitFromConfig
 
 
 def weights() -> dict[str, torch.Tensor]:

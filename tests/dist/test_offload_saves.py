@@ -30,7 +30,7 @@ from zrun_core.distributed.rng import Streams
 from zrun_core.distributed.transport import Group
 from zrun_core.errors import ExitCode, OffloadError, SaveError
 from zrun_core.memory.buffers import ON_DEVICE, Placement
-from zrun_core.spine.config import CheckpointConfig, InitFromConfig
+from zrun_core.spine.sections.checkpoint import CheckpointConfig, InitFromConfig
 from zrun_core.tiers import stored
 from zrun_core.zero.sharded_model import ShardedModel
 

@@ -27,7 +27,7 @@ from toys import (
 
 from zrun_core.distributed.named_vector import NamedVector
 from zrun_core.optim.resolve import resolve_optimizer
-from zrun_core.spine.optimizer_args import NOT_SHARDED
+from zrun_core.spine.sections.optimizer_args import NOT_SHARDED
 
 NO_DECAY = ["norm", "bias"]
 

@@ -28,7 +28,7 @@ from zrun_core.pipeline.schedule import (
     one_forward_one_backward,
     validated,
 )
-from zrun_core.spine.config import ActivationsConfig
+from zrun_core.spine.sections.activations import ActivationsConfig
 from zrun_core.train.user_hooks import HookContext
 from zrun_core.zero.exchange import KINDS
 from zrun_core.zero.sharded_model import ShardedModel

@@ -20,9 +20,9 @@ from zrun_core.plan.answer.planner import Planner
 from zrun_core.plan.memory.states import plan_model, rank_buffers, settings_of
 from zrun_core.plan.question.candidate import Candidate
 from zrun_core.plan.trace.tracer import trace_job
+from zrun_core.sizes import format_size
 from zrun_core.spine.config import JobConfig
 from zrun_core.spine.parallel_dims import Coordinates, ParallelDims, resolve_shard_size
-from zrun_core.spine.sizes import format_size
 from zrun_core.zero.sharded_model import ShardedModel
 
 # Tied and frozen parameters, batch norms and their statistics; of odd sizes, so that nothing

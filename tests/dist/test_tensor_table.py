@@ -39,8 +39,9 @@ from zrun_core.memory.state_policy import ZeroPolicy
 from zrun_core.memory.tensors import TensorPart, contiguous_stride, full_part, sliced_part
 from zrun_core.optim.resolve import resolve_optimizer
 from zrun_core.plan.memory.states import plan_model, rank_buffers
-from zrun_core.spine.config import CheckpointConfig, InitFromConfig, PrecisionConfig
 from zrun_core.spine.parallel_dims import Coordinates, ParallelDims
+from zrun_core.spine.sections.checkpoint import CheckpointConfig, InitFromConfig
+from zrun_core.spine.sections.precision import PrecisionConfig
 from zrun_core.spine.spec import ResumeSpec
 from zrun_core.zero.precision import Precision
 from zrun_core.zero.sharded_model import ShardedModel

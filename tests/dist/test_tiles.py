@@ -19,7 +19,9 @@ from toys import build, data, make_sharded, split, train_sharded
 import zrun_core
 from zrun_core.checkpoint.folder import read_step
 from zrun_core.memory.buffers import Placement, Tier
-from zrun_core.spine.config import ActivationsConfig, PrecisionConfig, ZeroConfig
+from zrun_core.spine.sections.activations import ActivationsConfig
+from zrun_core.spine.sections.precision import PrecisionConfig
+from zrun_core.spine.sections.zero import ZeroConfig
 from zrun_core.train.parallelize import transform
 from zrun_core.zero.tiling import read_tiles
 

@@ -14,7 +14,8 @@ from zrun_core.distributed.mesh import Mesh
 from zrun_core.distributed.named_vector import NamedVector
 from zrun_core.memory.state_policy import ZeroPolicy
 from zrun_core.optim.resolve import resolve_optimizer
-from zrun_core.spine.config import OptimConfig, PrecisionConfig
+from zrun_core.spine.sections.optim import OptimConfig
+from zrun_core.spine.sections.precision import PrecisionConfig
 from zrun_core.tiers.copies import Copier
 from zrun_core.zero.precision import Precision
 from zrun_core.zero.sharded_model import ShardedModel

@@ -28,7 +28,9 @@ from zrun_core.memory.arena import Ring, StorageMeter, StorageWindow
 from zrun_core.memory.buffers import Kind, Tier
 from zrun_core.memory.state_policy import ZeroPolicy
 from zrun_core.optim.resolve import resolve_optimizer
-from zrun_core.spine.config import ActivationsConfig, OptimConfig, PrecisionConfig
+from zrun_core.spine.sections.activations import ActivationsConfig
+from zrun_core.spine.sections.optim import OptimConfig
+from zrun_core.spine.sections.precision import PrecisionConfig
 from zrun_core.zero.auto_wrap import repeated_blocks
 from zrun_core.zero.precision import LossScaler, Precision
 from zrun_core.zero.sharded_model import ShardedModel, StepResult

@@ -10,7 +10,7 @@ import pytest
 
 from zrun_core.checkpoint.best import Best, EarlyStop, is_better, value_of
 from zrun_core.errors import JobError
-from zrun_core.spine.config import EarlyStopConfig
+from zrun_core.spine.sections.evaluation import EarlyStopConfig
 
 
 def best(value: float, mode: Any = "min") -> Best:

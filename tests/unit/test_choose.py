@@ -11,8 +11,8 @@ import torch
 from zrun_core.checkpoint.manifest_fields import RANK, VALUE
 from zrun_core.errors import JobError
 from zrun_core.optim.resolve import RESERVED, OptimizerSpec, resolve_optimizer
-from zrun_core.spine.config import OptimConfig
-from zrun_core.spine.optimizer_args import NOT_SHARDED, OWN_DEFAULTS
+from zrun_core.spine.sections.optim import OptimConfig
+from zrun_core.spine.sections.optimizer_args import NOT_SHARDED, OWN_DEFAULTS
 
 
 def chosen(name: str = "adamw", load: Any = None, **keys: Any) -> OptimizerSpec:

@@ -24,8 +24,9 @@ from zrun_core.plan.answer.planner import Planner
 from zrun_core.plan.answer.search_space import SearchSpace, offload_chains
 from zrun_core.plan.question.candidate import Candidate
 from zrun_core.plan.question.transformer import TransformerShape
-from zrun_core.spine.config import JobConfig, OffloadConfig
+from zrun_core.spine.config import JobConfig
 from zrun_core.spine.parallel_dims import ParallelDims
+from zrun_core.spine.sections.offload import OffloadConfig
 from zrun_core.spine.spec import BatchPlan
 
 ROOT = Path(__file__).resolve().parents[2]

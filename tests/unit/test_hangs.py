@@ -16,8 +16,8 @@ from zrun.launch.failures import Hang
 from zrun.launch.hangs import HangInvestigation, HangWatch, HungRanks, StepTimes
 from zrun.system.processes import Process
 from zrun_core.errors import ExitCode
-from zrun_core.spine.config import LimitsConfig
 from zrun_core.spine.flight_recorder import FlightRecorder, FlightRecorderView, RankProgress
+from zrun_core.spine.sections.guards import LimitsConfig
 from zrun_core.spine.spec import LaunchPlan, RankPlace
 
 

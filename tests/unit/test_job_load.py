@@ -17,9 +17,11 @@ from zrun.job.scalars import resolve, write
 from zrun.job.schema import find_key, job_schema, keys
 from zrun_core.errors import ExitCode, JobError
 from zrun_core.pipeline.schedule import SCHEDULES
-from zrun_core.spine.config import EarlyStopConfig, JobConfig, PipelineSchedule
-from zrun_core.spine.section import Ref
-from zrun_core.spine.sizes import parse_size
+from zrun_core.sizes import parse_size
+from zrun_core.spine.config import JobConfig
+from zrun_core.spine.sections.evaluation import EarlyStopConfig
+from zrun_core.spine.sections.parallel import PipelineSchedule
+from zrun_core.spine.sections.section import Ref
 
 EIGHT_LINES = """\
 name: gpt-1b

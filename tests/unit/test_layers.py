@@ -16,8 +16,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-SPINE = {f"spine.{path.stem}" for path in (ROOT / "zrun_core" / "spine").glob("[a-z]*.py")}
-SPINE |= {"errors", "checkpoint.folder_lock", "checkpoint.names", "tiers.probe"}
+SPINE = {
+    ".".join(path.relative_to(ROOT / "zrun_core").with_suffix("").parts)
+    for path in (ROOT / "zrun_core" / "spine").rglob("[a-z]*.py")
+}
+SPINE |= {"errors", "sizes", "checkpoint.folder_lock", "checkpoint.names", "tiers.probe"}
 COLLECTIVES = (
     r"all_gather\w*|all_reduce\w*|all_to_all\w*|barrier|batch_isend_irecv|broadcast|gather|irecv|isend|monitored_barrier|"
     r"recv|reduce|reduce_scatter\w*|scatter|send"

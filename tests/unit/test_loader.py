@@ -18,7 +18,7 @@ from zrun_core.data.batch import MicroBatch, count_tokens, to_device
 from zrun_core.data.loader import BatchLoader, eval_batches
 from zrun_core.data.samples import in_words
 from zrun_core.errors import JobError, UserCodeError
-from zrun_core.spine.config import DataConfig
+from zrun_core.spine.sections.data import DataConfig
 from zrun_core.spine.spec import BatchPlan
 
 

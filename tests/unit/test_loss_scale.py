@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zrun_core.spine.config import PrecisionConfig
+from zrun_core.spine.sections.precision import PrecisionConfig
 from zrun_core.zero.precision import LossScaler, Precision
 
 CPU = torch.device("cpu")

@@ -14,7 +14,7 @@ from torch.optim import lr_scheduler
 
 from zrun_core.errors import JobError
 from zrun_core.optim.lr import make_schedule
-from zrun_core.spine.config import LrConfig
+from zrun_core.spine.sections.optim import LrConfig
 
 TOTAL = 20
 

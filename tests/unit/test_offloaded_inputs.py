@@ -26,7 +26,9 @@ from zrun_core.activations.offloaded_inputs import OffloadedInputs
 from zrun_core.errors import JobError, OffloadError, UserCodeError
 from zrun_core.memory.buffers import Tier
 from zrun_core.memory.layout import PAGE_BYTES
-from zrun_core.spine.config import ActivationsConfig, PrecisionConfig, ZeroConfig
+from zrun_core.spine.sections.activations import ActivationsConfig
+from zrun_core.spine.sections.precision import PrecisionConfig
+from zrun_core.spine.sections.zero import ZeroConfig
 from zrun_core.telemetry.peak_memory import PeakMemory
 from zrun_core.tiers.copies import ThreadCopier
 from zrun_core.tiers.host_arena import HostArena

@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from zrun_core.distributed.mesh import Mesh
 from zrun_core.errors import JobError
-from zrun_core.spine.config import Axis, ZeroConfig
 from zrun_core.spine.parallel_dims import (
     GroupAxis,
     ParallelDims,
@@ -20,6 +19,8 @@ from zrun_core.spine.parallel_dims import (
     refuse_untrained,
     resolve_shard_size,
 )
+from zrun_core.spine.sections.parallel import Axis
+from zrun_core.spine.sections.zero import ZeroConfig
 from zrun_core.spine.spec import LaunchPlan, RankPlace
 
 ORDERS = list(itertools.permutations(("tp", "dp", "pp")))

@@ -23,8 +23,9 @@ from zrun_core.plan.answer.search import SearchResult, SearchSpace, _Search, cha
 from zrun_core.plan.answer.search_space import candidates, offload_chains
 from zrun_core.plan.question.candidate import Candidate
 from zrun_core.plan.question.transformer import TransformerShape
-from zrun_core.spine.config import JobConfig, OptimConfig
+from zrun_core.spine.config import JobConfig
 from zrun_core.spine.parallel_dims import ParallelDims
+from zrun_core.spine.sections.optim import OptimConfig
 from zrun_core.spine.spec import BatchPlan
 
 HOST, DISK = Tier.HOST, Tier.DISK

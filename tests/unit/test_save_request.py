@@ -29,8 +29,8 @@ from zrun_core.checkpoint.rank_save import RunInfo
 from zrun_core.checkpoint.shard_file import WriteItem
 from zrun_core.distributed import rng
 from zrun_core.errors import HangError, JobError, PreflightError, SaveError
-from zrun_core.spine.config import CheckpointConfig
 from zrun_core.spine.events import encode
+from zrun_core.spine.sections.checkpoint import CheckpointConfig
 from zrun_core.spine.stop_signals import SAVE
 
 START = {"type": "start", "rank": 0, "time": 1.0, "total_steps": 9}

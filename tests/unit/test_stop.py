@@ -22,7 +22,7 @@ from zrun.system.deadlines import AwakeClock
 from zrun.system.signals import STOP_NOW, LauncherSignals, stoppable
 from zrun.transport.frames import Frame, StopMode
 from zrun_core.errors import RendezvousError
-from zrun_core.spine.config import LimitsConfig
+from zrun_core.spine.sections.guards import LimitsConfig
 from zrun_core.spine.spec import LaunchPlan, RankPlace
 from zrun_core.spine.stop_signals import SAVE, StopSignals
 

@@ -20,7 +20,8 @@ from zrun_core.plan.memory.states import plan_model
 from zrun_core.plan.trace.module_tree import describe_modules, describe_params, skeleton_of
 from zrun_core.plan.trace.profile import Profile
 from zrun_core.plan.trace.rows import Affine
-from zrun_core.spine.config import PrecisionConfig, TileConfig, ZeroConfig
+from zrun_core.spine.sections.precision import PrecisionConfig
+from zrun_core.spine.sections.zero import TileConfig, ZeroConfig
 from zrun_core.zero.auto_wrap import repeated_blocks
 from zrun_core.zero.precision import Precision
 from zrun_core.zero.sharding_config import ShardingConfig, wrap_plan

@@ -16,7 +16,7 @@ import zrun_core
 from zrun_core.library.model import ModelHandle
 from zrun_core.memory.layout import Piece, lay_out
 from zrun_core.optim import chunked
-from zrun_core.spine.optimizer_args import NOT_SHARDED
+from zrun_core.spine.sections.optimizer_args import NOT_SHARDED
 from zrun_core.zero.chunk_group import cut_into_groups
 from zrun_core.zero.sharded_model import ShardedModel
 

@@ -18,7 +18,7 @@ from zrun_core.data.batch import MicroBatch
 from zrun_core.distributed.comm import Comm
 from zrun_core.errors import ExitCode, JobError, PeerError, UserCodeError
 from zrun_core.spine import tracebacks
-from zrun_core.spine.section import Ref
+from zrun_core.spine.sections.section import Ref
 from zrun_core.user_code import user
 
 TRAIN = """

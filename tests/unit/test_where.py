@@ -14,7 +14,8 @@ from zrun_core.optim.layerwise import Lamb
 from zrun_core.optim.resolve import OptimizerSpec
 from zrun_core.optim.where import resolve_where_placed
 from zrun_core.plan.memory.states import plan_model, settings_of
-from zrun_core.spine.config import JobConfig, OptimConfig
+from zrun_core.spine.config import JobConfig
+from zrun_core.spine.sections.optim import OptimConfig
 from zrun_core.train.parallelize import moved_share
 
 CUDA = torch.device("cuda")  # where no test computes

@@ -11,8 +11,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 
+from zrun_core.sizes import format_size
 from zrun_core.spine import memory_limits
-from zrun_core.spine.sizes import format_size
 
 _MOST_KEPT = 256 << 20  # bytes that are left when it is over; less where there is little
 _FILLED_PER_CORE = 4e9  # bytes per second that a core takes at most: pages are cleared for it

@@ -12,8 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from zrun.watch.formatting import count
+from zrun_core.sizes import format_size
 from zrun_core.spine.printable import printable
-from zrun_core.spine.sizes import format_size
 
 if TYPE_CHECKING:
     from zrun_core.checkpoint.folder import SavedStep

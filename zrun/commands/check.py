@@ -173,8 +173,8 @@ def _print_json(
 
 
 def _in_words(structure: Structure) -> str:
+    from zrun_core.sizes import format_size
     from zrun_core.spine.printable import printable
-    from zrun_core.spine.sizes import format_size
 
     numbers = f"{structure.num_parameters:,} parameters in {structure.num_tensors} tensors"
     num_frozen = structure.num_parameters - structure.num_trainable

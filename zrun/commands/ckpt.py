@@ -183,7 +183,7 @@ def export(
     """
     from zrun.checkpoints.locate import locate
     from zrun_core.errors import JobError
-    from zrun_core.spine.sizes import format_size, parse_size
+    from zrun_core.sizes import format_size, parse_size
 
     try:
         max_shard_bytes = parse_size(max_shard_size)

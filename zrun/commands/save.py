@@ -50,7 +50,7 @@ def save(
     from zrun.launch import save_request, stop_request
     from zrun.runs.listing import find_run, read_run
     from zrun.watch import formatting
-    from zrun_core.spine.sizes import format_size
+    from zrun_core.sizes import format_size
 
     found = read_run(find_run(run, running=True))
     save_request.check(found)  # before anything is said

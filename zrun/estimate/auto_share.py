@@ -16,7 +16,7 @@ from zrun.estimate.gate import REFUSED_PATIENCE_S, refusal
 from zrun.estimate.machine import capacity_of
 from zrun.job.problems import AutoValue
 from zrun_core.errors import PreflightError
-from zrun_core.spine.sizes import format_size
+from zrun_core.sizes import format_size
 
 if TYPE_CHECKING:
     from zrun.hosts.cluster import Cluster

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from zrun_core.spine.sizes import format_size
+from zrun_core.sizes import format_size
 
 if TYPE_CHECKING:
     from zrun_core.plan.answer.outcome import Estimate, RankMemory

@@ -21,8 +21,8 @@ from zrun.hosts.cluster import Cluster, probe_host
 from zrun.job.load import LoadedJob
 from zrun.watch import formatting
 from zrun_core.errors import JobError
+from zrun_core.sizes import format_size
 from zrun_core.spine.events import Event
-from zrun_core.spine.sizes import format_size
 from zrun_core.spine.spec import RunSpec
 
 if TYPE_CHECKING:

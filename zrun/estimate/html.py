@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from zrun.estimate.bars import MEANINGS, PARTS, parts_of
 from zrun.estimate.plan_tables import fits, fullest, paper_bytes, state_bytes, step_range
 from zrun.watch import formatting, html
-from zrun_core.spine.sizes import format_size
+from zrun_core.sizes import format_size
 
 if TYPE_CHECKING:
     from zrun_core.plan.answer.outcome import Estimate

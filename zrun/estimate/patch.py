@@ -20,8 +20,9 @@ from zrun.job.scalars import write
 from zrun.job.schema import find_key
 from zrun.job.validate import validate
 from zrun_core.errors import JobError
-from zrun_core.spine.config import DataConfig, JobConfig
-from zrun_core.spine.section import Ref, Section
+from zrun_core.spine.config import JobConfig
+from zrun_core.spine.sections.data import DataConfig
+from zrun_core.spine.sections.section import Ref, Section
 from zrun_core.spine.spec import BatchPlan, resolve_batch
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from zrun.estimate.bars import MEANINGS, parts_of
 from zrun.watch import formatting
-from zrun_core.spine.sizes import format_size
+from zrun_core.sizes import format_size
 
 if TYPE_CHECKING:
     from zrun_core.hardware.hardware import Hardware

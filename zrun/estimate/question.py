@@ -224,7 +224,7 @@ def _question(
     asked = _candidate(job, batch, hardware)
 
     def plan() -> Planner:
-        from zrun_core.spine.section import Ref
+        from zrun_core.spine.sections.section import Ref
         from zrun_core.user_code import user
 
         profile = _profile(job, job_dir, hardware, asked, patience_s)

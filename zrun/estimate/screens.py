@@ -28,7 +28,7 @@ from zrun.estimate.plan_tables import (
 from zrun.watch.console import open_console
 from zrun.watch.formatting import count
 from zrun_core.errors import JobError
-from zrun_core.spine.sizes import format_size
+from zrun_core.sizes import format_size
 
 if TYPE_CHECKING:
     from rich.console import Console

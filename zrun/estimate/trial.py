@@ -22,9 +22,9 @@ from zrun.estimate.plan_tables import fullest
 from zrun.job.smoke import smoke_of
 from zrun.watch import formatting
 from zrun_core.errors import JobError
+from zrun_core.sizes import format_size
 from zrun_core.spine.config import JobConfig
 from zrun_core.spine.events import Event
-from zrun_core.spine.sizes import format_size
 
 if TYPE_CHECKING:
     from zrun.estimate.answer import Answer

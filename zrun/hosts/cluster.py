@@ -20,8 +20,8 @@ from zrun.topology.cpus import USER_BINDING, NumaNode, read_nodes
 from zrun.topology.links import LinkMatrix, link_matrix, usable
 from zrun.topology.nvml import NvmlDevice, Reading, Slice, read, read_machine
 from zrun.topology.scenario import Scenario
+from zrun_core.sizes import format_size
 from zrun_core.spine import memory_limits
-from zrun_core.spine.sizes import format_size
 from zrun_core.tiers.probe import DiskFacts
 
 _NAMED = 3  # hosts that a message lists before it counts

@@ -13,7 +13,7 @@ from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import TYPE_CHECKING
 
-from zrun_core.spine.sizes import format_size
+from zrun_core.sizes import format_size
 from zrun_core.tiers.probe import DiskFacts, probe_disk
 
 if TYPE_CHECKING:  # an agent is there sooner without pydantic

@@ -14,7 +14,7 @@ from zrun.job.problems import DEFAULT, Problem, ValueOrigin, job_error
 from zrun.job.validate import validate
 from zrun_core.errors import JobError
 from zrun_core.spine.config import JobConfig
-from zrun_core.spine.section import Section
+from zrun_core.spine.sections.section import Section
 
 MAX_FILE_BYTES = 2**20
 

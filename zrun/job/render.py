@@ -10,7 +10,7 @@ from zrun.job.load import LoadedJob
 from zrun.job.scalars import write
 from zrun.job.schema import JobKey, find_key
 from zrun_core.spine.config import JobConfig
-from zrun_core.spine.section import Ref, Section
+from zrun_core.spine.sections.section import Ref, Section
 
 _COMMENT_COLUMN = 32
 

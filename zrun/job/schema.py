@@ -1,7 +1,7 @@
 """The keys of a job file as data, from pydantic's models: `find_key(("zero", "stage"))`, `keys()`.
 
 All that a user is told about a key (by `zrun explain`, `zrun init --full`, an error message, an
-editor) comes from here, and so from `zrun_core.spine.config`.
+editor) comes from here, and so from `zrun_core.spine`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from pydantic.fields import FieldInfo
 
 from zrun.job.problems import KeyPath
 from zrun.job.scalars import write
+from zrun_core.sizes import SIZE_PATTERN
 from zrun_core.spine.config import JobConfig
-from zrun_core.spine.section import Section
-from zrun_core.spine.sizes import SIZE_PATTERN
+from zrun_core.spine.sections.section import Section
 
 _FORMATS = {"regex": "regular expression", "reference": "module:attr"}
 _WORDS = {"boolean": "true | false", "null": "null", "string": "text", None: "any value"}

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from zrun_core.errors import JobError
 from zrun_core.spine.config import JobConfig
-from zrun_core.spine.section import Ref
+from zrun_core.spine.sections.section import Ref
 
 _SUFFIX = "-smoke"  # a job of its own: what goes on, or is looked for by name, is never a trial
 _EVAL_SAMPLES = 64

@@ -19,7 +19,7 @@ from zrun.job.environment import worker_environment
 from zrun.job.load import LoadedJob
 from zrun_core.errors import ExitCode, JobError, UserCodeError, ZrunError
 from zrun_core.spine.config import JobConfig
-from zrun_core.spine.section import Ref
+from zrun_core.spine.sections.section import Ref
 
 if TYPE_CHECKING:
     from torch import nn

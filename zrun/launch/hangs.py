@@ -23,7 +23,7 @@ from zrun.transport.frames import SILENCE_S
 from zrun_core.spine.flight_recorder import RankProgress
 
 if TYPE_CHECKING:  # an agent is there sooner without pydantic
-    from zrun_core.spine.config import LimitsConfig
+    from zrun_core.spine.sections.guards import LimitsConfig
 
 _QUIET_S = 2.0  # without a look at its board, a host may be lost
 _LOST_S = SILENCE_S + 5.0  # in which its connection has said so

@@ -34,9 +34,9 @@ from zrun.system.output import notify
 from zrun.system.signals import LauncherSignals
 from zrun.transport.frames import BEAT_S, GRACE_S, PROGRESS_S, SILENCE_S, Frame, StopMode
 from zrun_core.errors import ExitCode, RendezvousError
-from zrun_core.spine.config import LimitsConfig
 from zrun_core.spine.events import Event
 from zrun_core.spine.flight_recorder import RankProgress
+from zrun_core.spine.sections.guards import LimitsConfig
 from zrun_core.spine.spec import LaunchPlan
 
 _TURN_S = 0.1  # how late a signal may be noticed

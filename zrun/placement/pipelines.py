@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from zrun.hosts.cluster import several
 from zrun_core.errors import JobError
-from zrun_core.spine.config import PIPEDREAMS, JobConfig
+from zrun_core.spine.config import JobConfig
+from zrun_core.spine.sections.parallel import PIPEDREAMS
 from zrun_core.spine.spec import BatchPlan
 
 _SMALL_BUBBLE = 0.2

@@ -25,8 +25,9 @@ from zrun.hosts.cluster import Cluster, Gpu, HostFacts, listed, several
 from zrun.topology.cpus import USER_BINDING, format_cpus, shares
 from zrun.topology.grouping import Arrangement, arrange
 from zrun_core.errors import JobError, PreflightError
-from zrun_core.spine.config import JobConfig, ParallelConfig
+from zrun_core.spine.config import JobConfig
 from zrun_core.spine.parallel_dims import ParallelDims
+from zrun_core.spine.sections.parallel import ParallelConfig
 from zrun_core.spine.spec import RankPlace
 
 _GIB = 1 << 30

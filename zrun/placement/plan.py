@@ -16,10 +16,10 @@ from zrun.job.problems import AutoValue
 from zrun.placement.pipelines import check_micro_batches, notes_on_bubble, notes_on_late_weights
 from zrun.placement.place import RankAssignment, assign_ranks, resolve_dims
 from zrun_core.errors import JobError, PreflightError
+from zrun_core.sizes import format_size
 from zrun_core.spine.config import JobConfig
-from zrun_core.spine.optimizer_args import OWN_DEFAULTS
-from zrun_core.spine.section import MAX_RANKS
-from zrun_core.spine.sizes import format_size
+from zrun_core.spine.sections.optimizer_args import OWN_DEFAULTS
+from zrun_core.spine.sections.section import MAX_RANKS
 from zrun_core.spine.spec import BatchPlan, LaunchPlan, resolve_batch, resolve_bucket
 
 _DECAYING = ("linear", "cosine", "polynomial", "wsd")

@@ -10,8 +10,8 @@ from pathlib import Path
 from zrun.hosts.cluster import listed
 from zrun.hosts.offload_disk import SwapFolder, find_problem
 from zrun.hosts.probe import HostReport, Software
+from zrun_core.sizes import format_size
 from zrun_core.spine.config import JobConfig
-from zrun_core.spine.sizes import format_size
 
 _BUSY = 0.1  # share of a GPU's memory that others may hold
 

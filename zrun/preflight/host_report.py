@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from zrun.hosts.cluster import several
 from zrun.hosts.probe import HostReport
-from zrun_core.spine.sizes import format_size
+from zrun_core.sizes import format_size
 
 if TYPE_CHECKING:
     from zrun.preflight.calibration import Calibration, MatmulRates

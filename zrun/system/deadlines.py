@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # an agent is there sooner without pydantic
-    from zrun_core.spine.config import LimitsConfig
+    from zrun_core.spine.sections.guards import LimitsConfig
 
 _NAP_S = 2.0  # between two readings; longer ones mean that the process stood still
 

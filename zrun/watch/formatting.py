@@ -15,8 +15,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from zrun_core.sizes import format_size
 from zrun_core.spine.events import Event
-from zrun_core.spine.sizes import format_size
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")

@@ -9,9 +9,9 @@ from zrun.watch import formatting
 from zrun.watch.remaining import remaining
 from zrun.watch.run_state import RunState
 from zrun.watch.tiers import in_short, planned_elsewhere
+from zrun_core.sizes import format_size
 from zrun_core.spine.events import Event
 from zrun_core.spine.printable import printable
-from zrun_core.spine.sizes import format_size
 
 
 class Plain:

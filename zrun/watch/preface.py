@@ -14,7 +14,7 @@ from zrun.job.scalars import write
 from zrun.placement.plan import ResolvedJob
 from zrun.runs.listing import reference
 from zrun_core.spine.config import JobConfig
-from zrun_core.spine.section import Section
+from zrun_core.spine.sections.section import Section
 
 _UNSHOWN = ("name", "batch", "env")
 _HOSTS_SHOWN = 64

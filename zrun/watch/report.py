@@ -10,7 +10,7 @@ from zrun.watch import formatting
 from zrun.watch.run_state import RunState, number
 from zrun.watch.stages import stage_rows
 from zrun.watch.tiers import tier_rows
-from zrun_core.spine.sizes import format_size
+from zrun_core.sizes import format_size
 
 _CURVE_WIDTH = 24  # characters
 _LEAST_STEPS = 3  # of a curve

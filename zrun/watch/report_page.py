@@ -17,7 +17,7 @@ from zrun.watch.report import report_rows
 from zrun.watch.run_state import RunState
 from zrun.watch.tiers import ELSEWHERE
 from zrun_core.errors import ExitCode
-from zrun_core.spine.sizes import format_size
+from zrun_core.sizes import format_size
 
 _RANKS_SHOWN = 64
 _HOSTS_SHOWN = 8

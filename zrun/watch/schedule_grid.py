@@ -8,7 +8,7 @@ from rich.text import Text
 
 from zrun.watch.console import open_console
 from zrun.watch.preface import width_of
-from zrun_core.spine.config import PIPEDREAMS
+from zrun_core.spine.sections.parallel import PIPEDREAMS
 
 if TYPE_CHECKING:
     from zrun.placement.plan import ResolvedJob

@@ -7,7 +7,7 @@ from typing import Any
 
 from zrun.watch import formatting
 from zrun.watch.run_state import RunState
-from zrun_core.spine.sizes import format_size
+from zrun_core.sizes import format_size
 
 ELSEWHERE = {"host": "in host memory", "disk": "on disk"}
 

@@ -15,8 +15,8 @@ from zrun.topology.cpus import format_cpus
 from zrun.topology.grouping import best_groups, weakest_pair
 from zrun.topology.links import LinkMatrix
 from zrun.watch.console import open_console
+from zrun_core.sizes import format_size
 from zrun_core.spine.printable import printable
-from zrun_core.spine.sizes import format_size
 
 if TYPE_CHECKING:  # 80 ms of 300: a table of links needs no job
     from zrun_core.spine.spec import RankPlace

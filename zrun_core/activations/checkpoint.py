@@ -22,7 +22,7 @@ from torch.utils.checkpoint import (
 from zrun_core.activations.kv_cache import refuse_cache
 from zrun_core.activations.offloaded_inputs import OffloadedInputs
 from zrun_core.errors import JobError
-from zrun_core.spine.config import ActivationsConfig
+from zrun_core.spine.sections.activations import ActivationsConfig
 from zrun_core.zero.auto_wrap import repeated_blocks
 
 _OWN = "gradient_checkpointing"  # attribute of modules of transformers

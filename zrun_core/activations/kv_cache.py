@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from zrun_core.errors import UserCodeError
-from zrun_core.spine.config import ActivationsConfig
+from zrun_core.spine.sections.activations import ActivationsConfig
 from zrun_core.user_code.pretrained import config_of
 
 _ARGUMENT = "use_cache"

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from zrun_core.checkpoint.manifest_fields import Count, Number, Text, exact_keys
 from zrun_core.errors import JobError
-from zrun_core.spine.config import EarlyStopConfig, Goal
+from zrun_core.spine.sections.evaluation import EarlyStopConfig, Goal
 
 Mode = Literal["min", "max"]
 

@@ -8,7 +8,7 @@ from zrun_core.checkpoint.best import Best, is_better, value_of
 from zrun_core.checkpoint.folder import CheckpointFolder
 from zrun_core.checkpoint.resume import Resumed
 from zrun_core.errors import SaveError
-from zrun_core.spine.config import BestConfig
+from zrun_core.spine.sections.evaluation import BestConfig
 
 
 class BestSaves:

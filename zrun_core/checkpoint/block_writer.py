@@ -20,8 +20,8 @@ import xxhash
 from numpy.typing import NDArray
 
 from zrun_core.errors import SaveError
+from zrun_core.sizes import format_size
 from zrun_core.spine.direct_io import free_space, past_the_cache, reserve, write_all
-from zrun_core.spine.sizes import format_size
 
 Bytes = NDArray[np.uint8]
 _BLOCK = 4 * 2**20

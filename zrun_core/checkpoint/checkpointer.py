@@ -62,7 +62,8 @@ from zrun_core.distributed import rng
 from zrun_core.distributed.comm import Comm
 from zrun_core.distributed.transport import Group
 from zrun_core.errors import HangError, PeerError, SaveError
-from zrun_core.spine.config import CheckpointConfig, LimitsConfig
+from zrun_core.spine.sections.checkpoint import CheckpointConfig
+from zrun_core.spine.sections.guards import LimitsConfig
 
 Tell = Callable[..., None]  # an event's fields
 _POLL_S = 0.25  # between two messages of ranks that wait for a disk

@@ -21,7 +21,7 @@ from zrun_core.checkpoint.reader import Reader, Target, by_name
 from zrun_core.checkpoint.weight_files import SafetensorsFiles, StateDictFile
 from zrun_core.distributed.transport import Group
 from zrun_core.errors import CheckpointError
-from zrun_core.spine.config import InitFromConfig
+from zrun_core.spine.sections.checkpoint import InitFromConfig
 
 _TORCH_SUFFIXES = {".pt", ".pth", ".bin", ".ckpt"}
 

@@ -23,7 +23,7 @@ from zrun_core.data.samples import Collate, in_words
 from zrun_core.data.source import IterableSource, MapSource, Source, Step, is_map_style, length_of
 from zrun_core.distributed.rng import CPU, ScopedStream, Streams
 from zrun_core.errors import JobError, UserCodeError
-from zrun_core.spine.config import DataConfig
+from zrun_core.spine.sections.data import DataConfig
 from zrun_core.spine.spec import BatchPlan
 from zrun_core.spine.tracebacks import add_location, message_of
 from zrun_core.user_code.user import user_code

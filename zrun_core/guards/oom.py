@@ -10,9 +10,9 @@ import torch
 
 from zrun_core.errors import OutOfMemoryError
 from zrun_core.memory.buffers import Kind
+from zrun_core.sizes import format_size
 from zrun_core.spine.config import JobConfig
 from zrun_core.spine.events import Emitter
-from zrun_core.spine.sizes import format_size
 from zrun_core.spine.spec import BatchPlan, RunSpec
 from zrun_core.telemetry.metrics import process_memory
 from zrun_core.user_code.user import is_out_of_memory

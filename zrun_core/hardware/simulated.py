@@ -17,7 +17,7 @@ from zrun_core.hardware.catalogue import (
     device_named,
 )
 from zrun_core.hardware.hardware import GB, GIB, Device, Hardware
-from zrun_core.spine.sizes import parse_size
+from zrun_core.sizes import parse_size
 
 MOST_DEVICES = 1 << 20
 _DRIVE_BYTES = 3840 * 10**9

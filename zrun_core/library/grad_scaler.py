@@ -11,7 +11,7 @@ from zrun_core.errors import JobError, UserCodeError
 from zrun_core.library import arguments
 from zrun_core.library.optimizer import Optimizer
 from zrun_core.library.run import current
-from zrun_core.spine.config import LossScaleConfig
+from zrun_core.spine.sections.precision import LossScaleConfig
 from zrun_core.zero.precision import LossScaler, Precision
 
 

@@ -21,9 +21,12 @@ from zrun_core.errors import JobError, UserCodeError
 from zrun_core.library import arguments, foreign
 from zrun_core.library.run import Run, current
 from zrun_core.memory.buffers import placement_of
-from zrun_core.spine.config import ActivationsConfig, OffloadConfig, PrecisionConfig, ZeroConfig
 from zrun_core.spine.parallel_dims import resolve_shard_size
-from zrun_core.spine.section import Section
+from zrun_core.spine.sections.activations import ActivationsConfig
+from zrun_core.spine.sections.offload import OffloadConfig
+from zrun_core.spine.sections.precision import PrecisionConfig
+from zrun_core.spine.sections.section import Section
+from zrun_core.spine.sections.zero import ZeroConfig
 from zrun_core.train import parallelize
 from zrun_core.user_code.build import Built, build_once_per_host, check
 from zrun_core.user_code.meta_init import build_on_meta

@@ -29,7 +29,7 @@ from zrun_core.library import arguments
 from zrun_core.library.model import ModelHandle
 from zrun_core.library.optimizer import Optimizer
 from zrun_core.library.run import Run, current
-from zrun_core.spine.config import CheckpointConfig
+from zrun_core.spine.sections.checkpoint import CheckpointConfig
 from zrun_core.spine.spec import ResumeSpec
 
 Models = nn.Module | Mapping[str, nn.Module]

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import Enum, StrEnum
 
-from zrun_core.spine.config import ActivationsConfig, OffloadConfig
+from zrun_core.spine.sections.activations import ActivationsConfig
+from zrun_core.spine.sections.offload import OffloadConfig
 
 
 class Kind(Enum):

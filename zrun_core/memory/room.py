@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from zrun_core.errors import PreflightError
 from zrun_core.memory.buffers import Buffer, Tier
 from zrun_core.memory.layout import whole_pages
-from zrun_core.spine.sizes import format_size
+from zrun_core.sizes import format_size
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 
 from zrun_core.errors import JobError
-from zrun_core.spine.config import LrConfig, ScheduleName
+from zrun_core.spine.sections.optim import LrConfig, ScheduleName
 
 Schedule = Callable[[int], float]
 

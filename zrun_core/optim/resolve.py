@@ -21,8 +21,8 @@ from zrun_core.errors import JobError
 from zrun_core.optim import lightweight
 from zrun_core.optim.chunked import GROUP, Bf16Adam, Bf16AdamW, Chunked, Lion, scratch_bytes
 from zrun_core.optim.layerwise import Lamb, Lars, LayerWise, TrustRatios
-from zrun_core.spine.config import OptimConfig
-from zrun_core.spine.optimizer_args import (
+from zrun_core.spine.sections.optim import OptimConfig
+from zrun_core.spine.sections.optimizer_args import (
     ARGS_OF,
     BF16_KEY,
     NOT_SHARDED,

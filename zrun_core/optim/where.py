@@ -10,8 +10,8 @@ import torch
 from zrun_core.errors import JobError
 from zrun_core.memory.buffers import Placement, Tier
 from zrun_core.optim.resolve import ELEMENTWISE_ADVICE, OptimizerSpec, resolve_optimizer
-from zrun_core.spine.config import OptimConfig
-from zrun_core.spine.optimizer_args import why_not_on_disk
+from zrun_core.spine.sections.optim import OptimConfig
+from zrun_core.spine.sections.optimizer_args import why_not_on_disk
 
 
 def resolve_where_placed(

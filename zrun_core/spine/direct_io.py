@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Callable
 from pathlib import Path
 
-from zrun_core.spine.sizes import format_size
+from zrun_core.sizes import format_size
 
 _MOUNTS = Path("/proc/self/mountinfo")
 _PAGE_BYTES = 4096  # on whose borders direct reads and writes begin and end

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from zrun_core.errors import HangError
-from zrun_core.spine.sizes import format_size
+from zrun_core.sizes import format_size
 
 _PAGE_BYTES = 1 << 17
 _COLLECTIVES = (

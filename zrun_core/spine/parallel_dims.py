@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from zrun_core.errors import JobError
-from zrun_core.spine.config import Axis, ZeroConfig
+from zrun_core.spine.sections.parallel import Axis
+from zrun_core.spine.sections.zero import ZeroConfig
 
 GroupAxis = Literal["world", "pipe", "data", "tensor", "shard", "replicate", "tied"]
 

@@ -11,9 +11,10 @@ from typing import Any
 from pydantic import PositiveInt
 
 from zrun_core.errors import JobError
-from zrun_core.spine.config import JobConfig, ZeroConfig
+from zrun_core.spine.config import JobConfig
 from zrun_core.spine.parallel_dims import Coordinates, ParallelDims, resolve_shard_size
-from zrun_core.spine.section import Section
+from zrun_core.spine.sections.section import Section
+from zrun_core.spine.sections.zero import ZeroConfig
 
 _MAX_ACCUMULATION = 100_000  # micro-batches of a rank in one step
 

@@ -19,9 +19,9 @@ import torch
 from zrun_core.activations.offloaded_inputs import OffloadedInputs
 from zrun_core.distributed.comm import TrafficKey
 from zrun_core.memory.buffers import Tier
+from zrun_core.sizes import format_size
 from zrun_core.spine.config import JobConfig
 from zrun_core.spine.events import Emitter
-from zrun_core.spine.sizes import format_size
 from zrun_core.spine.spec import RunSpec
 from zrun_core.telemetry.metrics import StepClock, StepPhase, peak_flops, process_memory
 from zrun_core.telemetry.peak_memory import PeakMemory

@@ -14,7 +14,7 @@ import torch
 from zrun_core.errors import OffloadError, PreflightError
 from zrun_core.memory.arena import Region, byte_buffer
 from zrun_core.memory.layout import whole_pages
-from zrun_core.spine.sizes import format_size
+from zrun_core.sizes import format_size
 
 
 class HostArena:

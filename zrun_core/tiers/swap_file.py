@@ -45,6 +45,7 @@ import xxhash
 
 from zrun_core.errors import OffloadError, PreflightError
 from zrun_core.memory.layout import PAGE_BYTES, whole_pages
+from zrun_core.sizes import format_size
 from zrun_core.spine.direct_io import (
     file_system,
     free_space,
@@ -54,7 +55,6 @@ from zrun_core.spine.direct_io import (
     reserve,
     write_pages,
 )
-from zrun_core.spine.sizes import format_size
 from zrun_core.tiers.probe import IN_MEMORY
 from zrun_core.tiers.transfer import DONE, Transfer
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from zrun_core.checkpoint.best import EarlyStop
 from zrun_core.checkpoint.checkpointer import Checkpointer
-from zrun_core.spine.config import EvalConfig
 from zrun_core.spine.events import Emitter
+from zrun_core.spine.sections.evaluation import EvalConfig
 from zrun_core.telemetry.recorder import Recorder
 from zrun_core.train.ending import Ending, EndRequests
 from zrun_core.train.evaluator import Evaluator, broadcast_buffers

@@ -23,7 +23,10 @@ from zrun_core.memory.placement import place
 from zrun_core.memory.state_policy import ZeroPolicy
 from zrun_core.optim.resolve import OptimizerSpec
 from zrun_core.spine import memory_limits
-from zrun_core.spine.config import ActivationsConfig, JobConfig, PrecisionConfig, ZeroConfig
+from zrun_core.spine.config import JobConfig
+from zrun_core.spine.sections.activations import ActivationsConfig
+from zrun_core.spine.sections.precision import PrecisionConfig
+from zrun_core.spine.sections.zero import ZeroConfig
 from zrun_core.spine.spec import resolve_bucket
 from zrun_core.train.stage_building import StageParts
 from zrun_core.user_code.build import Built

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from zrun_core.errors import RendezvousError
-from zrun_core.spine.config import LimitsConfig
+from zrun_core.spine.sections.guards import LimitsConfig
 
 
 def join(rank: int, world_size: int, device: torch.device, limits: LimitsConfig) -> None:

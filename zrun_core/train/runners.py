@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from zrun_core.guards.oom import MemoryGuard
-from zrun_core.spine.config import PIPEDREAMS
+from zrun_core.spine.sections.parallel import PIPEDREAMS
 from zrun_core.spine.spec import RunSpec
 from zrun_core.stages.links import StageLinks
 from zrun_core.stages.stage import Stage

@@ -15,7 +15,8 @@ from zrun_core.memory.layout import dense_stride
 from zrun_core.memory.tensors import TIED, TensorPart, full_part
 from zrun_core.pipeline.ownership import chunks_of, owned, tied_stages
 from zrun_core.pipeline.split import Split, at_names, balance_in_words, balanced
-from zrun_core.spine.config import PIPEDREAMS, JobConfig
+from zrun_core.spine.config import JobConfig
+from zrun_core.spine.sections.parallel import PIPEDREAMS
 from zrun_core.stages.flow import ModelFlow, follow
 from zrun_core.stages.stage import Stage
 from zrun_core.telemetry.stage_fields import StageFacts

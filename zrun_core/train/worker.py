@@ -52,7 +52,7 @@ from zrun_core.spine import heap, memory_limits
 from zrun_core.spine.events import Emitter
 from zrun_core.spine.flight_recorder import FlightRecorder, Watchdog, host_file
 from zrun_core.spine.parallel_dims import refuse_untrained
-from zrun_core.spine.section import Ref
+from zrun_core.spine.sections.section import Ref
 from zrun_core.spine.spec import RunSpec
 from zrun_core.spine.stop_signals import StopSignals
 from zrun_core.train import failure_note, parallelize, rendezvous

@@ -30,7 +30,7 @@ from torch.nn.parameter import UninitializedParameter
 from zrun_core.distributed.comm import Comm
 from zrun_core.distributed.transport import Group
 from zrun_core.errors import PeerError, PreflightError, UserCodeError
-from zrun_core.spine.sizes import format_size
+from zrun_core.sizes import format_size
 
 Factory = Callable[[], nn.Module]
 Read = Callable[[str, nn.Parameter], torch.Tensor]

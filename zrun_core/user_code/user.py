@@ -30,7 +30,7 @@ from zrun_core.errors import (
     UserCodeError,
     ZrunError,
 )
-from zrun_core.spine.section import Ref
+from zrun_core.spine.sections.section import Ref
 from zrun_core.spine.tracebacks import (
     causes,
     first_line,

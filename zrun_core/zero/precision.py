@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from zrun_core.spine.config import LossScaleConfig, PrecisionConfig
+from zrun_core.spine.sections.precision import LossScaleConfig, PrecisionConfig
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _LARGEST_SCALE = 2.0**127  # doubled once more it would be infinite, and stay so

@@ -25,8 +25,8 @@ from zrun_core.memory.room import Room
 from zrun_core.memory.state_policy import MeshInfo, StatePolicy, ZeroPolicy
 from zrun_core.memory.tensors import TensorPart
 from zrun_core.optim.resolve import OptimizerSpec
-from zrun_core.spine.config import TileConfig
-from zrun_core.spine.sizes import format_size
+from zrun_core.sizes import format_size
+from zrun_core.spine.sections.zero import TileConfig
 from zrun_core.zero.auto_wrap import NO_CHUNKS, WrapPlan, auto_wrap
 from zrun_core.zero.exchange import Exchange
 from zrun_core.zero.precision import Precision

@@ -29,8 +29,8 @@ from torch import nn
 
 from zrun_core.errors import JobError
 from zrun_core.memory.tensors import TensorPart
-from zrun_core.spine.config import TileConfig
-from zrun_core.spine.sizes import format_size
+from zrun_core.sizes import format_size
+from zrun_core.spine.sections.zero import TileConfig
 from zrun_core.zero.tiled_linear import TiledLinear, output_dim
 
 _ALIGN = 64  # output features: matrix products are fastest in multiples of it

@@ -28,8 +28,9 @@ from zrun_core.plan.question.transformer import TransformerShape
 from zrun_core.plan.trace.module_tree import skeleton_of
 from zrun_core.plan.trace.profile import Profile
 from zrun_core.plan.trace.rows import TracePhase
-from zrun_core.spine.config import JobConfig, PrecisionConfig
+from zrun_core.spine.config import JobConfig
 from zrun_core.spine.parallel_dims import Coordinates
+from zrun_core.spine.sections.precision import PrecisionConfig
 from zrun_core.zero.exchange import StepCounts, expected_traffic, planned_gathers
 from zrun_core.zero.precision import Precision
 from zrun_core.zero.sharding_config import ShardingConfig

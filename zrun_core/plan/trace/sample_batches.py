@@ -22,7 +22,7 @@ from zrun_core.data.batch import count_tokens, map_tensors
 from zrun_core.data.source import is_map_style, length_of
 from zrun_core.errors import JobError, UserCodeError, ZrunError
 from zrun_core.spine.config import JobConfig
-from zrun_core.spine.section import Ref
+from zrun_core.spine.sections.section import Ref
 from zrun_core.user_code import user
 
 # What has a shape without being read, with its default seq_len.

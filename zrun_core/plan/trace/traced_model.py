@@ -31,7 +31,8 @@ from zrun_core.plan.trace.op_recorder import OpRecorder
 from zrun_core.plan.trace.rows import Rows, TracePhase, Vocabulary
 from zrun_core.plan.trace.sample_batches import SampleBatches, samples_of, tensors_of
 from zrun_core.spine import memory_limits
-from zrun_core.spine.config import ActivationsConfig, JobConfig
+from zrun_core.spine.config import JobConfig
+from zrun_core.spine.sections.activations import ActivationsConfig
 from zrun_core.stages.flow import ModelFlow, follow
 from zrun_core.user_code import user
 from zrun_core.user_code.loss import LossFunction, LossKind, compute_loss

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
 
-from zrun_core.spine.section import Fraction, Positive, Section
+from zrun_core.spine.sections.section import Fraction, Positive, Section
 
 
 def _check_bounds(bounds: tuple[float, float]) -> tuple[float, float]:

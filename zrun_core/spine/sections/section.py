@@ -17,7 +17,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from zrun_core.spine.sizes import parse_size
+from zrun_core.sizes import parse_size
 
 MAX_RANKS = 2**17
 NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"

@@ -1,0 +1,37 @@
+"""Which activations are recomputed, and where their inputs wait."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from zrun_core.spine.sections.offload import TierName
+from zrun_core.spine.sections.section import Section
+
+
+class ActivationsConfig(Section):
+    """Which activations are recomputed in backward (Chen et al. 2016; Korthikanti et al. 2022)."""
+
+    checkpoint: Literal["none", "full", "every_n", "selective"] = Field(
+        default="none",
+        description="none | full: every block | every_n: one block in n | selective: keep matrix "
+        "products",
+        examples=["full"],
+    )
+    n: int = Field(default=2, gt=0, le=1000, description="every_n: one block in n is recomputed")
+    offload: TierName = Field(
+        default="device",
+        description="where the input of a recomputed block waits for backward; on disk: in "
+        "offload.dir",
+        examples=["device"],
+    )
+
+    @model_validator(mode="after")
+    def _require_inputs_to_move(self) -> Self:
+        if self.offload != "device" and self.checkpoint == "none":
+            raise ValueError(
+                "activations.offload moves the inputs of recomputed blocks, and none is "
+                "recomputed; write checkpoint: full, or leave offload out"
+            )
+        return self

@@ -1,0 +1,135 @@
+"""How the ranks divide the model."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationInfo, field_validator
+
+from zrun_core.spine.sections.section import Ranks, Section
+
+Axis = Literal["tp", "dp", "pp"]
+
+
+# Schedules that update the weights after each micro-batch of each stage.
+PIPEDREAMS = ("pipedream", "pipedream_vertical")
+
+
+PipelineSchedule = Literal[
+    "1f1b",
+    "gpipe",
+    "interleaved",
+    "zero_bubble",
+    "layer_major",
+    "pipedream",
+    "pipedream_vertical",
+]
+
+
+class ParallelConfig(Section):
+    """How the ranks divide the model: tp inside of layers, pp between layers, dp over the batch."""
+
+    tp: Ranks = Field(
+        default=1, description="ranks that share each layer, on one host", examples=[4]
+    )
+    pp: Ranks = Field(
+        default=1, description="stages of the pipeline, each with a part of the layers"
+    )
+    dp: Ranks | Literal["auto"] = Field(
+        default="auto", description="replicas of the whole; auto: ranks / (tp * pp)", examples=[2]
+    )
+    order: tuple[Axis, Axis, Axis] = Field(
+        default=("tp", "dp", "pp"), description="axes of the ranks' numbers, fastest first"
+    )
+    allow_cross_node_tp: bool = Field(
+        default=False, description="let a tp group span hosts that no NVLink joins, which is slow"
+    )
+    schedule: PipelineSchedule = Field(
+        default="1f1b",
+        description="order of a step's micro-batches. 1f1b: each goes backward as soon as it can, "
+        "which keeps the fewest activations | gpipe: all go forward, then all backward | "
+        "interleaved: 1f1b of several chunks per stage, with shorter waits and more messages | "
+        "zero_bubble: 1f1b whose weights' gradients are made while a stage would wait | pipedream, "
+        "pipedream_vertical: stages never wait, and use older weights | layer_major: one stage; "
+        "all micro-batches go through a block before the next one comes: parameters are gathered "
+        "or fetched twice per step",
+        examples=["interleaved"],
+    )
+    virtual: Annotated[int, Field(gt=0, le=1024)] = Field(
+        default=1,
+        description="chunks of the model on each stage: 2 or more with interleaved, whose default "
+        "is 2",
+        examples=[4],
+    )
+    split: Literal["auto"] | Annotated[list[str], Field(min_length=1)] = Field(
+        default="auto",
+        description="names of the blocks with which each chunk but the first begins; auto: by what "
+        "the blocks compute",
+        examples=[["transformer.h.12"]],
+    )
+
+    @classmethod
+    def expand(cls, value: Any) -> Any:
+        """Return what is given, with the chunks of an interleaved pipeline."""
+        if isinstance(value, dict) and value.get("schedule") == "interleaved":
+            return {"virtual": 2, **value}
+        return super().expand(value)
+
+    @field_validator("order")
+    @classmethod
+    def _require_each_axis_once(cls, order: tuple[Axis, Axis, Axis]) -> tuple[Axis, Axis, Axis]:
+        if len(set(order)) < len(order):
+            raise ValueError(
+                f"{list(order)} does not have each axis once: write [tp, dp, pp] or another order "
+                "of them"
+            )
+        return order
+
+    @field_validator("schedule")
+    @classmethod
+    def _require_its_stages(
+        cls, schedule: PipelineSchedule, info: ValidationInfo
+    ) -> PipelineSchedule:
+        pp = info.data.get("pp")
+        if schedule == "layer_major" and pp not in (1, None):
+            raise ValueError(
+                f"layer_major is an order of the whole model on each rank, and pp {pp} divides it; "
+                "write schedule: 1f1b, or pp: 1"
+            )
+        if schedule in ("interleaved", *PIPEDREAMS) and pp == 1:
+            raise ValueError(f"{schedule} is an order of several stages; write pp: 2 or more")
+        return schedule
+
+    @field_validator("virtual")
+    @classmethod
+    def _require_a_schedule_with_chunks(cls, virtual: int, info: ValidationInfo) -> int:
+        schedule = info.data.get("schedule")
+        if schedule == "interleaved" and virtual == 1:
+            raise ValueError(
+                "interleaved goes through several chunks on each stage; write virtual: 2 or more, "
+                "or schedule: 1f1b"
+            )
+        if schedule not in ("interleaved", None) and virtual > 1:
+            raise ValueError(
+                f"{virtual} chunks on each stage are for interleaved, and {schedule} has 1; write "
+                "schedule: interleaved, or virtual: 1"
+            )
+        return virtual
+
+    @field_validator("split")
+    @classmethod
+    def _require_every_border(
+        cls, split: list[str] | Literal["auto"], info: ValidationInfo
+    ) -> list[str] | Literal["auto"]:
+        pp = info.data.get("pp")
+        virtual = info.data.get("virtual")
+        if split == "auto" or pp is None or virtual is None:
+            return split
+        chunks = pp * virtual
+        if len(split) != chunks - 1:
+            raise ValueError(
+                f"pp {pp} x virtual {virtual} = {chunks} chunks have {chunks - 1} borders, and it "
+                f"names {len(split)}; write the first block of each chunk but the first, or split: "
+                "auto"
+            )
+        return split

@@ -11,6 +11,8 @@ import itertools
 import os
 import random
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -28,10 +30,12 @@ from zrun_core.memory.state_policy import DISK_SLOTS
 from zrun_core.memory.tier_traffic import Direction, Move
 from zrun_core.pipeline.schedule import ActionKind, layer_major
 from zrun_core.tiers.copies import ThreadCopier
+from zrun_core.tiers.slots import Slots
 from zrun_core.tiers.swap_file import Extent
 from zrun_core.tiers.tiers import Tiers
 from zrun_core.tiers.transfer import DONE, Transfer
 from zrun_core.zero.exchange import Exchange
+from zrun_core.zero.home_elsewhere import OnDisk
 from zrun_core.zero.sharded_model import ShardedModel
 from zrun_core.zero.sliced_passes import SlicedPasses
 
@@ -226,6 +230,44 @@ def test_records_are_read_ahead_beside_the_last_backward(ranks: Ranks) -> None:
     taken, losses = ranks(1).run(read_ahead, Placement(optimizer=DISK))[0]
     assert taken == [{"optim": DISK_SLOTS}] * 2
     assert losses == ranks(1).run(losses_in_memory)[0]
+
+
+def train_delayed_and_slowly() -> list[float]:
+    """Let the worker take slots slowly, and training look at records slowly."""
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(dir="/var/tmp") as dir:
+        take_free, at = Slots.take_free, OnDisk.at
+
+        def take_slowly(*args: Any, **keys: Any) -> Any:
+            found = take_free(*args, **keys)
+            time.sleep(0.01)
+            return found
+
+        def look_slowly(home: OnDisk) -> torch.Tensor:
+            if threading.current_thread() is threading.main_thread():
+                time.sleep(0.02)
+            return at(home)
+
+        patch.setattr(Slots, "take_free", take_slowly)
+        patch.setattr(OnDisk, "at", look_slowly)
+        sharded = sharded_at(1, Placement(optimizer=DISK), dir, {}, **DELAYED)
+        losses = train_sharded(sharded, data(4))
+        check_slots(sharded)
+        return losses
+
+
+def train_delayed_on_the_host() -> list[float]:
+    sharded = make_sharded(
+        build(), 1, placement=Placement(optimizer=HOST), apart=late_copies(), **DELAYED
+    )
+    return train_sharded(sharded, data(4))
+
+
+DELAYED: dict[str, Any] = {"schedule": "delayed", "delay_after": 1}
+
+
+def test_a_step_settles_delayed_updates_before_their_records_are_read_again(ranks: Ranks) -> None:
+    """Else two threads would take a slot for one record, and training wait for the last ones."""
+    assert ranks(1).run(train_delayed_and_slowly) == ranks(1).run(train_delayed_on_the_host)
 
 
 MICRO_BATCHES = 4

@@ -165,16 +165,19 @@ def test_delayed_updates_are_settled_and_stay_delayed(
     for delay_after in (1, 4):
         folder = str(tmp_path / str(delay_after))
         keys = {"schedule": "delayed", "delay_after": delay_after}
-        went_on = ranks(1).run(run_delayed, save, place, folder, keys)
-        after = ranks(1).run(run_delayed, resume, place, folder, keys)
+        went_on = ranks(1).run(save_delayed, place, folder, keys)
+        after = ranks(1).run(resume_delayed, place, folder, keys)
         same(went_on[0], after[0])
         serial = ranks(1).run(resume, place, SETTINGS["bf16"], folder)
         assert serial[0][0] != after[0][0]
 
 
-def run_delayed(function: Any, place: str, folder: str, keys: dict[str, Any]) -> Any:
-    more = [False] if function is save else []
-    return function(place, SETTINGS["bf16"], folder, *more, **keys)
+def save_delayed(place: str, folder: str, keys: dict[str, Any]) -> Any:
+    return save(place, SETTINGS["bf16"], folder, wait=False, **keys)
+
+
+def resume_delayed(place: str, folder: str, keys: dict[str, Any]) -> Any:
+    return resume(place, SETTINGS["bf16"], folder, **keys)
 
 
 def states_in(folder: str) -> dict[tuple[str, str], torch.Tensor]:

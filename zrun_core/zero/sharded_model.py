@@ -594,6 +594,8 @@ class ShardedModel:
         """Begin to read what the first updates of this step need, beside the last backward."""
         if self.tiers is None or self.settings.optimizer is None or self._before_update:
             return  # or a save reads the disk
+        if self.settings.schedule == "delayed":
+            return  # `step` settles the last updates first: it needs slots, and the same records
         if self.optimizer.starts_updates:
             order = self.reducer.forward_order
             self._reading_ahead = self.optimizer.read_ahead(order, self.tiers)

@@ -17,6 +17,7 @@ from zrun_core.distributed.comm import Comm, CommPhase, TrafficKey
 from zrun_core.distributed.handle import Handle
 from zrun_core.distributed.mesh import Mesh
 from zrun_core.distributed.transport import (
+    ACTIVATION_TAG,
     MESSAGE_TAGS,
     NUM_TAGS,
     SMALL_TAG,
@@ -384,4 +385,4 @@ def test_what_is_under_way_between_two_ranks_has_tags_of_its_own():
     assert len(messages) == len(MESSAGE_TAGS)
     assert max(messages) < NUM_TAGS < max(units), "messages can go through memory"
     assert not units & messages
-    assert not (units | messages) & {SMALL_TAG}
+    assert not (units | messages) & {SMALL_TAG, ACTIVATION_TAG}

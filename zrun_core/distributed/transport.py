@@ -11,7 +11,8 @@ gathers and one for its reductions, so that ranks that disagree wait for each ot
 watchdog says about what, instead of mixing two units of one size.
 
     1                       short messages, such as the step's
-    2, 3, 4, ...            gather and reduction of unit 0, of unit 1, ...
+    2                       activations, among ranks that have parts of the same layers
+    3, 4, 5, ...            gather and reduction of unit 0, of unit 1, ...
     65280 ... 65535         messages between two ranks, by number: the last that memory has
     65536 ...               units again: a model of 32,000 units has them, and uses sockets there
 """
@@ -28,6 +29,7 @@ import torch.distributed as dist
 
 NUM_TAGS = 1 << 16  # messages with higher ones go through process groups
 SMALL_TAG = 1
+ACTIVATION_TAG = 2
 MESSAGE_TAGS = range(NUM_TAGS - 256, NUM_TAGS)
 
 
@@ -144,7 +146,7 @@ def reduce_tag(unit_index: int) -> int:
 
 
 def _unit_tag(number: int) -> int:
-    tag = SMALL_TAG + 1 + number
+    tag = ACTIVATION_TAG + 1 + number
     if tag < MESSAGE_TAGS.start:
         return tag
     return tag + len(MESSAGE_TAGS)

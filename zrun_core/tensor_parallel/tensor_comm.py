@@ -1,0 +1,107 @@
+"""Collectives of activations, among ranks that have parts of the same layers.
+
+Whoever asks waits: what follows in the forward, or in the backward, needs the result. All ranks of
+the group ask for the same ones in the same order.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from zrun_core.distributed.comm import Comm
+from zrun_core.distributed.transport import ACTIVATION_TAG, Group
+
+
+class TensorComm:
+    """The collectives of one rank along the axis `tensor`.
+
+    Attributes:
+        size: ranks of the group.
+        index: of this one.
+    """
+
+    def __init__(self, comm: Comm, group: Group) -> None:
+        """
+        Args:
+            comm: carries and counts them.
+            group: of this rank along the axis.
+        """
+        self._comm = comm
+        self._group = group
+        self.size = group.size
+        self.index = group.index
+
+    def all_reduce(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
+        """Return the sum over ranks, the same bits on each of them.
+
+        Args:
+            tensor: of any shape, alike on all ranks.
+            name: what it is about, the same on all ranks.
+        """
+        if self.size == 1:
+            return tensor
+        total = tensor.clone(memory_format=torch.contiguous_format)
+        self._sum(total.view(-1), name)
+        return total
+
+    def _sum(self, flat: torch.Tensor, name: str) -> None:
+        numel = -(-flat.numel() // self.size) * self._comm.num_recv_shards(self._group)
+        received = flat.new_empty(numel)
+        self._comm.all_reduce(flat, received, self._group, tag=ACTIVATION_TAG, name=name).wait()
+
+    def all_reduce_max(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
+        """Return the largest over ranks of each element.
+
+        Args:
+            tensor: of any shape, alike on all ranks.
+            name: as of `all_reduce`.
+        """
+        if self.size == 1:
+            return tensor
+        return self._rows(tensor, name).amax(0)
+
+    def all_gather(self, tensor: torch.Tensor, dim: int, name: str) -> torch.Tensor:
+        """Return the tensors of all ranks, one after the other along a dimension.
+
+        Args:
+            tensor: of one shape on all ranks.
+            dim: of them.
+            name: as of `all_reduce`.
+        """
+        if self.size == 1:
+            return tensor
+        return torch.cat(self._rows(tensor, name).unbind(), dim)
+
+    def _rows(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
+        """Return the tensors of all ranks, [size, *shape]."""
+        rows = tensor.new_empty((self.size, *tensor.shape))
+        own = rows[self.index].copy_(tensor)
+        self._comm.all_gather(
+            rows.view(-1), own.view(-1), self._group, tag=ACTIVATION_TAG, name=name
+        ).wait()
+        self._comm.settle()  # the rows go when they were used: before that, others have read them
+        return rows
+
+    def reduce_scatter(self, tensor: torch.Tensor, dim: int, name: str) -> torch.Tensor:
+        """Return this rank's part along a dimension of the sum over ranks.
+
+        Args:
+            tensor: of one shape on all ranks; `size` divides its length along `dim`.
+            dim: along which the sum is divided.
+            name: as of `all_reduce`.
+        """
+        if self.size == 1:
+            return tensor
+        rows = torch.stack(tensor.chunk(self.size, dim))
+        part = torch.empty_like(rows[0])
+        received = part.new_empty(part.numel() * self._comm.num_recv_shards(self._group))
+        self._comm.reduce_scatter(
+            rows.view(-1),
+            received,
+            part.view(-1),
+            self._group,
+            accumulate=False,
+            tag=ACTIVATION_TAG,
+            name=name,
+        ).wait()
+        return part

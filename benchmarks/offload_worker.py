@@ -103,7 +103,7 @@ class Turns:
     def _step(self, number: int) -> float:
         loss = self._training.step(*self._batches[number % len(self._batches)])
         if self._training.sharded is not None:
-            self._moved.update(self._training.sharded.step_counts.moved)
+            self._moved.update(self._training.sharded.updates.step_counts.moved)
         return loss
 
 

@@ -24,6 +24,7 @@ from zrun_core.models.gpt import gpt
 from zrun_core.optim.resolve import resolve_optimizer
 from zrun_core.spine.sections.optim import OptimConfig
 from zrun_core.spine.sections.precision import PrecisionConfig
+from zrun_core.zero.account import allocated_memory
 from zrun_core.zero.precision import Precision
 from zrun_core.zero.sharded_model import ShardedModel
 from zrun_core.zero.sharding_config import ShardingConfig
@@ -88,7 +89,7 @@ def main() -> None:
     for name, taken in times.items():
         median = statistics.median(taken)
         ratios = [a / b for a, b in zip(taken, times["adamw"], strict=True)]
-        state = models[name].allocated_memory().by_kind[Kind.OPTIM] / numel
+        state = allocated_memory(models[name]).by_kind[Kind.OPTIM] / numel
         rows.append(
             [
                 name,

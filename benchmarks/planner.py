@@ -266,6 +266,7 @@ def run(case: Case, folder: str) -> None:
     )
     profiler.start()
     from zrun_core.train.worker import Worker
+    from zrun_core.zero.account import allocated_memory
     from zrun_core.zero.sharded_model import ShardedModel
 
     job = JobConfig.model_validate(case.job())
@@ -295,7 +296,7 @@ def run(case: Case, folder: str) -> None:
     trainer.run()
     profiler.stop()
     (sharded,) = (each for each in gc.get_objects() if type(each) is ShardedModel)
-    kinds = sharded.allocated_memory().by_kind
+    kinds = allocated_memory(sharded).by_kind
     outside = sum(kinds[kind] for kind in (Kind.PARAM, Kind.GRAD, Kind.OPTIM, Kind.RING))
     print(json.dumps({"peak": outside + peak_between_marks(profiler), "outside": outside}))
     sys.stdout.flush()

@@ -42,7 +42,7 @@ PARTS = {
         "zrun_core.memory.arena:PageWindow.acquire",
         "zrun_core.memory.arena:PageWindow.release",
     ],
-    "norm": ["zrun_core.zero.sharded_model:ShardedModel._square_norm"],
+    "norm": ["zrun_core.zero.model_grad:ModelGrad.square_norm"],
     "update": ["torch.optim:AdamW.step", "zrun_core.zero.sharded_optimizer:ShardedOptimizer.step"],
     "waiting for other ranks": ["zrun_core.distributed.comm:Comm.wait_for"],
 }

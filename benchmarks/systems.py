@@ -184,6 +184,7 @@ def zrun(
     from zrun_core.spine.parallel_dims import resolve_shard_size
     from zrun_core.train.parallelize import make_settings, parallelize
     from zrun_core.user_code.build import Built
+    from zrun_core.zero.account import expected_traffic
 
     def make(model: nn.Module, seat: Seat) -> Training:
         # as a worker and `zrun_core.init` do, unless the environment has said more
@@ -222,7 +223,7 @@ def zrun(
             sent = sum(
                 num_bytes for key, num_bytes in comm.sent_bytes.items() if key.kind != "small"
             )
-            return sent, sum(sharded.expected_traffic(steps, steps).values())
+            return sent, sum(expected_traffic(sharded, steps, steps).values())
 
         return Training(step, params, counted, sharded)
 

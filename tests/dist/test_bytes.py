@@ -14,6 +14,7 @@ from toys import Net, data, make_sharded, train_sharded
 from zrun_core.activations.checkpoint import apply_checkpointing
 from zrun_core.memory.buffers import Kind
 from zrun_core.spine.sections.activations import ActivationsConfig
+from zrun_core.zero.account import allocated_memory, expected_traffic, planned_memory
 from zrun_core.zero.exchange import KINDS
 
 
@@ -44,7 +45,7 @@ def count(stage: int, accumulation: int, options: dict[str, Any]) -> dict[str, A
     sent = {key.kind: 0 for key in sharded.comm.sent_bytes}
     for key, num_bytes in sharded.comm.sent_bytes.items():
         sent[key.kind] += num_bytes
-    planned, allocated = sharded.planned_memory().by_kind, sharded.allocated_memory().by_kind
+    planned, allocated = planned_memory(sharded).by_kind, allocated_memory(sharded).by_kind
     return {
         "units": len(sharded.units),
         "sent": sent,
@@ -98,17 +99,15 @@ def everything(stage: int, options: dict[str, Any]) -> dict[str, Any]:
     model.blocks[1].requires_grad_(requires_grad=False)
     sharded = make_sharded(model, stage, **options)
     train_sharded(sharded, data(3, 12, 24))
-    expected = sharded.expected_traffic(3, 3)
+    expected = expected_traffic(sharded, 3, 3)
     sent = dict.fromkeys(expected, 0)
     for key, num_bytes in sharded.comm.sent_bytes.items():
         if key.kind in sent:
             sent[key.kind] += num_bytes
     assert sent == expected, (sent, expected)
     return {
-        "planned": {kind.value: size for kind, size in sharded.planned_memory().by_kind.items()},
-        "allocated": {
-            kind.value: size for kind, size in sharded.allocated_memory().by_kind.items()
-        },
+        "planned": {kind.value: size for kind, size in planned_memory(sharded).by_kind.items()},
+        "allocated": {kind.value: size for kind, size in allocated_memory(sharded).by_kind.items()},
     }
 
 
@@ -152,7 +151,7 @@ def frozen_traffic(cases: list[Adapted]) -> list[dict[str, Any]]:
         found.append(
             {
                 "sent": sent,
-                "expected": sharded.expected_traffic(3, 3 * accumulation),
+                "expected": expected_traffic(sharded, 3, 3 * accumulation),
                 "sizes": {layout.name: 4 * layout.shard_numel for layout in sharded.layouts},
             }
         )
@@ -190,12 +189,12 @@ def recomputed(world_size: int) -> dict[str, Any]:
     train_sharded(sharded, data(3, 12, 64))
     with sharded.gathered() as whole:
         assert all(torch.isfinite(param).all() for param in whole.parameters())
-        inside = sharded.allocated_memory().by_kind[Kind.RING]
+        inside = allocated_memory(sharded).by_kind[Kind.RING]
     return {
         "units": [layout.name for layout in sharded.layouts],
         "inside": inside,
-        "planned": sharded.planned_memory().by_kind[Kind.RING],
-        "allocated": sharded.allocated_memory().by_kind[Kind.RING],
+        "planned": planned_memory(sharded).by_kind[Kind.RING],
+        "allocated": allocated_memory(sharded).by_kind[Kind.RING],
     }
 
 
@@ -240,7 +239,7 @@ def deep(stage: int, case: Deep) -> dict[str, Any]:
         bucket=bucket,
     )
     losses = train_sharded(sharded, data(2, 6, 64))
-    planned, allocated = sharded.planned_memory().by_kind, sharded.allocated_memory().by_kind
+    planned, allocated = planned_memory(sharded).by_kind, allocated_memory(sharded).by_kind
     return {"losses": losses, "planned": planned, "allocated": allocated}
 
 

@@ -153,8 +153,8 @@ def running(stage: int, bad_steps: list[int]) -> list[tuple[bool, dict[str, torc
         )
         buffers = {name: buffer.clone() for name, buffer in sharded.module.named_buffers()}
         found.append((bool(result.skipped), buffers))
-    assert sharded._running._written is not None
-    assert len(sharded._running._written) == 4, "the table is copied once, not in every step"
+    assert sharded.running._written is not None
+    assert len(sharded.running._written) == 4, "the table is copied once, not in every step"
     return found
 
 

@@ -13,6 +13,7 @@ from toys import Net, data, full_state, make_sharded, same_bits, train_plain, tr
 
 import zrun_core.distributed.comm
 from zrun_core.distributed.comm import Comm
+from zrun_core.zero.account import grown_rings
 from zrun_core.zero.reduce import Reducer
 
 DEPTH = 8
@@ -81,7 +82,7 @@ def train(
         "under way": at_end[-1] - 3 * over_copies(sharded.comm) // 4,  # in the last of four steps
         "units": len(sharded.layouts),
         "late": sharded.reducer.state_dict()["late"],
-        "rings": sharded.grown_rings(),
+        "rings": grown_rings(sharded),
     }
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from toys import world
 
 from zrun_core.errors import ZrunError
+from zrun_core.zero.account import grown_rings
 from zrun_core.zero.sharded_model import ShardedModel
 from zrun_core.zero.unit import FlatUnit, UnitState
 
@@ -94,7 +95,8 @@ def watching(gathers: Counter[str], grads: list[Any]) -> Iterator[None]:
     step, unshard = ShardedModel.step, FlatUnit.unshard
 
     def watched_step(self: ShardedModel, *args: Any) -> Any:
-        grads.append({unit.name: unit.grad.local.numpy().copy() for unit in self._trained})
+        trained = [unit for unit in self.units if unit.trainable]
+        grads.append({unit.name: unit.grad.local.numpy().copy() for unit in trained})
         return step(self, *args)
 
     def watched_unshard(self: FlatUnit, *args: Any) -> None:
@@ -123,7 +125,7 @@ def train(keys: dict[str, Any], run_dir: Path) -> Found:
                 "losses": [event["loss"] for event in told if event["type"] == "step"],
                 "digest": contents(trainer)["digest"],
                 "traffic": told[-1].get("traffic") or {},
-                "grown": trainer.sharded.grown_rings(),
+                "grown": grown_rings(trainer.sharded),
                 "units": [unit.layout for unit in trainer.sharded.units],
             }
         except ZrunError as caught:

@@ -34,6 +34,7 @@ from zrun_core.tiers.slots import Slots
 from zrun_core.tiers.swap_file import Extent
 from zrun_core.tiers.tiers import Tiers
 from zrun_core.tiers.transfer import DONE, Transfer
+from zrun_core.zero.account import allocated_memory
 from zrun_core.zero.exchange import Exchange
 from zrun_core.zero.home_elsewhere import OnDisk
 from zrun_core.zero.sharded_model import ShardedModel
@@ -211,7 +212,7 @@ def read_ahead(placement: Placement) -> tuple[list[dict[str, int]], list[float]]
                 loss = sharded.module(*split(data(2)[1], *world()))
             check_slots(sharded)
             sharded.backward(loss * float("inf"), micro, boundary=True)
-            sharded._reading_ahead.wait()
+            sharded.updates._reading_ahead.wait()
             taken.append(sharded.tiers.slots_taken)
             if is_made:
                 sums = NamedVector.of(sharded.comm.device, loss=0.0)
@@ -324,9 +325,9 @@ def run_in_an_order(
         sharded.settle_updates()
         read = {}
         if sharded.tiers is not None:
-            moved = sharded.step_counts.moved
+            moved = sharded.updates.step_counts.moved
             for kind in (Kind.PARAM, Kind.GRAD, Kind.OPTIM):
-                there = sharded.allocated_memory().elsewhere[DISK, kind]
+                there = allocated_memory(sharded).elsewhere[DISK, kind]
                 read[kind.value] = moved[Move(DISK, Direction.READ, kind)] / there
         return losses, parts_of(sharded), read
 

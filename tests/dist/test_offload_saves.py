@@ -33,6 +33,7 @@ from zrun_core.memory.buffers import ON_DEVICE, Placement
 from zrun_core.spine.sections.checkpoint import CheckpointConfig, InitFromConfig
 from zrun_core.tiers import stored
 from zrun_core.zero.sharded_model import ShardedModel
+from zrun_core.zero.updates import Updates
 
 PLACEMENTS: dict[str, tuple[int, Placement]] = {  # with a stage
     **{f"device, {stage}": (stage, ON_DEVICE) for stage in range(4)},
@@ -226,12 +227,12 @@ def test_what_changes_states_elsewhere_waits_for_a_save_that_reads_them(
 ) -> None:
     """The save reads once the change has begun, and has had the time to end without it."""
     begun = threading.Event()
-    wait_for_readers = ShardedModel.wait_for_readers
+    wait_for_readers = Updates.wait_for_readers
     make_copies = LateCopies.make
 
-    def tell(sharded: ShardedModel) -> None:
+    def tell(updates: Updates) -> None:
         begun.set()
-        wait_for_readers(sharded)
+        wait_for_readers(updates)
 
     def make_late(copies: LateCopies) -> None:
         begun.wait(3.0)
@@ -243,7 +244,7 @@ def test_what_changes_states_elsewhere_waits_for_a_save_that_reads_them(
     saves = saver(sharded, str(tmp_path / "before"))
     saves.save(SAVED_AT, dict, "due")
     saves.close()
-    monkeypatch.setattr(ShardedModel, "wait_for_readers", tell)
+    monkeypatch.setattr(Updates, "wait_for_readers", tell)
     monkeypatch.setattr(LateCopies, "make", make_late)
     saves = saver(sharded, str(tmp_path / "after"))
     saves.save(SAVED_AT, dict, "due", wait=False)
@@ -282,7 +283,7 @@ def test_a_disk_that_fails_during_a_save_is_a_failed_save(
     with pytest.raises(SaveError, match=r"^step 3 is not saved: cannot read the .* Input/output"):
         save()
     assert SaveError.exit_code is ExitCode.SAVE
-    sharded.wait_for_readers()  # nobody reads any more
+    sharded.updates.wait_for_readers()  # nobody reads any more
     with pytest.raises(OffloadError, match="the disk fails"):
         train_sharded(sharded, data(1))
     saves.close()

@@ -30,6 +30,7 @@ from zrun_core.pipeline.schedule import (
 )
 from zrun_core.spine.sections.activations import ActivationsConfig
 from zrun_core.train.user_hooks import HookContext
+from zrun_core.zero.account import expected_traffic, grown_rings
 from zrun_core.zero.exchange import KINDS
 from zrun_core.zero.sharded_model import ShardedModel
 
@@ -159,7 +160,7 @@ def walk(kind: str, stage: int, orders: Sequence[Actions]) -> list[Found]:
                 {each: size for each, size in sent.items() if size},
                 theory(sharded, kind, done),
                 sharded.ring_bytes,
-                [purpose for purpose, _, _ in sharded.grown_rings()],
+                [purpose for purpose, _, _ in grown_rings(sharded)],
                 sharded.reducer.state_dict()["late"],
                 agreed,
             )
@@ -175,7 +176,7 @@ def theory(sharded: ShardedModel, kind: str, steps: Sequence[Actions]) -> dict[s
     backward, and others find it there: it is gathered, for its module and for the look, only in
     forwards that begin while nothing is under way.
     """
-    expected = sharded.expected_traffic(len(steps), len(steps) * MICRO_BATCHES)
+    expected = expected_traffic(sharded, len(steps), len(steps) * MICRO_BATCHES)
     if not sharded.settings.zero.reshard_after_use or kind not in ("looked at", "changing"):
         return expected
     gathers = 0

@@ -23,7 +23,9 @@ from zrun_core.train.pipedream import PipeDreamRunner
 from zrun_core.train.pipeline_runner import PipelineRunner
 from zrun_core.train.trainer import Trainer
 from zrun_core.train.user_hooks import HookContext
-from zrun_core.zero.sharded_model import ShardedModel, StageUpdate
+from zrun_core.zero.account import allocated_memory, planned_memory
+from zrun_core.zero.sharded_model import ShardedModel
+from zrun_core.zero.stage_steps import StageSteps, StageUpdate
 
 SPLITS = {2: ["blocks.2"], 3: ["blocks.1", "blocks.2"], 4: ["blocks.1", "blocks.2", "blocks.3"]}
 ADAMW = {"name": "adamw", "lr": 1e-2, "weight_decay": 0.1}
@@ -159,7 +161,7 @@ def observed(keys: dict[str, Any], run_dir: str, dims: dict[str, int]) -> list[t
     """
     seen: list[tuple[Any, ...]] = []
     newest: list[torch.Tensor] = []
-    step_alone = ShardedModel.step_alone
+    step = StageSteps.step
 
     def values(sharded: ShardedModel) -> torch.Tensor:
         params = [param for unit in sharded.units for param in unit.params]
@@ -176,16 +178,16 @@ def observed(keys: dict[str, Any], run_dir: str, dims: dict[str, int]) -> list[t
 
         return run_pass
 
-    def update(self: ShardedModel, lr: float) -> StageUpdate:
-        result = step_alone(self, lr)
+    def update(self: StageSteps, lr: float) -> StageUpdate:
+        result = step(self, lr)
         self.versions.show(self.versions.newest)
-        newest.append(values(self))
+        newest.append(values(self.sharded))
         return result
 
     with (
         patch.object(PipelineRunner, "_run_forward", noting(PipelineRunner._run_forward)),
         patch.object(PipelineRunner, "_run_backward", noting(PipelineRunner._run_backward)),
-        patch.object(ShardedModel, "step_alone", update),
+        patch.object(StageSteps, "step", update),
     ):
         run(keys, run_dir, None, None, None, dims)
     return seen
@@ -253,7 +255,7 @@ def memory(keys: dict[str, Any], run_dir: str, dims: dict[str, int]) -> tuple[An
     with patch.object(ShardedModel, "__init__", keep):
         run(keys, run_dir, None, None, None, dims)
     (sharded,) = kept
-    accounts = [sharded.planned_memory(), sharded.allocated_memory()]
+    accounts = [planned_memory(sharded), allocated_memory(sharded)]
     one = sum(unit.layout.padded_numel * unit.layout.dtype.itemsize for unit in sharded.units)
     by_kind = [{kind.value: size for kind, size in each.by_kind.items()} for each in accounts]
     return *by_kind, one
@@ -307,19 +309,19 @@ class Odd(Plain):
 def stopped(keys: dict[str, Any], run_dir: str, dims: dict[str, int]) -> dict[str, Any]:
     """Run a job; a signal reaches the last rank in its 20th update."""
     trainers: list[Trainer] = []
-    init, step_alone = Trainer.__init__, ShardedModel.step_alone
+    init, step = Trainer.__init__, StageSteps.step
     count = itertools.count(1)
 
     def keep(self: Trainer, *args: Any) -> None:
         init(self, *args)
         trainers.append(self)
 
-    def update(self: ShardedModel, lr: float) -> StageUpdate:
+    def update(self: StageSteps, lr: float) -> StageUpdate:
         if next(count) == 20 and world()[0] == world()[1] - 1:
             trainers[0].stop.first = signal.SIGTERM
-        return step_alone(self, lr)
+        return step(self, lr)
 
-    with patch.object(Trainer, "__init__", keep), patch.object(ShardedModel, "step_alone", update):
+    with patch.object(Trainer, "__init__", keep), patch.object(StageSteps, "step", update):
         return run(keys, run_dir, None, None, None, dims)
 
 

@@ -23,6 +23,7 @@ from zrun_core.plan.trace.tracer import trace_job
 from zrun_core.sizes import format_size
 from zrun_core.spine.config import JobConfig
 from zrun_core.spine.parallel_dims import Coordinates, ParallelDims, resolve_shard_size
+from zrun_core.zero.account import allocated_memory
 from zrun_core.zero.sharded_model import ShardedModel
 
 # Tied and frozen parameters, batch norms and their statistics; of odd sizes, so that nothing
@@ -102,7 +103,7 @@ def held(sharded: ShardedModel) -> dict[str, int]:
         found[region.address] = Kind.RING, region.num_bytes
     for buffer in sharded.module.buffers():
         see(Kind.BUFFER, buffer)
-    sums = dict.fromkeys((kind.value for kind in sharded.allocated_memory().by_kind), 0)
+    sums = dict.fromkeys((kind.value for kind in allocated_memory(sharded).by_kind), 0)
     for kind, num_bytes in found.values():
         sums[kind.value] += num_bytes
     return sums
@@ -130,8 +131,7 @@ def train(
             worker.close()
             sums = held(trainer.sharded)
             told = {
-                kind.value: size
-                for kind, size in trainer.sharded.allocated_memory().by_kind.items()
+                kind.value: size for kind, size in allocated_memory(trainer.sharded).by_kind.items()
             }
             assert told == sums, (case, told, sums)
             assert not growth_told(worker), case

@@ -26,7 +26,7 @@ from zrun_core.guards.replicas import ReplicaGuard
 from zrun_core.spine.stop_signals import SAVE, StopSignals
 from zrun_core.train.ending import EndRequests
 from zrun_core.train.trainer import Trainer
-from zrun_core.zero.sharded_model import ShardedModel
+from zrun_core.zero.updates import Updates
 
 
 def steps_of(run_dir: Path) -> list[int]:
@@ -74,7 +74,7 @@ def run_with_late_copies(keys: dict[str, Any], run_dir: str) -> dict[str, Any]:
     without it.
     """
     update, make, begun, ended = (
-        ShardedModel._update,
+        Updates.make,
         LateCopies.make,
         threading.Event(),
         threading.Event(),
@@ -93,7 +93,7 @@ def run_with_late_copies(keys: dict[str, Any], run_dir: str) -> dict[str, Any]:
         make(copies)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ShardedModel, "_update", tell_update)
+        patch.setattr(Updates, "make", tell_update)
         patch.setattr(LateCopies, "make", make_late)
         patch.setattr(Checkpointer, "after_step", forget(begun, Checkpointer.after_step))
         return run(keys, run_dir)

@@ -15,6 +15,7 @@ from zrun_core.distributed.comm import Comm, TrafficKey
 from zrun_core.distributed.mesh import Mesh
 from zrun_core.errors import DivergedError
 from zrun_core.guards.replicas import ReplicaGuard
+from zrun_core.zero.account import allocated_memory, expected_traffic, planned_memory
 from zrun_core.zero.exchange import Exchange
 from zrun_core.zero.server import ParameterServer
 
@@ -39,11 +40,11 @@ def train(server: bool, options: dict[str, Any], accumulation: int = 1) -> dict[
     torch.manual_seed(1)
     sharded = make_sharded(Net(), 0, exchange=exchange_by(server), **options)
     losses = train_sharded(sharded, data(5), accumulation=accumulation)
-    assert sharded.planned_memory().by_kind == sharded.allocated_memory().by_kind
-    expected = sharded.expected_traffic(5, 5 * accumulation)
+    assert planned_memory(sharded).by_kind == allocated_memory(sharded).by_kind
+    expected = expected_traffic(sharded, 5, 5 * accumulation)
     assert {kind: sent_by(sharded.comm, kind) for kind in expected} == expected
     optim_bytes = sum(
-        size for kind, size in sharded.allocated_memory().by_kind.items() if kind.value == "optim"
+        size for kind, size in allocated_memory(sharded).by_kind.items() if kind.value == "optim"
     )
     state = {name: value.float().numpy() for name, value in full_state(sharded).items()}
     return {"losses": losses, "state": state, "optim_bytes": optim_bytes}

@@ -43,6 +43,7 @@ from zrun_core.spine.parallel_dims import Coordinates, ParallelDims
 from zrun_core.spine.sections.checkpoint import CheckpointConfig, InitFromConfig
 from zrun_core.spine.sections.precision import PrecisionConfig
 from zrun_core.spine.spec import ResumeSpec
+from zrun_core.zero.account import allocated_memory, planned_memory
 from zrun_core.zero.precision import Precision
 from zrun_core.zero.sharded_model import ShardedModel
 from zrun_core.zero.sharding_config import MemoryAccount, ShardingConfig
@@ -298,8 +299,8 @@ def train_and_save(
     checkpointer = saver(sharded, folder)
     checkpointer.save(2, dict, "end")
     checkpointer.close()
-    allocated = sharded.allocated_memory().by_kind
-    assert sharded.planned_memory().by_kind == allocated
+    allocated = allocated_memory(sharded).by_kind
+    assert planned_memory(sharded).by_kind == allocated
     assert on_paper(sharded) == allocated
     return {**found, "norms": norms}
 

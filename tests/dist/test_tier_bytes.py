@@ -17,6 +17,7 @@ from toys import Net, data, make_sharded, train_sharded
 
 from zrun_core.memory.buffers import Placement, Tier
 from zrun_core.memory.tier_traffic import Direction, Move
+from zrun_core.zero.account import allocated_memory, planned_memory, planned_moves
 from zrun_core.zero.sharded_model import ShardedModel
 
 Ranks = Callable[[int], Any]
@@ -40,14 +41,14 @@ def moved_and_planned(
         with sharded.gathered():
             pass
         train_sharded(sharded, data(3)[2:], accumulation=accumulation)
-        moved = {move: size for move, size in sharded.step_counts.moved.items() if size}
-        planned, allocated = sharded.planned_memory(), sharded.allocated_memory()
+        moved = {move: size for move, size in sharded.updates.step_counts.moved.items() if size}
+        planned, allocated = planned_memory(sharded), allocated_memory(sharded)
         assert planned.by_kind == allocated.by_kind
         assert +planned.elsewhere == +allocated.elsewhere
         assert any(
             tier is not Tier.DEVICE and size for (tier, _), size in planned.elsewhere.items()
         )
-        return moved, sharded.planned_moves(accumulation)
+        return moved, planned_moves(sharded, accumulation)
 
 
 def cases() -> Iterator[Any]:
@@ -105,7 +106,7 @@ def moved_by_kernel(num_steps: int) -> tuple[bool, dict[str, int], dict[str, int
         train_sharded(sharded, batches[1:])
         after = settled_io(sharded)
         planned = dict.fromkeys(before, 0)
-        for move, num_bytes in sharded.planned_moves(1).items():
+        for move, num_bytes in planned_moves(sharded, 1).items():
             planned["read" if move.direction is Direction.READ else "write"] += num_bytes
         moved = {name: after[name] - before[name] for name in before}
         assert sharded.tiers is not None

@@ -23,6 +23,7 @@ from zrun_core.spine.sections.activations import ActivationsConfig
 from zrun_core.spine.sections.precision import PrecisionConfig
 from zrun_core.spine.sections.zero import ZeroConfig
 from zrun_core.train.parallelize import transform
+from zrun_core.zero.account import allocated_memory, expected_traffic, grown_rings, planned_memory
 from zrun_core.zero.tiling import read_tiles
 
 DIM = 64
@@ -97,16 +98,16 @@ def train(
         )
     torch.manual_seed(2)  # of dropout
     losses = train_sharded(sharded, data(2, 8, DIM), lr=1e-3)
-    expected = sharded.expected_traffic(2, 2)
+    expected = expected_traffic(sharded, 2, 2)
     sent = dict.fromkeys(expected, 0)
     for key, num_bytes in sharded.comm.sent_bytes.items():
         if key.kind in sent:
             sent[key.kind] += num_bytes
     assert sent == expected
     if tile is not None:  # a norm that is registered last grows the ring of an untiled block
-        assert not sharded.grown_rings(), sharded.grown_rings()
-        assert sharded.planned_memory().by_kind == sharded.allocated_memory().by_kind
-    gathers = {unit.name: sharded._gatherer.num_gathers(unit) for unit in sharded.units}
+        assert not grown_rings(sharded), grown_rings(sharded)
+        assert planned_memory(sharded).by_kind == allocated_memory(sharded).by_kind
+    gathers = {unit.name: sharded.gatherer.num_gathers(unit) for unit in sharded.units}
     rings = sharded.ring_bytes
     sharded.settle_updates()
     with sharded.gathered():

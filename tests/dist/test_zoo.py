@@ -19,6 +19,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from toys import world
 
 from zrun_core.train.trainer import Trainer
+from zrun_core.zero.account import allocated_memory, planned_memory
 
 HERE = Path(__file__).parent
 STEPS, GLOBAL = 4, 8
@@ -56,7 +57,7 @@ def train(keys: dict[str, Any], run_dir: str, want_state: bool = False) -> Run:
     sharded = trainer.sharded
     found["memory"] = [
         {kind.value: size for kind, size in account.by_kind.items()}
-        for account in (sharded.planned_memory(), sharded.allocated_memory())
+        for account in (planned_memory(sharded), allocated_memory(sharded))
     ]
     if want_state:
         with trainer.sharded.gathered() as module:

@@ -17,6 +17,7 @@ from zrun_core.optim.resolve import resolve_optimizer
 from zrun_core.spine.sections.optim import OptimConfig
 from zrun_core.spine.sections.precision import PrecisionConfig
 from zrun_core.tiers.copies import Copier
+from zrun_core.zero.account import allocated_memory, planned_memory
 from zrun_core.zero.precision import Precision
 from zrun_core.zero.sharded_model import ShardedModel
 from zrun_core.zero.sharding_config import ShardingConfig
@@ -170,7 +171,7 @@ def train(
     """Losses by step, and parameters, after training in shards."""
     sharded = make_sharded(build(), stage, **options)
     losses = train_sharded(sharded, data(steps), accumulation=accumulation, lr=lr)
-    planned, allocated = sharded.planned_memory().by_kind, sharded.allocated_memory().by_kind
+    planned, allocated = planned_memory(sharded).by_kind, allocated_memory(sharded).by_kind
     assert planned == allocated, (planned, allocated)
     return {
         "losses": losses,

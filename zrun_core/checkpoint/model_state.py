@@ -223,7 +223,7 @@ class ModelState:
 
     def before_update(self, call: Callable[[], None]) -> None:
         """Call `call` once, before the optimizer's state, or one that lives elsewhere, changes."""
-        self._sharded.before_update(call)
+        self._sharded.updates.before_update(call)
 
     def scalars(self) -> dict[str, dict[str, float]]:
         """Return optimizer state that is one number, of tensors that this rank has a part of."""
@@ -320,7 +320,7 @@ class ModelState:
                 if is_cut_alike and own is not None:
                     learnt = own.learnt
                 self._sharded.reducer.load_state_dict(learnt)
-                self._sharded.num_updates = manifest.step
+                self._sharded.updates.num_made = manifest.step
                 self.fill(reader.fill, self._states_of(manifest))
             else:
                 self.fill(reader.fill)
@@ -351,7 +351,7 @@ class ModelState:
             states_of: returns what else of a unit is to be filled.
         """
         self._sharded.settle_updates()
-        self._sharded.wait_for_readers()
+        self._sharded.updates.wait_for_readers()
         self._sharded.comm.settle()
         units = self._sharded.units
         here = [unit for unit in units if not unit.has_states_elsewhere]

@@ -16,6 +16,7 @@ from zrun_core.spine.events import Emitter
 from zrun_core.spine.spec import BatchPlan, RunSpec
 from zrun_core.telemetry.metrics import process_memory
 from zrun_core.user_code.user import is_out_of_memory
+from zrun_core.zero.account import allocated_memory, own_tensors
 from zrun_core.zero.sharded_model import ShardedModel
 
 _SHOWN = 5
@@ -102,7 +103,7 @@ def largest_holders(sharded: ShardedModel) -> list[tuple[str, int]]:
 
     These are the runtime's buffers by kind, tensors beyond them, and the rest of the process.
     """
-    by_kind = sharded.allocated_memory().by_kind
+    by_kind = allocated_memory(sharded).by_kind
     found = Counter({_NAMES[kind]: size for kind, size in by_kind.items()})
     params = _NAMES[Kind.PARAM]
     size, name = max((unit.allocated()[0].num_bytes, unit.name) for unit in sharded.units)
@@ -120,7 +121,7 @@ def largest_holders(sharded: ShardedModel) -> list[tuple[str, int]]:
 
 def _other_tensors(sharded: ShardedModel) -> Counter[str]:
     """Return bytes of tensors that Python knows, but for the runtime's, by shape and format."""
-    known = {tensor.untyped_storage().data_ptr() for tensor in sharded.own_tensors()}
+    known = {tensor.untyped_storage().data_ptr() for tensor in own_tensors(sharded)}
     device = sharded.comm.device.type
     found: Counter[str] = Counter()
     for thing in gc.get_objects():

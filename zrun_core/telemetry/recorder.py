@@ -36,6 +36,13 @@ from zrun_core.telemetry.stage_fields import (
 from zrun_core.telemetry.step_totals import StepTotals
 from zrun_core.telemetry.tier_fields import memory_beside_plan, memory_by_tier, moves_of_step
 from zrun_core.tiers.tiers import TierCounts
+from zrun_core.zero.account import (
+    allocated_memory,
+    expected_traffic,
+    grown_rings,
+    planned_memory,
+    planned_moves,
+)
 from zrun_core.zero.sharded_model import ShardedModel
 
 _METRIC = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./@%-]{0,63}")
@@ -190,7 +197,7 @@ class Recorder:
         device = str(self._device)
         if self._device.type == "cuda":
             device = torch.cuda.get_device_name(self._device)
-        planned = self._sharded.planned_memory()
+        planned = planned_memory(self._sharded)
         elsewhere = {}
         if self._sharded.tiers is not None:
             notes = [*notes, *self._sharded.tiers.notes]
@@ -284,7 +291,7 @@ class Recorder:
         peak_bytes = measured.num_bytes
         if peak_bytes is not None and self._device.type != "cuda":
             # On a CPU it is measured above what was allocated before the step.
-            allocated = self._sharded.allocated_memory()
+            allocated = allocated_memory(self._sharded)
             peak_bytes += sum(allocated.by_kind.values())
             peak_bytes += sum(
                 size for (tier, _), size in allocated.elsewhere.items() if tier is Tier.HOST
@@ -393,7 +400,7 @@ class Recorder:
         """Return what moved between tiers beside the plan, if states live elsewhere."""
         if self._sharded.tiers is None:
             return {}
-        planned = self._sharded.planned_moves(issued.micro_batches)
+        planned = planned_moves(self._sharded, issued.micro_batches)
         return moves_of_step(issued.tier_counts, planned)
 
     def _tiers(self) -> dict[str, Any]:
@@ -401,12 +408,12 @@ class Recorder:
         sharded = self._sharded
         if sharded.tiers is None:
             return {}
-        allocated = sharded.allocated_memory()
-        return {"tiers": memory_beside_plan(sharded.planned_memory(), allocated)}
+        allocated = allocated_memory(sharded)
+        return {"tiers": memory_beside_plan(planned_memory(sharded), allocated)}
 
     def _emit_memory(self, step: int) -> None:
         """Emit this rank's memory, and its mean seconds by phase since the last such event."""
-        allocated = self._sharded.allocated_memory().by_kind
+        allocated = allocated_memory(self._sharded).by_kind
         by_kind = {kind.value: size for kind, size in allocated.items()}
         phases = self._splits[-1]
         mean = {phase: fmean(each[phase] for each in self._splits) for phase in phases}
@@ -427,7 +434,7 @@ class Recorder:
 
     def warn_of_growth(self) -> None:
         """Warn of rings that have outgrown their plan, or the size that was told last."""
-        for purpose, planned, held in self._sharded.grown_rings():
+        for purpose, planned, held in grown_rings(self._sharded):
             if held <= self._told_growth.get(purpose, planned):
                 continue
             if purpose == "gathering" and not self.is_main:  # all ranks gather the same
@@ -442,7 +449,7 @@ class Recorder:
 
     def warn_once(self) -> None:
         """Warn of the parameters that have got no gradient so far."""
-        names = self._sharded.without_gradient
+        names = self._sharded.grad.without_gradient
         if not names or self._has_warned or not self.is_main:
             return
         self._has_warned = True
@@ -497,8 +504,8 @@ class Recorder:
             return
         done = self.progress
         before = self._first
-        expected = self._sharded.expected_traffic(
-            done.steps - before.steps, done.micro_batches - before.micro_batches
+        expected = expected_traffic(
+            self._sharded, done.steps - before.steps, done.micro_batches - before.micro_batches
         )
         traffic = {
             kind: {"measured_bytes": self._traffic_bytes[kind], "expected_bytes": num_bytes}
@@ -513,8 +520,8 @@ class Recorder:
             loss=done.loss,
             traffic=traffic,
             memory={
-                "planned_bytes": sum(self._sharded.planned_memory().by_kind.values()),
-                "measured_bytes": sum(self._sharded.allocated_memory().by_kind.values()),
+                "planned_bytes": sum(planned_memory(self._sharded).by_kind.values()),
+                "measured_bytes": sum(allocated_memory(self._sharded).by_kind.values()),
                 **self._tiers(),
             },
         )

@@ -27,7 +27,9 @@ from zrun_core.telemetry.recorder import IssuedStep
 from zrun_core.telemetry.step_totals import StepTotals
 from zrun_core.train.pipeline_runner import PipelineRunner
 from zrun_core.user_code.loss import Loss, LossKind
-from zrun_core.zero.sharded_model import ShardedModel, StageUpdate
+from zrun_core.zero.sharded_model import ShardedModel
+from zrun_core.zero.stage_steps import StageSteps, StageUpdate
+from zrun_core.zero.versions import Versions
 
 # Numbers of a step that ranks sum; square and skipped are counted once per stage.
 _COLUMNS = ("weight", "loss", "samples", "tokens", "square", "skipped")
@@ -70,10 +72,12 @@ class PipeDreamRunner(PipelineRunner):
     """Runs the actions of one stage, with its updates.
 
     Attributes:
+        versions: of the stage's parameters.
         update: called after the backward of each micro-batch, with its number.
         rows: by micro-batch, the numbers that ranks sum.
     """
 
+    versions: Versions
     update: Callable[[int], None]
     rows: Sequence[NamedVector] = ()
 
@@ -88,7 +92,7 @@ class PipeDreamRunner(PipelineRunner):
             return None
         stages = self._stage.split.pp
         version = version_used(self._schedule, self._stage.index, stages, number)
-        self._sharded.versions.show(version)
+        self.versions.show(version)
         if kind is ActionKind.FORWARD:
             self._run_forward(action, micro_batches[number], self.rows[number])
             return None
@@ -138,9 +142,11 @@ class Windows:
         self._job = job
         self._most = num_flowing(job.parallel.schedule, stages, 1)
         self._sharded = sharded
+        self._steps = StageSteps(sharded)
         self._comm = sharded.comm
         self._loader = loader
         self._runner = runner
+        runner.versions = self._steps.versions
         self._clock = clock
 
     def length(self, steps: int) -> int:
@@ -213,14 +219,14 @@ class Windows:
                     sent=self._comm.drain(),
                     flops=runner.flops(batches[number : number + 1]),
                     micro_batches=1,
-                    tier_counts=self._sharded.step_counts,
+                    tier_counts=self._sharded.updates.step_counts,
                     actions=runner.times if is_last else (),  # of the whole window
                 )
             )
             runner.begin_step()
 
         def update(number: int) -> None:
-            made = self._sharded.step_alone(lr_of(number))
+            made = self._steps.step(lr_of(number))
             updates.append(made)
             if is_counted:
                 runner.rows[number].add(square=made.square, skipped=made.skipped.double())
@@ -232,7 +238,7 @@ class Windows:
         self._sharded.begin_step()
         order = runner.order(len(steps))
         losses = runner.run(order, batches, NamedVector.of(self._comm.device), first)
-        self._sharded.end_steps_alone(torch.stack([each.skipped for each in updates]).any())
+        self._steps.end(torch.stack([each.skipped for each in updates]).any())
         wishes = wishes_of()
         message = torch.cat([table.view(-1), wishes.values])
         message = self._comm.all_reduce_small(message, self._sharded.mesh.world, name="window")

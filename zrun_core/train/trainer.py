@@ -355,7 +355,7 @@ class Trainer:
             sent=self.comm.drain(),
             flops=passes.flops(micro_batches),
             micro_batches=len(micro_batches),
-            tier_counts=self.sharded.step_counts,
+            tier_counts=self.sharded.updates.step_counts,
             actions=passes.times,
         )
         ends_soon = self._numeric_problem is not None or self._numeric.is_close
@@ -386,7 +386,7 @@ class Trainer:
             self.progress.steps += 1
             self.progress.micro_batches += 1
             if step.totals.skipped:
-                self.sharded.look_back_at(step.update)
+                self.sharded.look_back_at(step.update.norms)
             self._count(
                 step.issued, step.totals, step.read.epoch, step.losses, step.read.samples, late=True
             )

@@ -54,6 +54,9 @@ SHAPES = {
     "10m": Shape(384, 6, 6, 256, 4),
     "50m": Shape(768, 7, 12, 256, 2),
     "50m-short": Shape(768, 7, 12, 16, 1),  # little but what a step costs whatever its batch
+    # For pipelines: a batch is a micro-batch.
+    "10m-micro": Shape(384, 6, 6, 256, 1),
+    "10m-micro-short": Shape(384, 6, 6, 16, 1),
 }
 
 

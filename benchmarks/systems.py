@@ -43,12 +43,14 @@ class Training:
         counted: bytes that the system says this rank has sent and should have sent in this many
             steps.
         sharded: zrun's model.
+        actions: when a stage of zrun ran which action of its last step, as events have it.
     """
 
     step: Callable[[Tensor, Tensor], float]
     params: Callable[[], Iterable[Tensor]] | None = None
     counted: Callable[[int], tuple[int, int]] | None = None
     sharded: ShardedModel | None = None
+    actions: Callable[[], list[list[Any]]] | None = None
 
 
 Make = Callable[[nn.Module, Seat], Training]

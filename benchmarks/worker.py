@@ -20,15 +20,23 @@ from procfs import busy_s, loopback_bytes, memory_mb, restart_peak, socket_bytes
 from torch import Tensor
 
 
-def main(measure: Callable[[systems.Make, Request, int], object]) -> None:
-    """Meet the other ranks, and write what `measure` returns: (how to set up, request, rank)."""
+def main(
+    measure: Callable[[systems.Make, Request, int], object],
+    load: Callable[[str], systems.Make] = systems.load,
+) -> None:
+    """Meet the other ranks, and write what `measure` returns: (how to set up, request, rank).
+
+    Args:
+        measure: trains, and looks.
+        load: imports a system by its name.
+    """
     request_path = Path(sys.argv[1])
     request = Request(**json.loads(request_path.read_text()))
     rank = int(os.environ.get("RANK", "0"))
     with suppress(OSError):  # `nice` orders processes only inside one session: tell the session too
         Path("/proc/self/autogroup").write_text(str(os.getpriority(os.PRIO_PROCESS, 0)))
     torch.set_num_threads(request.threads)
-    make = systems.load(request.system)
+    make = load(request.system)
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
     result = measure(make, request, rank)

@@ -26,6 +26,8 @@ import offload_saves  # noqa: E402
 import offload_step  # noqa: E402
 import offload_update  # noqa: E402
 import offload_worker  # noqa: E402
+import pipeline_worker  # noqa: E402
+import pipelines  # noqa: E402
 import planner_time  # noqa: E402
 import render  # noqa: E402
 import step  # noqa: E402
@@ -121,6 +123,47 @@ def test_each_of_our_systems_runs_in_both_checkouts() -> None:
 def test_a_missing_checkout_is_refused(arguments: list[str]) -> None:
     with pytest.raises(SystemExit):
         step.parse(arguments)
+
+
+def test_names_of_pipelines_are_read() -> None:
+    assert set(pipelines.NAMES) == set(pipeline_worker._LOADERS)
+    assert pipelines.parse([]).systems == ",".join(pipelines.SYSTEMS)
+    for name in ("zrun-1f1b", "zrun-1f1b/x", "pipes/8"):
+        with pytest.raises(SystemExit):
+            pipelines.parse(["--systems", name])
+
+
+def test_pipelines_are_compared_with_their_own_actions() -> None:
+    # Of two stages with two micro-batches, the last one waits a second longer than it must.
+    first = [
+        ["F", 0, 0, 0, 1, 0],
+        ["F", 0, 1, 1, 2, 0],
+        ["B", 0, 0, 2, 7, 3],
+        ["B", 0, 1, 7, 11, 2],
+    ]
+    last = [["F", 1, 0, 0, 3, 2], ["B", 1, 0, 3, 5, 0], ["F", 1, 1, 5, 6, 0], ["B", 1, 1, 6, 8, 0]]
+    clock = pipelines.Clock.of([first, last])
+    assert (clock.span, clock.replayed, clock.computing) == (11, 9, 12)
+    assert clock.idle(clock.span) == pytest.approx(1 - 12 / 22)
+    ranks = [
+        {"times": [9.0, 11.5], "cpu": [9.0, 6.0], "busy": [18.0, 12.5], "losses": [], "actions": []}
+        for _ in range(2)
+    ]
+    for rank, actions, losses in zip(ranks, (first, last), ([0.0, 0.0], [2.0, 1.5]), strict=True):
+        rank |= {"actions": [[], actions], "losses": losses}
+    record = pipelines.of_ranks(ranks, warmup=1, cores=2)
+    assert record["losses"] == [2.0, 1.5]
+    plain = {"timed": [20.0], "cpu": [20.0], "clean": 1, "losses": [2.0, 1.25], "schedules": [[[]]]}
+    lines = pipelines.report(
+        {"plain/2": [plain | {"round": 0}], "zrun-1f1b/2": [record | {"round": 0}]}
+    ).splitlines()
+    row = next(line for line in lines if line.startswith("zrun")).split()
+    assert row[:4] == ["zrun-1f1b/2", "11500", "11500-11500", "12000"]
+    assert row[4:] == ["87.0%", "87.0%-87.0%", "66.7%", "2.5e-01", "1"]
+    assert lines[-1].split() == [
+        *("zrun-1f1b/2", "11000", "11000-11000", "1.222", "1.222-1.222"),
+        *("45.5%", "33.3%", "33.3%", "0"),
+    ]
 
 
 def test_parts_of_offload_are_chosen_by_name() -> None:

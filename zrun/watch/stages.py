@@ -144,17 +144,11 @@ def _boxes(event: Event) -> list[_Box]:
 
 def _replayed(rows: list[list[_Box]]) -> float | None:
     """Return the seconds of a step whose messages take no time; None: it cannot be replayed."""
-    from zrun_core.pipeline.schedule import needs, play
+    from zrun_core.pipeline.schedule import ends_of
 
     seconds = {box.action: box.end - box.begin for row in rows for box in row}
-    last_chunk = max(action.chunk for action in seconds)
-    free = [0.0] * len(rows)
-    ends: dict[Action | None, float] = {None: 0.0}
     with suppress(ValueError):
-        for stage, action in play([[box.action for box in row] for row in rows]):
-            start = max(free[stage], ends[needs(action, last_chunk)])
-            ends[action] = free[stage] = start + seconds[action]
-        return max(free)
+        return max(ends_of([[box.action for box in row] for row in rows], seconds).values())
     return None
 
 

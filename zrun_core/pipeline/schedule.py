@@ -331,6 +331,28 @@ def play(orders: Sequence[Sequence[Action]]) -> Iterator[tuple[int, Action]]:
         raise ValueError(f"the stages wait for each other: {what}")
 
 
+def ends_of(
+    orders: Sequence[Sequence[Action]], seconds: Mapping[Action, float]
+) -> dict[Action, float]:
+    """Return when each action ends, if messages take no time.
+
+    Args:
+        orders: of all stages.
+        seconds: that each action takes.
+
+    Raises:
+        ValueError: the lists wait for each other.
+    """
+    last_chunk = max(action.chunk for action in seconds)
+    free = [0.0] * len(orders)
+    ends: dict[Action, float] = {}
+    for stage, action in play(orders):
+        needed = needs(action, last_chunk)
+        arrives = 0.0 if needed is None else ends[needed]
+        ends[action] = free[stage] = max(free[stage], arrives) + seconds[action]
+    return ends
+
+
 def needs(action: Action, last_chunk: int) -> Action | None:
     """Return the action whose result this one waits for; None: there is none.
 

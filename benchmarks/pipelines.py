@@ -1,0 +1,286 @@
+"""Pipelines: zrun's schedules beside torch's own pipelining and DeepSpeed's, two stages on a CPU.
+
+    python benchmarks/pipelines.py                         about 4 minutes on 2 quiet cores
+    python benchmarks/pipelines.py --size 10m-micro-short  little but what actions cost
+    python benchmarks/pipelines.py --systems plain/8,zrun-gpipe/8,plain/16,zrun-gpipe/16
+    python benchmarks/pipelines.py --show results.json     print an earlier run again
+
+`zrun-1f1b/8` is a step of 8 micro-batches; `plain/8` one process without stages. Systems take
+turns, all with the heap and the environment of zrun's workers, and ratios are taken inside each
+round. For zrun a second table compares the clock with its own actions: the same lists with the
+time of each action, and messages that take none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import launch
+from cases import SHAPES, Case
+from render import render
+from table import Spread, number
+
+HERE = Path(__file__).resolve().parent
+STAGES = 2
+NAMES = (
+    *("plain", "torch-1f1b", "torch-gpipe", "ds"),
+    *("zrun-1f1b", "zrun-gpipe", "zrun-zero_bubble"),
+)
+SYSTEMS = (
+    "zrun-1f1b/8",
+    "torch-1f1b/8",
+    "ds/8",
+    "zrun-zero_bubble/8",
+    "zrun-gpipe/8",
+    "torch-gpipe/8",
+)
+Runs = Mapping[str, Sequence[dict[str, Any]]]  # by system, a record of each round
+
+
+def main() -> int:
+    """Measure, print, and write the results."""
+    options = parse()
+    if options.show:
+        print(report(json.loads(options.show.read_text())["runs"]))
+        return 0
+    systems = available(options.systems.split(","), options.peer_python)
+    settings = launch.Settings(
+        options.size, 1, options.warmup, 600.0, options.peer_python, heap=options.heap
+    )
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in systems}
+    for turn in range(options.rounds):
+        for name in systems if turn % 2 == 0 else reversed(systems):
+            record = run(name, settings, options.steps) | {"round": turn}
+            runs[name].append(record)
+            print(f"round {turn + 1}  {name:20} {describe(record)}", file=sys.stderr, flush=True)
+            saved = {"command": " ".join(sys.argv), "runs": runs}
+            options.json.write_text(json.dumps(saved))
+    print(report(runs))
+    return int(any("error" in record for records in runs.values() for record in records))
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--size", choices=SHAPES, default="10m-micro")
+    parser.add_argument(
+        "--systems",
+        default=",".join(SYSTEMS),
+        help=f"some of {', '.join(NAMES)}, each with /MICRO_BATCHES",
+    )
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=8, help="of each run, warm-up included")
+    parser.add_argument("--warmup", type=int, default=2, help="steps that are not timed")
+    parser.add_argument("--heap", choices=launch.HEAPS, default="kept")
+    parser.add_argument(
+        "--peer-python", default=sys.executable, help="interpreter that has DeepSpeed"
+    )
+    parser.add_argument("--json", type=Path, default=Path("bench-pipelines.json"))
+    parser.add_argument("--show", type=Path, help="print the tables of an earlier run")
+    options = parser.parse_args(arguments)
+    for name in options.systems.split(","):
+        system, _, micro_batches = name.partition("/")
+        if system not in NAMES or not micro_batches.isdigit():
+            parser.error(f"no system {name!r}: write one of {', '.join(NAMES)}, and /MICRO_BATCHES")
+    return options
+
+
+def available(systems: list[str], peer_python: str) -> list[str]:
+    """Return the systems that can run here; what is skipped is said."""
+    peers = [name for name in systems if name.startswith("ds")]
+    if not peers or launch.is_installed(peer_python, "deepspeed"):
+        return systems
+    print(f"skipped {', '.join(peers)}: {peer_python} has no DeepSpeed")
+    return [name for name in systems if name not in peers]
+
+
+def run(name: str, settings: launch.Settings, steps: int) -> dict[str, Any]:
+    """Run a system once; the record has `error` if it failed."""
+    case = Case(name, bf16=False, ranks=1 if name.startswith("plain") else STAGES)
+    with tempfile.TemporaryDirectory(prefix="zrun-bench-") as folder:
+        ranks, error = launch.run_ranks(
+            HERE / "pipeline_worker.py", case, settings, steps, Path(folder)
+        )
+    return {"error": error} if error else of_ranks(ranks, settings.warmup, os.cpu_count() or 1)
+
+
+def of_ranks(ranks: Sequence[Mapping[str, Any]], warmup: int, cores: int) -> dict[str, Any]:
+    """Return one record of all ranks: the slowest one's times, the last stage's losses."""
+    times = [max(each) for each in zip(*(rank["times"] for rank in ranks), strict=True)]
+    busy = [max(each) for each in zip(*(rank["busy"] for rank in ranks), strict=True)]
+    own = [sum(each) for each in zip(*(rank["cpu"] for rank in ranks), strict=True)]
+    foreign = [max(0.0, b - c) / (cores * t) for b, c, t in zip(busy, own, times, strict=True)]
+    clean = [
+        step for step, share in enumerate(foreign) if step >= warmup and share < launch.CLEAN_SHARE
+    ]
+    timed = clean if len(clean) >= launch.LEAST_CLEAN else list(range(warmup, len(times)))
+    return {
+        "timed": [times[step] for step in timed],
+        "cpu": [own[step] for step in timed],
+        "clean": len(clean),
+        "losses": ranks[-1]["losses"],
+        "schedules": [[rank["actions"][step] for rank in ranks] for step in timed],
+    }
+
+
+def describe(record: Mapping[str, Any]) -> str:
+    """Return one line about one run."""
+    if "error" in record:
+        return f"FAILED: {record['error']}"
+    step = 1e3 * statistics.median(record["timed"])
+    return f"{step:6.0f} ms, loss {record['losses'][-1]:.6f}, {record['clean']} clean steps"
+
+
+def report(runs: Runs) -> str:
+    """Return all tables."""
+    good = {
+        name: [record for record in records if "error" not in record]
+        for name, records in runs.items()
+    }
+    good = {name: records for name, records in good.items() if records}
+    tables = [step_table(good), clock_table(good)]
+    return "\n" + "\n\n".join(filter(None, tables))
+
+
+def step_table(runs: Runs) -> str:
+    """Return what a step of each system takes, beside torch's 1F1B and one process."""
+    rows = []
+    for name, records in runs.items():
+        step = Spread.of(1e3 * seconds for record in records for seconds in record["timed"])
+        on_cores = statistics.median(1e3 * each for record in records for each in record["cpu"])
+        micro_batches = _micro_batches(name)
+        theory = micro_batches / (micro_batches + STAGES - 1)
+        efficient = efficiency(runs, name)
+        rows.append(
+            [
+                name,
+                *_cells(step, ".0f"),
+                f"{on_cores:.0f}",
+                *_cells(ratio(runs, name, f"torch-1f1b/{micro_batches}"), ".3f"),
+                *_cells(efficient, ".1%"),
+                f"{theory:.1%}" if efficient else "",
+                number(loss_difference(runs, name), ".1e"),
+                str(sum(record["clean"] for record in records)),
+            ]
+        )
+    columns = ["system", "ms/step", "range", "CPU ms", "/ torch", "range"]
+    columns += ["efficiency", "range", "m/(m+p-1)", "max|dL|", "clean"]
+    return render(columns, rows)
+
+
+def _micro_batches(name: str) -> int:
+    return int(name.partition("/")[2])
+
+
+def _cells(found: Spread | None, digits: str) -> tuple[str, str]:
+    """Return a median and its range."""
+    if found is None:
+        return "", ""
+    return f"{found.median:{digits}}", f"{found.low:{digits}}-{found.high:{digits}}"
+
+
+def ratio(runs: Runs, name: str, base: str) -> Spread | None:
+    """Return the step of a system in units of a base's, each in its own round."""
+    bases = {record["round"]: record for record in runs.get(base, ())}
+    return Spread.of(
+        statistics.median(record["timed"]) / statistics.median(bases[record["round"]]["timed"])
+        for record in runs[name]
+        if record["round"] in bases
+    )
+
+
+def efficiency(runs: Runs, name: str) -> Spread | None:
+    """Return one process's step, divided over the stages, in units of a system's."""
+    slower = ratio(runs, name, f"plain/{_micro_batches(name)}")
+    if slower is None or name.startswith("plain"):
+        return None
+    return Spread(*(1 / STAGES / each for each in (slower.median, slower.high, slower.low)))
+
+
+def loss_difference(runs: Runs, name: str) -> float | None:
+    """Return the largest difference from the first system of as many micro-batches."""
+    first = next(each for each in runs if _micro_batches(each) == _micro_batches(name))
+    if first == name:
+        return None
+    pairs = zip(runs[name][0]["losses"], runs[first][0]["losses"], strict=True)
+    return max(abs(ours - theirs) for ours, theirs in pairs)
+
+
+def clock_table(runs: Runs) -> str:
+    """Return how long zrun's stages waited by the clock, and by the times of their actions."""
+    from zrun_core.pipeline.grid import bubble
+
+    rows = []
+    for name, records in runs.items():
+        steps = [Clock.of(step) for record in records for step in record["schedules"] if step[0]]
+        if not steps:
+            continue
+        schedule = name.partition("/")[0].removeprefix("zrun-")
+        rows.append(
+            [
+                name,
+                *_cells(Spread.of(1e3 * step.span for step in steps), ".0f"),
+                *_cells(Spread.of(step.span / step.replayed for step in steps), ".3f"),
+                f"{statistics.median(step.idle(step.span) for step in steps):.1%}",
+                f"{statistics.median(step.idle(step.replayed) for step in steps):.1%}",
+                f"{bubble(schedule, STAGES, 1, _micro_batches(name)):.1%}",
+                f"{1e6 * statistics.median(step.between for step in steps):.0f}",
+            ]
+        )
+    columns = ["system", "actions ms", "range", "/ replay", "range", "stages wait"]
+    columns += ["replay", "equal stages", "us between actions"]
+    return render(columns, rows) if rows else ""
+
+
+@dataclass(frozen=True)
+class Clock:
+    """One step of all stages.
+
+    Attributes:
+        span: seconds from the first action to the end of the last one.
+        replayed: the same, if messages took no time.
+        computing: seconds of all actions without their waits.
+        between: seconds from the end of an action to the next one's beginning, the mean.
+    """
+
+    span: float
+    replayed: float
+    computing: float
+    between: float
+
+    @classmethod
+    def of(cls, stages: Sequence[Sequence[Sequence[Any]]]) -> Clock:
+        """Sum up the actions of each stage: kind, chunk, micro-batch, begin, end, waited."""
+        from zrun_core.pipeline.schedule import Action, ActionKind, ends_of
+
+        orders, seconds = [], {}
+        for actions in stages:
+            orders.append([Action(ActionKind(kind), *which) for kind, *which, _, _, _ in actions])
+            took = [end - begin - waited for *_, begin, end, waited in actions]
+            seconds.update(zip(orders[-1], took, strict=True))
+        pairs = [pair for actions in stages for pair in pairwise(actions)]
+        return cls(
+            span=max(actions[-1][4] for actions in stages),
+            replayed=max(ends_of(orders, seconds).values()),
+            computing=sum(seconds.values()),
+            between=statistics.mean(after[3] - before[4] for before, after in pairs),
+        )
+
+    def idle(self, span: float) -> float:
+        """Return the share of a span in which stages wait."""
+        return 1 - self.computing / (STAGES * span)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

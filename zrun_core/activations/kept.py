@@ -2,6 +2,7 @@
 
     kept = keeper.keep(tensor)     begins to copy it away
     kept.settle()                  the tensor's own memory may be given up
+    kept.stay()                    or it is used where it is, and nothing else reads it any more
     kept.fetch()                   begins to bring it back, ahead of its use
     kept.get()                     the same values and strides, in new memory
     kept.abandon()                 nobody will ask any more
@@ -39,6 +40,13 @@ class Kept(ABC):
     @abstractmethod
     def settle(self) -> None:
         """Wait until nothing reads the tensor's own memory on the device any more."""
+
+    @abstractmethod
+    def stay(self) -> None:
+        """Let the tensor be used where it is: wait until nothing else reads its memory.
+
+        Otherwise whoever copies might hold that memory longer than backward does.
+        """
 
     @abstractmethod
     def fetch(self) -> None:
@@ -155,6 +163,9 @@ class _OnHost(Kept):
         self._coming: tuple[torch.Tensor, Transfer] | None = None
 
     def settle(self) -> None:
+        self._leaving.wait()
+
+    def stay(self) -> None:
         self._leaving.wait()
 
     def fetch(self) -> None:
@@ -288,6 +299,9 @@ class _OnDisk(Kept):
         self._keeper.count(Tier.DISK, Direction.WRITTEN, self._extent.num_bytes)
         self._keeper.give(self._passing, written)
         self._passing = None
+
+    def stay(self) -> None:
+        self._leaving.wait()
 
     def fetch(self) -> None:
         if self._coming is not None:

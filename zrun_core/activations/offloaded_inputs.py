@@ -201,6 +201,7 @@ class _Input:
         tensor = self._here
         if tensor is not None:
             self._refuse_change(tensor)
+            self._kept.stay()
         else:
             self._kept.fetch()
         following = self._after()

@@ -1,4 +1,4 @@
-"""What `gpu_offload.py` measures, in one of its child processes."""
+"""Measure a case of `gpu_offload.py`, in one of its child processes."""
 
 from __future__ import annotations
 

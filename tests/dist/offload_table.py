@@ -1,4 +1,4 @@
-"""Whether states elsewhere change a bit: every stage, placement, format and optimizer, as a table.
+"""States elsewhere change no bit: every stage, placement, format and optimizer, as a table.
 
     python tests/dist/offload_table.py              prints the table (make test-offload): 10 minutes
     python tests/dist/offload_table.py --steps 6    a short one

@@ -1,4 +1,4 @@
-"""Whether pipelines change a bit: models, schedules, ZeRO stages and ranks, as a table.
+"""Pipelines change no bit: models, schedules, ZeRO stages and ranks, as a table.
 
     python tests/dist/pipeline_table.py                       prints the table (make test-pipelines)
     python tests/dist/pipeline_table.py --models bert --steps 4    a part of it

@@ -315,7 +315,7 @@ class LooksInside(Regression):
 
 
 class LooksAtBatch(Regression):
-    """What the batch holds decides, and not what is made of it."""
+    """Decides by what the batch holds, and not by what is made of it."""
 
     def forward(self, x: Tensor, y: Tensor, domain: Tensor) -> Tensor:
         factor = 2.0 if domain.sum().item() > 0 else 1.0

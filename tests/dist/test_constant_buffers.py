@@ -1,4 +1,4 @@
-"""What does not grow with depth: rings, slots, scratch of casts and updates, what a norm needs.
+"""Buffers that do not grow with depth: rings, slots, scratch of casts, updates and norms.
 
 Layer-wise optimizers are an exception by their nature: they propose all updates before one is made.
 """

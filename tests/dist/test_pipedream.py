@@ -262,7 +262,7 @@ def memory(keys: dict[str, Any], run_dir: str, dims: dict[str, int]) -> tuple[An
 
 
 def test_skips(ranks, tmp_path: Path) -> None:
-    """Where the loss is NaN every stage skips: the version of that micro-batch's update is the last
+    """Every stage skips where the loss is NaN: the version of that micro-batch's update is the last
     one's."""
     keys = keys_of(
         2,

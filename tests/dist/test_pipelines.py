@@ -73,7 +73,7 @@ def in_stages(keys: dict[str, Any], folder: Path, ranks: Any, **dims: int) -> li
 
 @pytest.fixture(scope="module")
 def plain(ranks, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
-    """What a job comes to without a pipeline, by ZeRO stage and data-parallel ranks."""
+    """Return what jobs come to without a pipeline, by ZeRO stage and data-parallel ranks."""
 
     @cache
     def found(stage: int, dp: int) -> list[dict[str, Any]]:
@@ -106,7 +106,7 @@ def test_weights_wait_for_their_turn(ranks, tmp_path: Path) -> None:
 
 
 def held(keys: dict[str, Any], run_dir: str) -> int:
-    """How many products of weights a rank puts off."""
+    """Return how many products of weights a rank puts off."""
     made: list[object] = []
 
     def weight_grad(*args: Any, **options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What a run of two stages tells of itself: its stages, its schedule, and who waits for what."""
+"""A run of two stages tells of itself: its stages, its schedule, and who waits for what."""
 
 from __future__ import annotations
 

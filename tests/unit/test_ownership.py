@@ -1,4 +1,4 @@
-"""Which stages of a pipeline have each parameter."""
+"""The stages of a pipeline that have each parameter."""
 
 from __future__ import annotations
 

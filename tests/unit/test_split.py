@@ -1,4 +1,4 @@
-"""Which blocks each stage of a pipeline has."""
+"""The blocks of each stage of a pipeline."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a pipeline asks of the batch: found once the ranks and their micro-batches are known."""
+"""Check and explain the batch of a pipeline, once the ranks and their micro-batches are known."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ color: var(--back); background: var(--bad); }
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a launch ended.
+    """End of a launch.
 
     Attributes:
         message: what was told on the terminal; empty where all is well.

@@ -1,4 +1,4 @@
-"""What each stage of a job's pipeline does when, as a picture of text."""
+"""Draw the schedule of a job's pipeline in text: a row per stage."""
 
 from __future__ import annotations
 

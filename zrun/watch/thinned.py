@@ -87,5 +87,5 @@ class Thinned:
 
     @property
     def num_lacking(self) -> int:
-        """How many values were no numbers."""
+        """Number of values that were no numbers."""
         return sum(bucket.num_lacking for bucket in self._buckets.values())

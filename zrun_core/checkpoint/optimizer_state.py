@@ -1,4 +1,4 @@
-"""What an optimizer keeps of a parameter, as checkpoints have it: numbers, and one per element."""
+"""States of an optimizer as checkpoints have them: numbers of a parameter, and one per element."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which units have states elsewhere than on the device. Pure: runtime and planner ask alike."""
+"""Choose the units whose states leave the device. Pure: runtime and planner ask alike."""
 
 from __future__ import annotations
 

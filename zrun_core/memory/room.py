@@ -1,4 +1,4 @@
-"""What ranks of a host may take for states beside their devices, and whether their states fit."""
+"""Room that the ranks of a host have for states beside their devices; more is refused."""
 
 from __future__ import annotations
 

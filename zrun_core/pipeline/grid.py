@@ -46,7 +46,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Grid:
-    """What each stage does when.
+    """The schedule of a pipeline as a table: a row per stage.
 
     Attributes:
         rows: the cells of each stage, in order; updates, which take no time here, are left out.

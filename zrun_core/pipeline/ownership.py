@@ -1,4 +1,4 @@
-"""Which stages of a pipeline have each parameter.
+"""Find the stages of a pipeline that have each parameter.
 
 A parameter is on the stages whose segments use it: most on one, a tied one on several. A GPT of 4
 blocks on 2 stages, whose head is its embedding:

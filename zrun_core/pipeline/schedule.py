@@ -372,7 +372,7 @@ def needs(action: Action, last_chunk: int) -> Action | None:
 
 
 class Waiting(NamedTuple):
-    """How many passes of chunks are under way on a stage, at most.
+    """Most passes of chunks that are under way on a stage.
 
     Attributes:
         forwards: forwards that wait for their backwards.

@@ -1,4 +1,4 @@
-"""Which blocks of the model each stage of a pipeline has.
+"""Divide the blocks of a model among the stages of a pipeline.
 
     split = equal(num_blocks=10, pp=2, virtual=2)
     split.starts            # (0, 3, 6, 8): the first block of each chunk

@@ -1,4 +1,4 @@
-"""What the events of a pipeline tell of its stages: what each has, and when it did what."""
+"""Fields by which the events of a pipeline tell of its stages: their parts, times and waits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _DIGITS = 6  # of seconds
 
 
 class ActionTime(NamedTuple):
-    """When an action ran.
+    """Times of an action.
 
     Attributes:
         begin, end: seconds of the host's clock since the step's first action.
@@ -46,7 +46,7 @@ class StageFacts(NamedTuple):
 
 
 class StageUse(NamedTuple):
-    """How a stage spent a step, or with PipeDream a window of them.
+    """Times of a stage in a step, or with PipeDream in a window of them.
 
     Attributes:
         span_s: seconds from its first action to its last.

@@ -1,4 +1,4 @@
-"""What a disk can do for states that live on it. Without torch: agents ask it of their hosts."""
+"""Probe a disk for states that are to live on it. Without torch: agents do it on their hosts."""
 
 from __future__ import annotations
 

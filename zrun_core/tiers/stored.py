@@ -22,7 +22,7 @@ _NUM_BLOCKS = 4  # two moments are read in turns, each with the block that follo
 
 
 class BlockSource(Protocol):
-    """Where blocks are read, and who has memory for them."""
+    """A reader of blocks, with memory to lend for them."""
 
     def read_stored(self, extent: Extent, target: torch.Tensor, start: int) -> Transfer:
         """Begin to read from byte `start` of an extent on."""

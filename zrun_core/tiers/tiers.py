@@ -1,4 +1,4 @@
-"""What a rank has beside its device: host memory, a file on a disk, and who moves bytes between.
+"""Memory of a rank beside its device: the host's, a file on a disk, and who moves bytes between.
 
     device  <-- copier -->  host memory (arena, slots)  <-- threads of the file -->  disk
 
@@ -173,7 +173,7 @@ class Tiers:
 
     @property
     def notes(self) -> list[str]:
-        """What is slower than it might be, or saves no memory, for the user."""
+        """Notes for the user: of what is slower than it might be, or saves no memory."""
         of_file = "" if self._file is None else self._file.note
         return [note for note in (of_file, self._arena.note) if note]
 

@@ -1,4 +1,4 @@
-"""What this host has for states beside the devices of its ranks: `host_room(spec, rank)`."""
+"""Find this host's room for states beside the devices of its ranks: `host_room(spec, rank)`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model should send, move and allocate by its layouts, and what it has allocated.
+"""Bytes that a model should send, move and allocate by its layouts, and that it has allocated.
 
     planned_memory(sharded) == allocated_memory(sharded)      of every kind, on every tier
 

@@ -1,4 +1,4 @@
-"""How a model is sharded, and what that takes: its settings, its units, the bytes of a rank.
+"""Settings of a sharded model, its units by them, and the bytes that a rank needs.
 
 Whether a rank has room for a model is asked here, from the structure alone, before anything of it
 is allocated.

@@ -1,4 +1,4 @@
-"""What the planner cuts a model into stages by: its blocks, what they cost, what crosses borders.
+"""The model as the planner cuts it into stages: its blocks, their costs, what crosses borders.
 
     model = PipelineModel(profile, None)
     split = model.split(ParallelDims(2, pp=4), ())      # as the runtime cuts it

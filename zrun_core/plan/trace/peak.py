@@ -224,7 +224,7 @@ class Lifetimes:
 
     @cached_property
     def _waits_for_others(self) -> NDArray[np.bool_]:
-        """Which tensors of backward pass by whole segments, and are of no micro-batch's size."""
+        """Mark tensors of backward that pass by whole segments, of no micro-batch's size."""
         everything = self._all
         num_events = len(everything.phase)
         segments = np.append(self._segments, -1)

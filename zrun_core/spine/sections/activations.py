@@ -1,4 +1,4 @@
-"""Which activations are recomputed, and where their inputs wait."""
+"""Recomputed activations, and their inputs until then."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stops a run: numbers, memory and times that go wrong."""
+"""Guards and limits, which stop a run whose numbers, memory or times go wrong."""
 
 from __future__ import annotations
 

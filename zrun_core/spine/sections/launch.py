@@ -1,4 +1,4 @@
-"""How ranks are started, and what is printed of them."""
+"""The start of ranks, and their printed output."""
 
 from __future__ import annotations
 

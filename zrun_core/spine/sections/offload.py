@@ -1,4 +1,4 @@
-"""Where states live between uses."""
+"""Tiers of the states between their uses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the ranks divide the model."""
+"""Axes along which the ranks divide the model, and schedules of a pipeline."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which model states are sharded, and in which units."""
+"""Sharded model states, their units, and tiles."""
 
 from __future__ import annotations
 

@@ -184,16 +184,8 @@ def run(name: str, folder: Path, changes: list[str], limit: Limit | None = None)
         limit: on the memory of all of it.
     """
     run_dir = folder / name
-    command = [
-        sys.executable,
-        "-m",
-        "zrun",
-        "train",
-        "job.yaml",
-        "--run-dir",
-        str(run_dir),
-        *changes,
-    ]
+    zrun_train = [sys.executable, "-m", "zrun", "train", "job.yaml"]
+    command = [*zrun_train, "--run-dir", str(run_dir), *changes]
     enter: Callable[[], None] | None = None if limit is None else limit.enter
     start = time.perf_counter()
     done = subprocess.run(

@@ -6,6 +6,7 @@ import os
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -88,14 +89,8 @@ def test_a_block_is_read_once_for_all_tensors_in_it_and_memory_is_constant(
     swap: SwapFile, monkeypatch: pytest.MonkeyPatch, lent: list[int], num_taken: int
 ) -> None:
     """That of others as far as they lend it, which they get back."""
-    taken: list[int] = []
-    byte_buffer = stored.byte_buffer
-
-    def count(num_bytes: int, device: torch.device) -> torch.Tensor:
-        taken.append(num_bytes)
-        return byte_buffer(num_bytes, device)
-
-    monkeypatch.setattr(stored, "byte_buffer", count)
+    taken = Mock(wraps=stored.byte_buffer)
+    monkeypatch.setattr(stored, "byte_buffer", taken)
     pieces = [Region(size, huge=False).tensor() for size in lent]
     source = Source(swap, pieces)
     memory, on_disk = a_state(swap, source)
@@ -107,7 +102,7 @@ def test_a_block_is_read_once_for_all_tensors_in_it_and_memory_is_constant(
         assert not source.pieces
     assert found == memory.numpy().tobytes()
     assert swap.read_bytes - before == memory.nbytes
-    assert taken == [BLOCK] * num_taken
+    assert [call.args[0] for call in taken.call_args_list] == [BLOCK] * num_taken
     assert sorted(each.data_ptr() for each in source.pieces) == sorted(
         each.data_ptr() for each in pieces
     )

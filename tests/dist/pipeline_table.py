@@ -1,7 +1,7 @@
 """Pipelines change no bit: models, schedules, ZeRO stages and ranks, as a table.
 
     python tests/dist/pipeline_table.py                       prints the table (make test-pipelines)
-    python tests/dist/pipeline_table.py --models bert --steps 4    a part of it
+    python tests/dist/pipeline_table.py --models bert --dp 1 --pp 2 --steps 4    a part of it
 
 Each cell trains a small model of 8 blocks with Adam and clipping for 20 steps, with a pipeline and
 without, and compares all losses, parameters and moments: `equal` to the last bit, or `close` where
@@ -154,15 +154,16 @@ def main() -> int:
     """Print the table; return 0 if nothing differs that should not."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--models", default="", help="those whose name contains this")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--dp", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--pp", type=int, nargs="+", default=[2, 4])
     options = parser.parse_args()
-    names = [name for name in MODELS if options.models in name]
     heads = " ".join(f"{schedule:>11}" for schedule in SCHEDULES)
     print(f"{'model':19} {'pp':>2} {'dp':>2} {'zero':>4} {heads}")
     is_good = True
-    for dp, pp in itertools.product((1, 2), (2, 4)):
+    for dp, pp in itertools.product(options.dp, options.pp):
         alone, together = RankPool(dp), RankPool(dp * pp)
-        for name, stage in itertools.product(names, STAGES):
+        for name, stage in itertools.product(options.models, STAGES):
             model = MODELS[name]
             cells = row(model, options.steps, stage, alone, together)
             is_good = is_good and all(map(partial(is_expected, model), SCHEDULES, cells))

@@ -47,6 +47,7 @@ class Culprit:
         micro: in which micro-batch of the step that loss is, from 0.
         size: of the gradient's largest element, where only the norm of all is not finite.
         unit: name of the unit that it is in, where no more is known.
+        stage: of the pipeline that has the parameter; None: there is no pipeline.
     """
 
     parameter: str | None
@@ -56,6 +57,7 @@ class Culprit:
     micro: int | None = None
     size: float | None = None
     unit: str | None = None
+    stage: int | None = None
 
     @property
     def layer(self) -> str | None:
@@ -65,17 +67,19 @@ class Culprit:
         return self.parameter.rpartition(".")[0] or "the model itself"
 
     def __str__(self) -> str:
+        on_stage = "" if self.stage is None else f", stage {self.stage}"
         if self.unit is not None:
-            return f"a gradient in {self.unit} is not finite"
+            return f"a gradient in {self.unit}{on_stage} is not finite"
         on_rank = "" if self.rank is None else f" on rank {self.rank}"
         loss = "" if self.loss is None else f"the loss is {self.loss}{on_rank}"
         if self.parameter is None:
             return loss or "the gradient is not finite"
-        gradient = f"the gradient of {self.parameter} (layer {self.layer}) is {self.kind}"
+        where = f"{self.parameter} (layer {self.layer}{on_stage})"
+        gradient = f"the gradient of {where} is {self.kind}"
         if self.size is not None:
             gradient = (
-                f"every gradient is finite, but that of {self.parameter} (layer {self.layer}) "
-                f"reaches {self.size:.2g}, and the norm of all overflows"
+                f"every gradient is finite, but that of {where} reaches {self.size:.2g}, and the "
+                "norm of all overflows"
             )
         if loss:
             return f"{loss}, and {gradient}"
@@ -211,7 +215,7 @@ class Inspector:
         if first is None:
             return None
         unit = self._name_known_to(int(first[-1]), lambda: self._unit(first[0]).name)
-        return Culprit(None, None, None, unit=unit)
+        return Culprit(None, None, None, unit=unit, stage=self._stage(first[0]))
 
     def find_parameter(self) -> tuple[str, str] | None:
         """Return name and kind of the first parameter that is not finite itself. Collective."""
@@ -287,6 +291,10 @@ class Inspector:
         index = int(number) - self._first_number
         return next(unit for unit in self._units if unit.index == index)
 
+    def _stage(self, number: float) -> int | None:
+        """Return the stage that has a unit, given its number in a row; None: no pipeline."""
+        return None if self._pipe.size == 1 else int(number) // _STAGE
+
     def _name_known_to(self, rank: int, name_of: Callable[[], str]) -> str:
         """Return a name that `rank` knows; ranks of other stages may not have that unit.
 
@@ -306,17 +314,19 @@ class Inspector:
         parameter = None
         kind = None
         rank = None
+        stage = None
         if first is not None:
             parameter = self._name(first)
             kind = _KINDS[int(first[2])]
+            stage = self._stage(first[0])
             if own or len(rows) == 1:  # a sum does not say whose addend it was
                 rank = int(first[3])
         for each, row in enumerate(rows):
             loss, micro = row[_LOSS]
             if loss:
-                return Culprit(parameter, kind, each, _KINDS[int(loss)], int(micro))
+                return Culprit(parameter, kind, each, _KINDS[int(loss)], int(micro), stage=stage)
         if first is not None:
-            return Culprit(parameter, kind, rank)
+            return Culprit(parameter, kind, rank, stage=stage)
         return self._judge_largest(rows)
 
     def _judge_largest(self, rows: list[list[float]]) -> Culprit | None:
@@ -324,4 +334,5 @@ class Inspector:
         if not found:
             return None
         largest = max(found, key=lambda each: each[2])
-        return Culprit(self._name(largest), None, None, size=largest[2])
+        stage = self._stage(largest[0])
+        return Culprit(self._name(largest), None, None, size=largest[2], stage=stage)

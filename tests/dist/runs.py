@@ -388,13 +388,18 @@ def _signal_in(trainer: Trainer, number: int) -> None:
     trainer.sharded.evaluation = evaluation  # type: ignore[method-assign]
 
 
-def look(keys: dict[str, Any], run_dir: str, resume: dict[str, Any] | None) -> dict[str, Any]:
+def look(
+    keys: dict[str, Any],
+    run_dir: str,
+    resume: dict[str, Any] | None,
+    dims: dict[str, Any] | None = None,
+) -> dict[str, Any]:
     """What a run begins with."""
     Path(run_dir).mkdir(exist_ok=True)
     rank, _ = world()
     if resume is not None:
         resume = {"folder": f"{run_dir}/checkpoints", **resume}
-    worker = PoolWorker(make_spec(keys, run_dir, resume), rank)
+    worker = PoolWorker(make_spec(keys, run_dir, resume, dims), rank)
     try:
         trainer = worker.prepare()
     except ZrunError as caught:

@@ -6,9 +6,11 @@ Memory stays small.
 from __future__ import annotations
 
 import json
+import os
 import threading
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -168,6 +170,45 @@ def test_what_does_not_fit_is_named(ranks, tmp_path, form, words):
     for result in ranks(2).run(look, job(init_from=form(tmp_path)), str(tmp_path / "run"), None):
         assert result["error"].startswith("CheckpointError: init_from: ")
         assert words in result["error"]
+
+
+# Pipelines
+
+
+def look_counting(keys: dict[str, Any], run_dir: str, dims: dict[str, int]) -> dict[str, Any]:
+    """As `look`; also the bytes that were read of files by this rank."""
+    read: list[int] = []
+    preadv = os.preadv
+
+    def counted(*args: Any) -> int:
+        read.append(preadv(*args))
+        return read[-1]
+
+    with patch.object(os, "preadv", counted):
+        found = look(keys, run_dir, None, dims)
+    return {**found, "read": sum(read)}
+
+
+def as_run(folder: Path) -> str:
+    return str(folder / "before")
+
+
+@pytest.mark.parametrize("dims", [{"dp": 1, "pp": 2}, {"dp": 2, "pp": 2}])
+@pytest.mark.parametrize("form", [as_file, as_folder, as_state_dict, as_run])
+def test_stages_read_what_they_have(ranks, tmp_path, form, dims):
+    size = dims["dp"] * dims["pp"]
+    if form == as_run:
+        ranks(2).run(run, job(steps=2), str(tmp_path / "before"), None, None, None, {"dp": 2})
+    keys = job(zero=3, init_from=form(tmp_path))
+    one = ranks(1).run(look_counting, keys, str(tmp_path / "one"), {"dp": 1})
+    keys["parallel"] = {"pp": 2}
+    many = ranks(size).run(look_counting, keys, str(tmp_path / "many"), dims)
+    assert [each["error"] for each in many] == [""] * size
+    found = values(many)
+    for name, value in values(one).items():
+        assert torch.equal(found[name], value), name
+    if form != as_state_dict:  # that is mapped
+        assert max(each["read"] for each in many) < 0.6 * one[0]["read"]
 
 
 # Memory

@@ -273,11 +273,13 @@ def test_only_values_of_the_own_stage_are_ever_made(ranks, tmp_path: Path) -> No
         assert of_rank["made"] == sum(values.nbytes for values in own)
 
 
-def test_weights_to_start_from(ranks, tmp_path: Path) -> None:
+@pytest.mark.parametrize("init", ["factory", "meta"])
+def test_weights_to_start_from(ranks, tmp_path: Path, init: str) -> None:
     torch.manual_seed(9)
     save_file(Regression().state_dict(), tmp_path / "model.safetensors")
     keys = {
         **keys_of(CASES["plain"], 1, "1f1b"),
+        "init": init,
         "init_from": str(tmp_path / "model.safetensors"),
     }
     many = ranks(2).run(run, keys, str(tmp_path / "many"), None, None, None, {"dp": 1, "pp": 2})

@@ -215,13 +215,16 @@ class Stage:
                     del module._buffers[key]
                     vars(module)[key] = self.ghosts.mode.from_tensor(buffer)
 
-    def forward(self, chunk: int, call: Callable[[], Any], receive: Receive) -> ChunkPass:
+    def forward(
+        self, chunk: int, call: Callable[[], Any], receive: Receive, *, may_skip: bool = False
+    ) -> ChunkPass:
         """Run a micro-batch's forward through a chunk.
 
         Args:
             chunk: of this stage.
             call: the user's forward, to the loss.
             receive: brings what crosses the border before the chunk.
+            may_skip: `call` need not call the model. Then nothing crosses any border.
 
         Raises:
             UserCodeError: the forward calls other modules than the one that was followed.
@@ -236,7 +239,9 @@ class Stage:
             if any(isinstance(tensor, FakeTensor) for tensor in tensors_in(walk.passed.result)):
                 raise walk.took_another_way("its result needs what another stage has")
             return walk.passed
-        if not walk.is_done:
+        walk.passed.result = None
+        is_skipped = may_skip and not walk.num_calls
+        if not walk.is_done and not is_skipped:
             raise walk.took_another_way(f"it ended before {self._last_block(chunk)}")
         return walk.passed
 
@@ -258,6 +263,7 @@ class _StageWalk:
     Attributes:
         passed: what is kept of it.
         is_done: the chunk's last block has run.
+        num_calls: of nodes so far.
     """
 
     def __init__(self, stage: Stage, chunk: int, receive: Receive) -> None:
@@ -273,12 +279,12 @@ class _StageWalk:
         self._left: dict[int, torch.Tensor] = {}  # what crosses the next border, by place
         self._handing_on = stage.handing_on[chunk]
         self._hands_on = stage.ghosts.hands_on
-        self._number = 0  # of the call that comes
+        self.num_calls = 0
 
     def call(self, node: Node, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run a node of this chunk, or let its ghost hand out what has come."""
-        number = self._number
-        self._number += 1
+        number = self.num_calls
+        self.num_calls += 1
         is_like = self._handing_on.get(number) == node.name
         if is_like and args and type(args[0]) is FakeTensor and self._hands_on(node, args, kwargs):
             return args[0]  # most of the calls come here
@@ -347,7 +353,8 @@ class _StageWalk:
         """Return the error of a forward that differs from the one that was followed."""
         return UserCodeError(
             "parallel.pp: the model's forward is not the one by which it was cut into stages: "
-            f"{what}; each forward must call the same modules in the same order; write pp: 1"
+            f"{what}; each forward must call the same modules in the same order, and eval.metrics "
+            "the model once at most; write pp: 1"
         )
 
 

@@ -187,7 +187,7 @@ class PipelineRunner(MicroBatchRunner):
         for chunk in self._stage.chunks:
             receive = partial(self._receive, chunk, 0)
             with self._sharded.evaluation(self._local(chunk)):
-                passed = self._stage.forward(chunk, call, receive)
+                passed = self._stage.forward(chunk, call, receive, may_skip=True)
             for place, tensor in enumerate(passed.outputs):
                 self._links.send_activation(tensor, chunk, 0, place)
             result = passed.result

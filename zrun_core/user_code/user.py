@@ -243,6 +243,11 @@ def _remark(error: BaseException) -> str:
         path = error.filename
         if isinstance(path, str) and not os.path.isabs(path):
             return f" (paths begin at {os.getcwd()})"
+    if type(error).__module__ == "torch._subclasses.fake_tensor":
+        return (
+            ": it looks at the value of a tensor that another stage has; with parallel.pp a rank "
+            "has its own part of the model only"
+        )
     if "CUDA error" in message_of(error):
         return (
             ": a GPU fails later than it is asked; with env: {CUDA_LAUNCH_BLOCKING: 1} in the job "

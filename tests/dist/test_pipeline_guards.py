@@ -1,0 +1,186 @@
+"""What is looked after in pipelines: evaluations, the best step, replicas, bad numbers."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import test_early_stop
+import test_keep_best
+import torch
+from test_pipelines import GPT, gpt, in_stages, small
+from torch import nn
+
+from zrun_core.models.gpt import gpt as make_gpt
+from zrun_core.train.user_hooks import HookContext
+
+DIMS = [{"dp": 1, "pp": 2}, {"dp": 2, "pp": 2}]
+
+
+# Evaluations
+
+
+def measures(model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Count labels, which every stage has, and call the model, which none has whole."""
+    loss = model(**batch)
+    return {"even": ((batch["labels"] % 2 == 0).sum(), batch["labels"].numel()), "again": loss}
+
+
+def of_labels(model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Does not call the model."""
+    return {"even": ((batch["labels"] % 2 == 0).sum(), batch["labels"].numel())}
+
+
+def twice(model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
+    return {"difference": model(**batch) - model(**batch)}
+
+
+def of_weights(model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Needs parameters of the first stage."""
+    return {"again": model(**batch), "norm": model.tokens.weight.norm().item()}
+
+
+def evaluated(metrics: str, folder: Path, ranks: Any, **dims: int) -> list[dict[str, Any]]:
+    held_out = {"call": "runs.py:Plain", "args": {"length": 13}}
+    metrics = f"test_pipeline_guards.py:{metrics}"
+    keys = small(eval={"data": held_out, "metrics": metrics, "every": 2})
+    return in_stages(keys, folder, ranks, **dims)
+
+
+def values(found: list[dict[str, Any]]) -> list[dict[str, float]]:
+    assert not found[0]["error"], found[0]["error"]
+    return [event["metrics"] for event in found[0]["events"] if event["type"] == "eval"]
+
+
+@pytest.mark.parametrize("dims", DIMS)
+@pytest.mark.parametrize("metrics", ["measures", "of_labels"])
+def test_metrics(ranks, tmp_path: Path, metrics: str, dims: dict[str, int]) -> None:
+    one = values(evaluated(metrics, tmp_path / "one", ranks, dp=dims["dp"], pp=1))
+    many = values(evaluated(metrics, tmp_path / "many", ranks, **dims))
+    assert many == one
+    assert len(many) == 2
+
+
+@pytest.mark.parametrize(
+    ("metrics", "words"),
+    [
+        ("twice", "same order, and eval.metrics the model once at most; write pp: 1"),
+        ("of_weights", "eval.metrics failed: it looks at the value of a tensor that another stage"),
+    ],
+)
+def test_metrics_that_no_stage_can_compute(ranks, tmp_path: Path, metrics: str, words: str) -> None:
+    with pytest.raises(AssertionError) as error:  # of the pool, which says what each rank raised
+        evaluated(metrics, tmp_path, ranks, dp=1, pp=2)
+    assert words in str(error.value)
+
+
+def test_the_best_step_is_kept(ranks, tmp_path: Path) -> None:
+    keys = test_keep_best.keys(steps=6, parallel={"pp": 2})
+    found = in_stages(keys, tmp_path, ranks, dp=2, pp=2)
+    assert [each["error"] for each in found] == [""] * len(found)
+    assert test_keep_best.steps(tmp_path) == [6, 4, 3]
+    assert test_keep_best.best(tmp_path) == (3, 3.0)
+
+
+def test_the_run_ends_early(ranks, tmp_path: Path) -> None:
+    keys = test_early_stop.keys(parallel={"pp": 2})
+    found = in_stages(keys, tmp_path, ranks, dp=2, pp=2)
+    assert [each["error"] for each in found] == [""] * len(found)
+    assert test_early_stop.ends(found[0]) == [(6, "early stop", test_early_stop.WHY)]
+
+
+# Replicas
+
+
+def flip(context: HookContext, ranks: list[int], name: str) -> None:
+    """After step 2, change the last bit of an element of a parameter, on these ranks."""
+    with context.gathered() as model:
+        if context.step == 2 and context.rank in ranks:
+            flat = model.get_parameter(name).view(-1)
+            flat.view(torch.int16 if flat.dtype == torch.bfloat16 else torch.int32)[7] ^= 1
+
+
+TIED = {"model": gpt(tied=True)}
+
+
+@pytest.mark.parametrize(
+    ("keys", "dp", "flipped", "words"),
+    [
+        ({"zero": 0}, 2, [3], "rank 3 has another parameter blocks.3.mlp.up.weight"),
+        # Both ranks of an end have the same, and the ends differ.
+        ({"zero": 0, **TIED}, 1, [1], "rank 1 has another parameter tokens.weight"),
+        ({"zero": 1, **TIED}, 2, [2, 3], "rank 2 has another parameter tokens.weight"),
+        ({"zero": 3, "precision": "bf16", **TIED}, 2, [0, 1], "rank 2 has another parameter tok"),
+    ],
+)
+def test_one_bit_is_found(
+    ranks, tmp_path: Path, keys: dict[str, Any], dp: int, flipped: list[int], words: str
+) -> None:
+    name = "blocks.3.mlp.up.weight" if len(keys) == 1 else "tokens.weight"
+    args = {"ranks": flipped, "name": name}
+    hooks = {"on_step": {"call": "test_pipeline_guards.py:flip", "args": args}}
+    keys = small(**keys, hooks=hooks, guards={"replica_every": 1}, parallel={"pp": 2})
+    for each in in_stages(keys, tmp_path, ranks, dp=dp, pp=2):
+        assert f"DivergedError: step 3: replicas diverged: {words}" in each["error"]
+
+
+# Numbers that are not finite
+
+
+class _NanGrad(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
+        ctx.shape = weight.shape
+        return weight.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad.new_full(ctx.shape, float("nan"))
+
+
+def poisoned(rank: int, what: str) -> nn.Module:
+    """A GPT; from its tenth pass on, something of its third block is nan on a rank."""
+    model = make_gpt(**{**GPT, "tied": False})
+    passes = itertools.count(1)
+
+    def spoil(module: nn.Linear, args: tuple[torch.Tensor]) -> Any:
+        if next(passes) < 10 or torch.distributed.get_rank() != rank:
+            return args
+        if what == "gradient":
+            return args[0] + _NanGrad.apply(module.bias)
+        return args[0] * float("nan")
+
+    model.blocks[2].mlp.up.register_forward_pre_hook(spoil)
+    return model
+
+
+@pytest.mark.parametrize("what", ["gradient", "activation"])
+@pytest.mark.parametrize(("zero", "dims"), [(0, DIMS[0]), (0, DIMS[1]), (3, DIMS[1])])
+def test_what_is_not_finite_is_named(
+    ranks, tmp_path: Path, what: str, zero: int, dims: dict[str, int]
+) -> None:
+    """By the name that it has in the whole model, with its stage and its rank."""
+    last = dims["dp"] * dims["pp"] - 1
+    keys = small(
+        model={
+            "call": "test_pipeline_guards.py:poisoned",
+            "args": {"rank": last, "what": what},
+        },
+        zero=zero,
+        guards={"max_skips": 2},
+        parallel={"pp": 2},
+    )
+    found = in_stages(keys, tmp_path, ranks, **dims)
+    words = (
+        "2 steps in a row were skipped: the gradient of blocks.2.mlp.up.bias "
+        f"(layer blocks.2.mlp.up, stage 1) is nan on rank {last}"
+    )
+    if what == "activation":  # then everything is, behind it and before it
+        words = (
+            f"2 steps in a row were skipped: the loss is nan on rank {last}, and the gradient of "
+            "tokens.weight (layer tokens, stage 0) is nan"
+        )
+    for each in found:
+        assert words in each["error"]

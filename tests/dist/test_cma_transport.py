@@ -78,6 +78,18 @@ def test_training_has_the_bits_of_that_over_sockets(ranks, stage):
     assert ranks(3).run(train, stage, True) == ranks(3).run(train, stage, False)
 
 
+def meet_with_files_open(num_files: int) -> dict[Any, int]:
+    files = [os.open(os.devnull, os.O_RDONLY) for _ in range(num_files)]
+    comm, _ = join_memory()
+    for file in files:
+        os.close(file)
+    return dict(comm.sent_bytes)
+
+
+def test_meeting_sends_as_many_bytes_whatever_is_open(ranks):
+    assert ranks(2).run(meet_with_files_open, 0) == ranks(2).run(meet_with_files_open, 100)
+
+
 def refuse_on_one_rank() -> tuple[str | None, list[float]]:
     comm, group = join()
     if group.index == 1:

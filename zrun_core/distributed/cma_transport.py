@@ -42,17 +42,17 @@ through sockets.
 from __future__ import annotations
 
 import ctypes
-import json
 import mmap
 import os
 import platform
 import secrets
+import struct
 import sys
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Self
 
 import torch
 
@@ -71,6 +71,7 @@ _LONGEST_PAUSE_S = 500e-6
 _LIVENESS_CHECK_S = 0.25  # between two looks whether the peer is alive
 _PR_SET_PTRACER = 0x59616D61  # prctl(2): Yama
 _TOKEN_BYTES = 16
+_CARD = struct.Struct(f"<iiQ{_TOKEN_BYTES}s")  # of the traits of a `_Card` without a problem
 
 
 class _Range(ctypes.Structure):
@@ -86,6 +87,34 @@ def is_possible() -> bool:
         and platform.machine() == "x86_64"
         and os.environ.get(SWITCH) != "off"
     )
+
+
+class _Card(NamedTuple):
+    """Says where another process finds a rank's table and memory.
+
+    Attributes:
+        pid: of the rank.
+        table: descriptor of its table.
+        address: of `token` in its memory.
+        token: by which it is known.
+        problem: why the rank cannot take part; empty if it can.
+    """
+
+    pid: int = 0
+    table: int = 0
+    address: int = 0
+    token: bytes = b""
+    problem: str = ""
+
+    def pack(self) -> bytes:
+        """Return it as bytes: as many of them whatever the numbers are, since they are counted."""
+        numbers = _CARD.pack(self.pid, self.table, self.address, self.token)
+        return numbers + self.problem.encode()
+
+    @classmethod
+    def unpack(cls, packed: bytes) -> Self:
+        pid, table, address, token = _CARD.unpack_from(packed)
+        return cls(pid, table, address, token, packed[_CARD.size :].decode())
 
 
 class _Peer:
@@ -282,28 +311,23 @@ class CmaTransport(Transport):
         token = secrets.token_bytes(_TOKEN_BYTES)
         shown = ctypes.create_string_buffer(token, _TOKEN_BYTES)
         descriptor: int | None = None
-        card: dict[str, Any] = {"problem": f"this machine does not offer it, or {SWITCH}=off"}
+        own = _Card(problem=f"this machine does not offer it, or {SWITCH}=off")
         if is_possible():
             try:
                 descriptor = os.memfd_create("zrun")
                 os.ftruncate(descriptor, num_bytes)
                 self.table = memoryview(mmap.mmap(descriptor, num_bytes)).cast("Q")
-                card = {
-                    "pid": os.getpid(),
-                    "table": descriptor,
-                    "at": ctypes.addressof(shown),
-                    "token": token.hex(),
-                }
+                own = _Card(os.getpid(), descriptor, ctypes.addressof(shown), token)
             except OSError as error:  # the others wait to hear of it
-                card = {"problem": f"no table can be made: {error.strerror}"}
+                own = _Card(problem=f"no table can be made: {error.strerror}")
             ctypes.CDLL(None).prctl(_PR_SET_PTRACER, ctypes.c_ulong(os.getppid()), 0, 0, 0)
-        cards = [json.loads(each) for each in exchange(json.dumps(card).encode())]
-        problem = next((each["problem"] for each in cards if "problem" in each), "")
+        cards = [_Card.unpack(each) for each in exchange(own.pack())]
+        problem = next((card.problem for card in cards if card.problem), "")
         if not problem:
             try:
-                for rank, found in zip(self.ranks, cards, strict=True):
+                for rank, card in zip(self.ranks, cards, strict=True):
                     if rank != self.ranks[self.index]:
-                        self._open(rank, found, num_bytes)
+                        self._open(rank, card, num_bytes)
             except OSError as error:
                 problem = str(error)
         exchange(b"")  # every rank has opened what there is to open
@@ -311,12 +335,12 @@ class CmaTransport(Transport):
             os.close(descriptor)
         return problem
 
-    def _open(self, rank: int, card: Mapping[str, Any], num_bytes: int) -> None:
+    def _open(self, rank: int, card: _Card, num_bytes: int) -> None:
         """Map the table of `rank`, and make sure that its process is the one that showed `card`."""
-        peer = self.peers[rank] = _Peer(card["pid"], card["table"], num_bytes)
+        peer = self.peers[rank] = _Peer(card.pid, card.table, num_bytes)
         seen = ctypes.create_string_buffer(_TOKEN_BYTES)
-        peer.copy(card["at"], _TOKEN_BYTES, ctypes.addressof(seen))
-        if seen.raw.hex() != card["token"]:
+        peer.copy(card.address, _TOKEN_BYTES, ctypes.addressof(seen))
+        if seen.raw != card.token:
             raise OSError(
                 f"process {peer.pid} is not rank {rank}: they run in different containers"
             )

@@ -120,6 +120,8 @@ class ModuleHooks:
         self._units = list(units)
         self._resharded = [unit for unit in units if unit.reshard_after_use]
         self._leaf = leaf
+        # The backward of other units is over with the last gradient of a parameter.
+        self._ends_with_inputs = leaf or not all(unit.trainable for unit in units)
         self._gatherer = gatherer
         self._reducer = reducer
         self._was_refused = False
@@ -145,7 +147,7 @@ class ModuleHooks:
             )
         for unit in self._units:
             gatherer.pre_forward(unit)
-        if torch.is_grad_enabled() and not gatherer.in_backward:
+        if self._ends_with_inputs and torch.is_grad_enabled() and not gatherer.in_backward:
             self._watch_inputs((args, kwargs))
 
     def _watch_inputs(self, inputs: Any) -> None:

@@ -214,20 +214,21 @@ class UnitGrad:
 
     def accumulate(self, number: int) -> None:
         """Move the gradient of parameter `number` into the flat one."""
-        if self._keeps_unsharded:
-            self._wait_for_reader()
         param = self._unit.params[number]
         view = self._views[number]
         grad = param.grad
         param.grad = None
         assert grad is not None
+        if grad.requires_grad:  # of a backward that is to be differentiated itself
+            grad = grad.detach()
         if grad.is_sparse:
             grad = grad.to_dense()
-        with torch.no_grad():
-            if self._written[number]:
-                view.add_(grad)
-            else:
-                view.copy_(grad)
+        if self._written[number]:
+            view.add_(grad)
+        else:
+            if self._keeps_unsharded:
+                self._wait_for_reader()
+            view.copy_(grad)
         self._written[number] = 1
         self.has_grad[number] = 1
 

@@ -123,7 +123,7 @@ class _Watch:
             return watch._all_reduce(comm, full, recv_buffer, group, **names)
 
         def finish(reducer: Any, *args: Any) -> None:
-            under_way = [each for each in reducer._in_flight if not each.handle.poll()]
+            under_way = [each for each in reducer._under_way._in_flight if not each.handle.poll()]
             issued, start = watch.issued, time.perf_counter()
             watch._finish(reducer, *args)
             watch.at_end = {

@@ -81,7 +81,7 @@ def train(
         "state": {name: value.numpy() for name, value in full_state(sharded).items()},
         "under way": at_end[-1] - 3 * over_copies(sharded.comm) // 4,  # in the last of four steps
         "units": len(sharded.layouts),
-        "late": sharded.reducer.state_dict()["late"],
+        "late": sharded.reducer.order.state_dict()["late"],
         "rings": grown_rings(sharded),
     }
 
@@ -156,7 +156,7 @@ def train_few(is_slow: bool) -> list[float]:
 
         sharded.reducer.begin_backward = begin_late  # type: ignore[method-assign]
     losses = train_sharded(sharded, data(3))
-    assert sharded.reducer.state_dict()["late"] == ["small"]
+    assert sharded.reducer.order.state_dict()["late"] == ["small"]
     return losses
 
 

@@ -161,7 +161,7 @@ def walk(kind: str, stage: int, orders: Sequence[Actions]) -> list[Found]:
                 theory(sharded, kind, done),
                 sharded.ring_bytes,
                 [purpose for purpose, _, _ in grown_rings(sharded)],
-                sharded.reducer.state_dict()["late"],
+                sharded.reducer.order.state_dict()["late"],
                 agreed,
             )
         )

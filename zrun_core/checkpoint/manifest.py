@@ -131,8 +131,8 @@ class SavedRank:
 
     Attributes:
         rng: as `rng.Streams.capture` returns it.
-        learnt: the order of its reductions, as `Reducer.state_dict` returns it; of several models
-            by name.
+        learnt: the order of its reductions, as `ReduceOrder.state_dict` returns it; of several
+            models by name.
     """
 
     rank: Count

@@ -319,7 +319,7 @@ class ModelState:
                 learnt = None
                 if is_cut_alike and own is not None:
                     learnt = own.learnt
-                self._sharded.reducer.load_state_dict(learnt)
+                self._sharded.reducer.order.load_state_dict(learnt)
                 self._sharded.updates.num_made = manifest.step
                 self.fill(reader.fill, self._states_of(manifest))
             else:
@@ -451,7 +451,7 @@ class ModelState:
 
     def reducer_state(self) -> dict[str, Any]:
         """Return the order of this rank's reductions, as small JSON."""
-        return self._sharded.reducer.state_dict()
+        return self._sharded.reducer.order.state_dict()
 
     def buffer_digests(self) -> dict[str, str]:
         """Return a digest of each buffer that this part of the model saves, as this rank has it."""

@@ -82,7 +82,7 @@ class MemoryGuard:
 
     def _why_not(self, step: int) -> str | None:
         """Say why a batch cannot be dropped; None if it can."""
-        if step == 1 or not self._sharded.reducer.has_recorded_order:
+        if step == 1 or not self._sharded.reducer.order.is_recorded:
             return "the order of reductions is learnt in the first step"
         if self._in_a_row >= self._job.guards.max_nonfinite:
             many = "none may be"

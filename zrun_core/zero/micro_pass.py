@@ -33,7 +33,7 @@ class PassKind(Enum):
 
 @dataclass
 class BackwardGrads:
-    """Progress of one backward, by unit index. See [Note: one order] in `reduce.py`.
+    """Progress of one backward, by unit index. See [Note: one order] in `reduce_order.py`.
 
     The parameters of a unit leave `missing` one by one; then the unit is `complete`, and at its
     `turn` it is `issued`. A gradient that comes after that makes it `late`.

@@ -142,7 +142,7 @@ class ShardedModel:
         compiled = self._compiled_modules()
         self.gatherer = Gatherer(self.units, comm, settings.prefetch, sees_lookups=not compiled)
         self.reducer = Reducer(self.units, settings.states, settings.exchange, mesh, comm)
-        self.gatherer.update_order = lambda: self.reducer.forward_order
+        self.gatherer.update_order = lambda: self.reducer.order.forward
         self.updates = Updates(self.units, settings, self.reducer, comm, self.tiers)
         self.reducer.before_last_backward = self.updates.read_ahead
         self.planned_rings = self.ring_bytes

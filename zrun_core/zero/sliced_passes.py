@@ -175,17 +175,18 @@ class SlicedPasses:
         They are those that it uses and no earlier one does, as rank 0 has seen in the first step,
         and what else its block has: ranks may run different parts of a block.
         """
+        order = self._reducer.order
         slices = {self._names[key]: number for key, number in self._order.items()}
         of_units = []
-        for unit in self._reducer.units:
+        for unit in order.units:
             uses = [self._first_use.get(unit.index), slices.get(unit.layout.block)]
             of_units.append(min((use for use in uses if use is not None), default=0))
-        of_units = self._reducer.agree_on(of_units)
+        of_units = order.agree_on(of_units)
         found: list[set[int]] = [set() for _ in range(self.num_slices)]
-        for unit, number in zip(self._reducer.units, of_units, strict=True):
+        for unit, number in zip(order.units, of_units, strict=True):
             found[number].add(unit.index)
-        if not self._reducer.has_recorded_order:  # that of registration may contradict the slices
-            self._reducer.use_order([index for units in reversed(found) for index in sorted(units)])
+        if not order.is_recorded:  # that of registration may contradict the slices
+            order.adopt([index for units in reversed(found) for index in sorted(units)])
         return found
 
     def _switch_to(self, action: Action) -> Walk:

@@ -74,7 +74,7 @@ class Updates:
         if self._settings.schedule == "delayed":
             return  # a step settles the last updates first: it needs slots, and the same records
         if self.optimizer.starts_updates:
-            order = self._reducer.forward_order
+            order = self._reducer.order.forward
             self._reading_ahead = self.optimizer.read_ahead(order, self._tiers)
 
     def wait(self) -> None:
@@ -148,7 +148,7 @@ class Updates:
             lr,
             has_grad,
             decide,
-            self._reducer.forward_order,
+            self._reducer.order.forward,
             self._tiers,
             delayed=delays and self.num_made > self._settings.delay_after,
         )

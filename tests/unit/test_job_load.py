@@ -595,6 +595,34 @@ PIPEDREAM = "parallel: {pp: 2, schedule: pipedream}"
             "first block of each chunk but the first, or split: auto",
         ),
         (
+            'parallel: {tp: 2, plan: {"*.qkv": fused}}',
+            "parallel.plan: '*.qkv': 'fused' does not say what is fused: write fused 3 for three "
+            "equal sections, or fused 4:1:1 for sections in these proportions",
+        ),
+        (
+            'parallel: {tp: 2, plan: {"*.qkv": fused 4:0:1}}',
+            "parallel.plan: '*.qkv': 'fused 4:0:1': a fused projection has 2 to 64 sections, none "
+            "of them empty",
+        ),
+        (
+            'parallel: {tp: 2, plan: {"*.qkv": columnwise}}',
+            "parallel.plan: '*.qkv': there is no role 'columnwise': write one of colwise, rowwise, "
+            "fused, vocabulary, head, summed, divide, whole",
+        ),
+        (
+            'parallel: {tp: 2, plan: {"*.qkv": colwise 3}}',
+            "parallel.plan: '*.qkv': colwise takes nothing behind it, and 'colwise 3' has '3'",
+        ),
+        (
+            'parallel: {plan: {"*.qkv": colwise}}',
+            "parallel.plan: tp 1 divides no layers; write tp: 2 or more, or plan: auto",
+        ),
+        (
+            "parallel: {sequence: true}",
+            "parallel.sequence: a sequence is divided over the ranks of tp, and tp is 1; write "
+            "tp: 2 or more, or leave sequence out",
+        ),
+        (
             f"{PIPEDREAM}\noptim: {{clip: 1.0}}",
             "parallel.schedule: pipedream: a stage updates its weights without waiting for the "
             "others, and optim.clip needs the gradient norm of all of them; leave optim.clip out, "

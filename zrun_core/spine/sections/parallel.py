@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationInfo, field_validator
 
 from zrun_core.spine.sections.section import Ranks, Section
+from zrun_core.spine.sections.tensor_roles import Role, read_entry
 
 Axis = Literal["tp", "dp", "pp"]
 
@@ -66,6 +67,18 @@ class ParallelConfig(Section):
         description="names of the blocks with which each chunk but the first begins; auto: by what "
         "the blocks compute",
         examples=[["transformer.h.12"]],
+    )
+    plan: Literal["auto"] | Annotated[dict[str, str], Field(min_length=1)] = Field(
+        default="auto",
+        description="how tp divides modules that zrun does not know, by patterns of their names: "
+        f"{', '.join(Role)}; fused says how many sections, or in which proportions (fused 4:1:1), "
+        "and divide is for attributes that count heads; auto: what zrun knows is all",
+        examples=[{"*.qkv": "fused 3", "*.out": "rowwise", "*.num_heads": "divide"}],
+    )
+    sequence: bool = Field(
+        default=False,
+        description="between the layers that tp divides, each of its ranks has a slice of the "
+        "sequence (Korthikanti et al. 2022)",
     )
 
     @classmethod
@@ -133,3 +146,29 @@ class ParallelConfig(Section):
                 "auto"
             )
         return split
+
+    @field_validator("plan")
+    @classmethod
+    def _require_roles(
+        cls, plan: dict[str, str] | Literal["auto"], info: ValidationInfo
+    ) -> dict[str, str] | Literal["auto"]:
+        if plan == "auto":
+            return plan
+        for pattern, text in plan.items():
+            try:
+                read_entry(text)
+            except ValueError as error:
+                raise ValueError(f"{pattern!r}: {error}") from None
+        if info.data.get("tp") == 1:
+            raise ValueError("tp 1 divides no layers; write tp: 2 or more, or plan: auto")
+        return plan
+
+    @field_validator("sequence")
+    @classmethod
+    def _require_tensor_ranks(cls, sequence: bool, info: ValidationInfo) -> bool:
+        if sequence and info.data.get("tp") == 1:
+            raise ValueError(
+                "a sequence is divided over the ranks of tp, and tp is 1; write tp: 2 or more, or "
+                "leave sequence out"
+            )
+        return sequence

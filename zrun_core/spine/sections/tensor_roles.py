@@ -1,0 +1,76 @@
+"""What a job may say of a module in `parallel.plan`: its role in tensor parallelism.
+
+"*.q_proj": colwise            rows of the weight, whose results are slices
+"*.o_proj": rowwise            columns of the weight; the results are summed over ranks
+"*.c_attn": fused 3            colwise, of 3 equal sections: a slice of each
+"*.qkv_proj": fused 4:1:1      colwise, of sections in these proportions
+"wte": vocabulary              rows of an embedding
+"lm_head": head                rows of the linear that makes logits
+"*.q_norm": summed             whole, and used on slices: its gradient is summed over ranks
+"*.attn.num_heads": divide     an integer attribute
+"*.router": whole              whole on every rank, whatever else is known of it
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+
+_MAX_SECTIONS = 64
+_SECTIONS = re.compile(r"\d{1,7}(:\d{1,7})*")
+
+
+class Role(StrEnum):
+    """What becomes of a module, a parameter or an attribute where layers are divided."""
+
+    COLWISE = "colwise"
+    ROWWISE = "rowwise"
+    FUSED = "fused"
+    VOCABULARY = "vocabulary"
+    HEAD = "head"
+    SUMMED = "summed"
+    DIVIDE = "divide"
+    WHOLE = "whole"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A role, and what belongs to it.
+
+    Attributes:
+        sections: of a fused projection, in which proportions its sections are.
+        grain: rows of a column linear that stay on one rank; 1: as its module's heads say.
+    """
+
+    role: Role
+    sections: tuple[int, ...] = (1,)
+    grain: int = 1
+
+
+def read_entry(text: str) -> Entry:
+    """Return what the text of a role says.
+
+    Raises:
+        ValueError: it is none.
+    """
+    word, *rest = text.split() or [""]
+    if word not in tuple(Role):
+        raise ValueError(f"there is no role {word!r}: write one of {', '.join(Role)}")
+    role = Role(word)
+    if role is not Role.FUSED:
+        if rest:
+            raise ValueError(f"{word} takes nothing behind it, and {text!r} has {rest[0]!r}")
+        return Entry(role)
+    if len(rest) != 1 or not _SECTIONS.fullmatch(rest[0]):
+        raise ValueError(
+            f"{text!r} does not say what is fused: write fused 3 for three equal sections, or "
+            "fused 4:1:1 for sections in these proportions"
+        )
+    numbers = tuple(int(number) for number in rest[0].split(":"))
+    count = numbers[0] if len(numbers) == 1 else len(numbers)
+    if 0 in numbers or not 2 <= count <= _MAX_SECTIONS:
+        raise ValueError(
+            f"{text!r}: a fused projection has 2 to {_MAX_SECTIONS} sections, none of them empty"
+        )
+    return Entry(role, numbers if len(numbers) > 1 else (1,) * count)

@@ -1,0 +1,168 @@
+"""Regions of a model: linears between which activations are slices.
+
+    model.layers.0.self_attn       q_proj, k_proj, v_proj  ->  o_proj
+    model.layers.0.mlp             gate_proj, up_proj      ->  down_proj
+
+A row linear takes what the column linears make that lie with it under one module, the deepest such.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+
+from torch import nn
+
+from zrun_core.errors import JobError
+from zrun_core.spine.sections.tensor_roles import Entry, Role
+
+COLUMNS = (Role.COLWISE, Role.FUSED)
+
+
+@dataclass(frozen=True)
+class Region:
+    """Linears between which activations are slices.
+
+    Attributes:
+        entries: names of the modules at whose inputs it begins. Mostly one, that has all of the
+            columns, or is the only one; else it begins at each of the columns.
+        columns: names of its column linears.
+        row: name of the row linear that takes what they make, where it ends.
+        around: name of the deepest module that all of them lie in.
+    """
+
+    entries: tuple[str, ...]
+    columns: tuple[str, ...]
+    row: str
+    around: str
+
+    @property
+    def rejects_sequence(self) -> str:
+        """Return why activations cannot be divided along the sequence there; empty: they can."""
+        if len(self.entries) == 1:
+            return ""
+        names = ", ".join(self.columns)
+        return (
+            f"no module has the inputs of {names} as its own, where a sequence could be gathered: "
+            f"put them into one module with {self.row}"
+        )
+
+
+def find_regions(model: nn.Module, entries: Mapping[str, Entry]) -> tuple[Region, ...]:
+    """Return the regions of a model, in the order of their rows.
+
+    Args:
+        model: to divide.
+        entries: roles of its modules.
+
+    Raises:
+        JobError: a row linear has no columns, or a column no row.
+    """
+    names = [name for name, _ in model.named_modules()]
+    left = [name for name in names if name in entries and _is_inside(entries[name].role)]
+    fed: list[tuple[tuple[str, ...], str]] = []
+    for around in sorted(names, key=_depth, reverse=True):
+        inside = [name for name in left if _lies_in(name, around)]
+        for columns, row in _pairs(inside, entries):
+            fed.append((columns, row))
+            left = [name for name in left if name != row and name not in columns]
+    for name in left:
+        raise _unpaired(name, entries[name].role)
+    own = _own_parameters(model, entries)
+    order = {name: number for number, name in enumerate(names)}
+    fed.sort(key=lambda pair: order[pair[1]])
+    return tuple(_region(model, columns, row, own) for columns, row in fed)
+
+
+def _is_inside(role: Role) -> bool:
+    return role in COLUMNS or role is Role.ROWWISE
+
+
+def _depth(name: str) -> int:
+    return len(_path(name))
+
+
+def _path(name: str) -> list[str]:
+    return name.split(".") if name else []
+
+
+def _lies_in(name: str, around: str) -> bool:
+    return not around or name.startswith(f"{around}.")
+
+
+def _pairs(
+    inside: Sequence[str], entries: Mapping[str, Entry]
+) -> list[tuple[tuple[str, ...], str]]:
+    """Return columns with the row that takes what they make, of linears under one module.
+
+    Where there are several rows, each takes what the columns before it make: q, k, v, o, up, down.
+    """
+    rows = [name for name in inside if entries[name].role is Role.ROWWISE]
+    columns = [name for name in inside if entries[name].role is not Role.ROWWISE]
+    if not rows or not columns:
+        return []
+    if len(rows) == 1:
+        return [(tuple(columns), rows[0])]
+    pairs = []
+    waiting: list[str] = []
+    for name in inside:
+        if entries[name].role is not Role.ROWWISE:
+            waiting.append(name)
+        elif waiting:
+            pairs.append((tuple(waiting), name))
+            waiting = []
+    return pairs
+
+
+def _unpaired(name: str, role: Role) -> JobError:
+    if role is Role.ROWWISE:
+        return JobError(
+            f"parallel.plan: {name} is rowwise, and no column linear before it makes the slices "
+            f"that it takes: give a role colwise too, or write {name}: whole"
+        )
+    return JobError(
+        f"parallel.plan: {name} is {role}, and no row linear after it takes the slices that it "
+        f"makes: give a role rowwise too, or write {name}: whole"
+    )
+
+
+def _own_parameters(model: nn.Module, entries: Mapping[str, Entry]) -> AbstractSet[str]:
+    """Return the names of parameters that may be used on slices."""
+    inside = (*COLUMNS, Role.ROWWISE, Role.SUMMED)
+    return {
+        name
+        for name, _ in model.named_parameters(remove_duplicate=False)
+        if any(
+            key in entries and entries[key].role in inside
+            for key in (name, name.rpartition(".")[0])
+        )
+    }
+
+
+def _region(model: nn.Module, columns: tuple[str, ...], row: str, own: AbstractSet[str]) -> Region:
+    around = _common([*columns, row])
+    for entry in (around, columns[0] if len(columns) == 1 else _common(columns)):
+        if entry in columns or _is_clean(model, entry, own):
+            return Region((entry,), columns, row, around)
+    return Region(columns, columns, row, around)
+
+
+def _common(names: Sequence[str]) -> str:
+    """Return the deepest module that all of these lie in."""
+    paths = [_path(name)[:-1] for name in names]
+    common = []
+    for parts in zip(*paths, strict=False):
+        if len(set(parts)) > 1:
+            break
+        common.append(parts[0])
+    return ".".join(common)
+
+
+def _is_clean(model: nn.Module, name: str, own: AbstractSet[str]) -> bool:
+    """Return whether a module is called, and has no parameters that want whole activations."""
+    module = model.get_submodule(name)
+    if isinstance(module, nn.ModuleList | nn.ModuleDict):
+        return False
+    prefix = f"{name}." if name else ""
+    return all(prefix + key in own for key, _ in module.named_parameters(remove_duplicate=False))

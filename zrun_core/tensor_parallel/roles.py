@@ -1,0 +1,95 @@
+"""Roles of a model's modules: those that zrun knows, and those that the job says."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from zrun_core.errors import JobError
+from zrun_core.spine.sections.tensor_roles import Entry, Role, read_entry
+from zrun_core.tensor_parallel.known import known_entries
+
+_KEY = "parallel.plan"
+
+
+@dataclass(frozen=True)
+class Roles:
+    """What is said of a model.
+
+    Attributes:
+        entries: by the name of a module, of a parameter, or of an attribute that is divided.
+        said: names that the job speaks of.
+    """
+
+    entries: Mapping[str, Entry]
+    said: frozenset[str] = frozenset()
+
+
+def find_roles(model: nn.Module, plan: Mapping[str, str] | None) -> Roles:
+    """Return the roles of a model's modules.
+
+    Args:
+        model: to divide.
+        plan: of the job: texts of roles by pattern. They come before what is known. None: it has
+            none.
+
+    Raises:
+        JobError: a pattern matches nothing, or what another one matches.
+    """
+    said: dict[str, Entry] = {}
+    pattern_of: dict[str, str] = {}
+    for pattern, text in (plan or {}).items():
+        entry = read_entry(text)
+        for name in _matches(model, pattern, entry.role):
+            if name in said:
+                raise JobError(
+                    f"{_KEY}: {name} matches {pattern_of[name]!r} and {pattern!r}: write patterns "
+                    "of which each module matches one",
+                )
+            said[name] = entry
+            pattern_of[name] = pattern
+    return Roles(known_entries(model) | said, frozenset(said))
+
+
+def _matches(model: nn.Module, pattern: str, role: Role) -> list[str]:
+    """Return the names that a pattern matches.
+
+    Raises:
+        JobError: there are none.
+    """
+    modules = [name for name, _ in model.named_modules() if name]
+    params = [name for name, _ in model.named_parameters()]
+    attributes = [
+        f"{prefix}.{key}" if prefix else key
+        for prefix, module in model.named_modules()
+        for key, value in vars(module).items()
+        if type(value) is int
+    ]
+    kinds = {Role.DIVIDE: [attributes], Role.WHOLE: [modules, params, attributes]}
+    for names in kinds.get(role, [modules, params]):
+        if found := [name for name in names if fnmatchcase(name, pattern)]:
+            return found
+    what = "integer attribute" if role is Role.DIVIDE else "module"
+    names = attributes if role is Role.DIVIDE else modules
+    raise JobError(f"{_KEY}: no {what} matches {pattern!r}{_hint(pattern, names)}")
+
+
+def _hint(pattern: str, names: Iterable[str]) -> str:
+    """Return what may have been meant by a pattern that matches nothing."""
+    general = sorted({any_number(name) for name in names})
+    deeper = f"*.{pattern}"
+    if any(fnmatchcase(name, deeper) for name in general):
+        return f": a pattern speaks of a whole name; write {deeper!r}"
+    if close := get_close_matches(pattern, general, n=1, cutoff=0.4):
+        return f"; did you mean {close[0]!r}?"
+    return ""
+
+
+def any_number(name: str) -> str:
+    """Return the pattern of a name and of its like: `h.0.attn` gives `h.*.attn`."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)

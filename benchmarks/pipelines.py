@@ -262,7 +262,7 @@ class Clock:
     @classmethod
     def of(cls, stages: Sequence[Sequence[Sequence[Any]]]) -> Clock:
         """Sum up the actions of each stage: kind, chunk, micro-batch, begin, end, waited."""
-        from zrun_core.pipeline.schedule import Action, ActionKind, ends_of
+        from zrun_core.pipeline.actions import Action, ActionKind, ends_of
 
         orders, seconds = [], {}
         for actions in stages:

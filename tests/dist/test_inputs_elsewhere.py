@@ -20,7 +20,8 @@ from zrun_core.distributed.named_vector import NamedVector
 from zrun_core.memory.buffers import Kind, Tier
 from zrun_core.memory.layout import PAGE_BYTES
 from zrun_core.memory.tier_traffic import Direction, Move
-from zrun_core.pipeline.schedule import Action, ActionKind, no_pipeline, one_forward_one_backward
+from zrun_core.pipeline.actions import Action, ActionKind
+from zrun_core.pipeline.schedule import no_pipeline, one_forward_one_backward
 from zrun_core.spine.sections.activations import ActivationsConfig
 from zrun_core.tiers.copies import ThreadCopier
 from zrun_core.tiers.host_arena import HostArena

@@ -28,7 +28,8 @@ from zrun_core.guards.replicas import ReplicaGuard
 from zrun_core.memory.buffers import ON_DEVICE, Kind, Placement, Tier
 from zrun_core.memory.state_policy import DISK_SLOTS
 from zrun_core.memory.tier_traffic import Direction, Move
-from zrun_core.pipeline.schedule import ActionKind, layer_major
+from zrun_core.pipeline.actions import ActionKind
+from zrun_core.pipeline.schedule import layer_major
 from zrun_core.tiers.copies import ThreadCopier
 from zrun_core.tiers.slots import Slots
 from zrun_core.tiers.swap_file import Extent

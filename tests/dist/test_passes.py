@@ -21,13 +21,8 @@ from toys import Block, make_sharded, split, world
 import zrun_core.train.micro_batches
 from zrun_core.activations.checkpoint import apply_checkpointing
 from zrun_core.distributed.named_vector import NamedVector
-from zrun_core.pipeline.schedule import (
-    Action,
-    ActionKind,
-    no_pipeline,
-    one_forward_one_backward,
-    validated,
-)
+from zrun_core.pipeline.actions import Action, ActionKind, validated
+from zrun_core.pipeline.schedule import no_pipeline, one_forward_one_backward
 from zrun_core.spine.sections.activations import ActivationsConfig
 from zrun_core.train.user_hooks import HookContext
 from zrun_core.zero.account import expected_traffic, grown_rings

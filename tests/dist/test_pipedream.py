@@ -18,7 +18,7 @@ from torch import nn
 from toys import world
 
 from zrun_core.models.gpt import gpt as make_gpt
-from zrun_core.pipeline.schedule import Action
+from zrun_core.pipeline.actions import Action
 from zrun_core.train.pipedream import PipeDreamRunner
 from zrun_core.train.pipeline_runner import PipelineRunner
 from zrun_core.train.trainer import Trainer

@@ -116,7 +116,7 @@ def test_spine_stands_alone(name: str) -> None:
     }
 
 
-@pytest.mark.parametrize("name", ["ownership", "schedule", "split"])
+@pytest.mark.parametrize("name", ["actions", "ownership", "schedule", "split"])
 def test_schedules_are_data(name: str) -> None:
     """The trainer executes them and the planner replays them: they know neither, nor torch."""
     imported = _imported(f"zrun_core.pipeline.{name}", late=True)

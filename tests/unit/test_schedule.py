@@ -6,20 +6,22 @@ import itertools
 
 import pytest
 
-from zrun_core.pipeline.schedule import (
-    SCHEDULES,
+from zrun_core.pipeline.actions import (
     Action,
     ActionKind,
     check_together,
-    interleaved,
-    layer_major,
     max_in_flight,
     most_waiting,
+    validated,
+)
+from zrun_core.pipeline.schedule import (
+    SCHEDULES,
+    interleaved,
+    layer_major,
     no_pipeline,
     num_versions,
     one_forward_one_backward,
     stage_actions,
-    validated,
     version_used,
 )
 

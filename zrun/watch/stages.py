@@ -14,7 +14,7 @@ from zrun.watch.run_state import RunState
 from zrun_core.spine.events import Event
 
 if TYPE_CHECKING:
-    from zrun_core.pipeline.schedule import Action
+    from zrun_core.pipeline.actions import Action
 
 _SLOW = 1.1  # times the mean: a stage that is worth a word
 _WIDTH = 1000.0  # of the picture
@@ -134,7 +134,7 @@ def _recorded(state: RunState) -> list[list[_Box]]:
 
 
 def _boxes(event: Event) -> list[_Box]:
-    from zrun_core.pipeline.schedule import Action, ActionKind
+    from zrun_core.pipeline.actions import Action, ActionKind
 
     return [
         _Box(Action(ActionKind(kind), chunk, micro), begin + waited, end, waited)
@@ -144,7 +144,7 @@ def _boxes(event: Event) -> list[_Box]:
 
 def _replayed(rows: list[list[_Box]]) -> float | None:
     """Return the seconds of a step whose messages take no time; None: it cannot be replayed."""
-    from zrun_core.pipeline.schedule import ends_of
+    from zrun_core.pipeline.actions import ends_of
 
     seconds = {box.action: box.end - box.begin for row in rows for box in row}
     with suppress(ValueError):

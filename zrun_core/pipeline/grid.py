@@ -17,17 +17,8 @@ import textwrap
 from dataclasses import dataclass
 from functools import cached_property
 
-from zrun_core.pipeline.schedule import (
-    Action,
-    ActionKind,
-    Waiting,
-    most_waiting,
-    needs,
-    num_versions,
-    play,
-    stage_actions,
-    version_used,
-)
+from zrun_core.pipeline.actions import Action, ActionKind, Waiting, most_waiting, needs, play
+from zrun_core.pipeline.schedule import num_versions, stage_actions, version_used
 
 IDLE = "."  # of these an idle column is made
 _GOES_ON = "-"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from zrun_core.pipeline.schedule import Action, max_in_flight
+from zrun_core.pipeline.actions import Action, max_in_flight
 
 _DIGITS = 6  # of seconds
 

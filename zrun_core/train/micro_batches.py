@@ -13,7 +13,8 @@ from zrun_core.data.batch import MicroBatch
 from zrun_core.distributed.named_vector import NamedVector
 from zrun_core.errors import OutOfMemoryError
 from zrun_core.guards.oom import MemoryGuard
-from zrun_core.pipeline.schedule import Action, ActionKind, layer_major, no_pipeline
+from zrun_core.pipeline.actions import Action, ActionKind
+from zrun_core.pipeline.schedule import layer_major, no_pipeline
 from zrun_core.spine.spec import RunSpec
 from zrun_core.spine.tracebacks import add_location, raised_at
 from zrun_core.telemetry.metrics import FlopCount, StepClock, StepPhase

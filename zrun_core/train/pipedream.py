@@ -20,7 +20,8 @@ import torch
 from zrun_core.data.batch import MicroBatch
 from zrun_core.data.loader import BatchLoader
 from zrun_core.distributed.named_vector import NamedVector
-from zrun_core.pipeline.schedule import Action, ActionKind, num_flowing, version_used
+from zrun_core.pipeline.actions import Action, ActionKind
+from zrun_core.pipeline.schedule import num_flowing, version_used
 from zrun_core.spine.config import JobConfig
 from zrun_core.telemetry.metrics import StepClock, StepPhase
 from zrun_core.telemetry.recorder import IssuedStep

@@ -13,7 +13,8 @@ import torch
 from zrun_core.data.batch import MicroBatch
 from zrun_core.distributed.named_vector import NamedVector
 from zrun_core.guards.oom import MemoryGuard
-from zrun_core.pipeline.schedule import Action, ActionKind, stage_actions
+from zrun_core.pipeline.actions import Action, ActionKind
+from zrun_core.pipeline.schedule import stage_actions
 from zrun_core.spine.spec import RunSpec
 from zrun_core.stages.links import StageLinks
 from zrun_core.stages.stage import ChunkPass, Stage

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from zrun_core.errors import JobError
-from zrun_core.pipeline.schedule import Action, ActionKind
+from zrun_core.pipeline.actions import Action, ActionKind
 from zrun_core.zero.auto_wrap import repeated_blocks
 from zrun_core.zero.gather import Gatherer
 from zrun_core.zero.micro_pass import MicroPass, PassKind

@@ -9,7 +9,8 @@ from functools import lru_cache
 from operator import mul
 
 from zrun_core.memory.buffers import Tier
-from zrun_core.pipeline.schedule import ActionKind, stage_actions
+from zrun_core.pipeline.actions import ActionKind
+from zrun_core.pipeline.schedule import stage_actions
 from zrun_core.pipeline.split import Split
 from zrun_core.plan.memory.allocator import heap_bytes, simulate
 from zrun_core.plan.question.candidate import Candidate

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from zrun_core.pipeline.schedule import Action, ActionKind, needs, play, stage_actions
+from zrun_core.pipeline.actions import Action, ActionKind, needs, play
+from zrun_core.pipeline.schedule import stage_actions
 
 
 @dataclass(frozen=True)

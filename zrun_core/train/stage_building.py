@@ -17,7 +17,8 @@ from zrun_core.pipeline.ownership import chunks_of, owned, tied_stages
 from zrun_core.pipeline.split import Split, at_names, balance_in_words, balanced
 from zrun_core.spine.config import JobConfig
 from zrun_core.spine.sections.parallel import PIPEDREAMS
-from zrun_core.stages.flow import ModelFlow, follow
+from zrun_core.stages.flow import ModelFlow
+from zrun_core.stages.follow import follow
 from zrun_core.stages.stage import Stage
 from zrun_core.telemetry.stage_fields import StageFacts
 from zrun_core.zero.sharding_config import ShardingConfig

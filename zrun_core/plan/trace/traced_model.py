@@ -33,7 +33,8 @@ from zrun_core.plan.trace.sample_batches import SampleBatches, samples_of, tenso
 from zrun_core.spine import memory_limits
 from zrun_core.spine.config import JobConfig
 from zrun_core.spine.sections.activations import ActivationsConfig
-from zrun_core.stages.flow import ModelFlow, follow
+from zrun_core.stages.flow import ModelFlow
+from zrun_core.stages.follow import follow
 from zrun_core.user_code import user
 from zrun_core.user_code.loss import LossFunction, LossKind, compute_loss
 from zrun_core.zero.auto_wrap import repeated_blocks, running_norm_params

@@ -1,0 +1,368 @@
+"""Follow one forward of a model, to find what flows through it: `follow(model, forward, ...)`.
+
+The forward runs as it is, on a real batch, with parameters that are fake tensors: whatever depends
+on the batch alone (masks, positions, labels) has values, and the rest has none and takes no time.
+Each tensor carries what it was made of, by its memory; a view is made of the same.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from zrun_core.data.batch import map_tensors
+from zrun_core.errors import JobError, UserCodeError
+from zrun_core.memory.layout import dense_stride
+from zrun_core.spine.tracebacks import raised_at
+from zrun_core.stages.flow import Leaf, ModelFlow, NodeCall, OutsideUse
+from zrun_core.stages.ghosts import run_on_zeros
+from zrun_core.stages.node_calls import Node, install_nodes, walking
+from zrun_core.telemetry.metrics import flops_of
+from zrun_core.zero.auto_wrap import repeated_blocks, running_norm_params
+from zrun_core.zero.module_hooks import tensors_in
+
+_PP = "parallel.pp"
+
+
+def follow(
+    model: nn.Module,
+    forward: Callable[[], object],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> ModelFlow:
+    """Run one forward of `model` without its values, and return what flows through it.
+
+    Args:
+        model: the user's, on any device, not sharded, with all of its blocks.
+        forward: runs the loss of a batch, with autocast as in training.
+        dtype: that parameters have in training.
+        device: that trains.
+
+    Raises:
+        JobError: the model has no repeated blocks, calls one of them twice, or looks at values.
+    """
+    blocks = repeated_blocks(model)
+    if not blocks:
+        raise JobError(
+            f"{_PP}: the model has no repeated blocks (two members of one class in a ModuleList or "
+            "Sequential, with modules inside) to make stages of; write pp: 1"
+        )
+    names = {id(param): name for name, param in model.named_parameters()}
+    nodes = install_nodes(model, blocks)
+    try:
+        with _kept_buffers(model), _fake_parameters(model, dtype, device) as fakes:
+            walk = _FollowingWalk(
+                {fake.untyped_storage()._cdata: names[key] for key, fake in fakes.items()}
+            )
+            with walking(walk), walk:
+                loss = forward()
+            walk.end(loss)
+    except (UserCodeError, RuntimeError, TypeError, ValueError) as error:
+        raise _without_values(error) from error
+    finally:
+        for node in nodes:
+            vars(node.module).pop("_call_impl", None)
+    return walk.flow(list(names.values()), [name for name, _ in blocks])
+
+
+def _without_values(error: Exception) -> JobError:
+    """Return what to say of a forward that failed without the values of its parameters."""
+    cause = error.__cause__ if isinstance(error, UserCodeError) else error
+    if isinstance(cause, DataDependentOutputException | DynamicOutputShapeException):
+        place = raised_at(cause)
+        at = f" ({place})" if place is not None else ""
+        return JobError(
+            f"{_PP}: the model's forward looks at values of hidden states outside of its blocks, "
+            "as .item(), nonzero() and indices that are masks do, and a stage has those of its own "
+            f"blocks alone: compute without looking, as with torch.where, or write pp: 1{at}"
+        )
+    return JobError(
+        f"{_PP}: a forward without the values of the parameters, by which the model is cut into "
+        f"stages, failed: if it runs with pp: 1, write that; this model needs them\n{error}"
+    )
+
+
+@contextmanager
+def _kept_buffers(model: nn.Module) -> Iterator[None]:
+    """Leave the model its buffers, with their values, whatever a forward inside does to them."""
+    kept = [
+        (module, key, buffer, buffer.clone())
+        for module in model.modules()
+        for key, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    try:
+        yield
+    finally:
+        for module, key, buffer, values in kept:
+            module._buffers[key] = buffer.copy_(values)
+
+
+@contextmanager
+def _fake_parameters(
+    model: nn.Module, dtype: torch.dtype, device: torch.device
+) -> Iterator[dict[int, torch.Tensor]]:
+    """Replace parameters by fake ones inside; yield these by identity of the true ones."""
+    mode = _mode_of(model) or FakeTensorMode(allow_non_fake_inputs=True)
+    in_fp32 = running_norm_params(model)
+    fakes: dict[int, torch.Tensor] = {}
+    true: list[tuple[nn.Module, str, nn.Parameter]] = []
+    for module in model.modules():
+        for key, param in module._parameters.items():
+            if param is None:
+                continue
+            true.append((module, key, param))
+            if id(param) not in fakes:
+                own = torch.float32 if id(param) in in_fp32 else dtype
+                with mode:
+                    fake = torch.empty_strided(
+                        param.shape, dense_stride(param), dtype=own, device=device
+                    )
+                fakes[id(param)] = nn.Parameter(fake, requires_grad=param.requires_grad)
+            module._parameters[key] = fakes[id(param)]  # type: ignore[assignment]
+    try:
+        yield fakes
+    finally:
+        for module, key, param in true:
+            module._parameters[key] = param
+
+
+def _mode_of(model: nn.Module) -> FakeTensorMode | None:
+    """Return the mode of parameters that are fake already, as in a trace; None: they are not."""
+    first = next(model.parameters(), None)
+    return first.fake_mode if isinstance(first, FakeTensor) else None
+
+
+class _Source(NamedTuple):
+    """What a tensor was made of: a leaf, or a parameter that is used outside of nodes.
+
+    Attributes:
+        call, number: of a leaf, as of `Leaf`.
+        param: name of a parameter, else empty.
+        segment: in which the parameter is used.
+    """
+
+    call: int = -1
+    number: int = -1
+    param: str = ""
+    segment: int = -1
+
+
+_Sources = frozenset[_Source]
+_NONE: _Sources = frozenset()
+
+
+class _FollowingWalk(TorchDispatchMode):
+    """Follows the tensors of one forward, by their memory: views are made of the same."""
+
+    def __init__(self, params: Mapping[int, str]) -> None:
+        """
+        Args:
+            params: by storage, the name of a parameter.
+        """
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._params = params
+        self._blocks: list[str] = []
+        self._calls: list[NodeCall] = []
+        self._running: int | None = None  # number of the call that runs
+        self._flops: Counter[int] = Counter()
+        self._uses: dict[str, set[int]] = defaultdict(set)
+        self._made_of: dict[int, _Sources] = {}  # by storage
+        self._alive: list[object] = []  # so that no storage has the identity of an earlier one
+        self._used_in: dict[_Source, set[int]] = defaultdict(set)
+        self._leaves: dict[_Source, torch.Tensor] = {}
+        self._handed_out: dict[int, set[_Source]] = {}  # by storage, the leaves that it holds
+        self._written: dict[_Source, int] = {}  # the first segment that does
+        self._has_grad = torch.is_grad_enabled()
+        self._segment = 0
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled in here
+
+    def call(self, node: Node, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run a node, and note what it hands out."""
+        number = len(self._calls)
+        self._calls.append(NodeCall(node.name, self._segment))
+        if node.is_block:
+            if node.name in self._blocks:
+                raise JobError(
+                    f"{_PP}: {node.name} is called twice in a forward, so it would be on two "
+                    "stages; write pp: 1"
+                )
+            self._blocks.append(node.name)
+            self._check_gradients(node, args, kwargs)
+        for param in node.module.parameters():  # also those that this batch does without
+            name = self._params[self._storage(param)]
+            self._uses[name].add(self._segment)
+        self._running = number
+        try:
+            output = node.run(args, kwargs)
+        except RuntimeError as error:
+            output = self._run_on_zeros(node, args, kwargs, error)
+        finally:
+            self._running = None
+        if _hands_on(args, kwargs, output):
+            self._calls[number] = replace(self._calls[number], hands_on=True)
+        found: dict[int, set[_Source]] = defaultdict(set)
+        for place, tensor in enumerate(tensors_in(output)):
+            leaf = _Source(number, place)
+            found[self._storage(tensor)].add(leaf)
+            self._leaves[leaf] = tensor
+        self._made_of |= {storage: frozenset(leaves) for storage, leaves in found.items()}
+        self._handed_out |= found
+        if node.is_block:
+            self._segment += 1
+        return output
+
+    def _run_on_zeros(
+        self, node: Node, args: Any, kwargs: dict[str, Any], error: RuntimeError
+    ) -> Any:
+        """Run a node that cannot do without values, on zeros; return fake tensors."""
+        param = next(node.module.parameters())
+        assert isinstance(param, FakeTensor)
+        mode = param.fake_mode
+
+        def call(*zeros: Any, **named_zeros: Any) -> Any:
+            given = tensors_in((args, kwargs))
+            for tensor, zero in zip(given, tensors_in((zeros, named_zeros)), strict=True):
+                made_of = self._made_of.get(self._storage(tensor), _NONE)
+                self._made_of[self._storage(zero)] = made_of
+            return node.run(zeros, named_zeros)
+
+        def as_fake(tensor: torch.Tensor) -> torch.Tensor:
+            fake: torch.Tensor = mode.from_tensor(tensor.detach())
+            return fake.requires_grad_().clone() if tensor.requires_grad else fake
+
+        return map_tensors(as_fake, run_on_zeros(node, call, args, kwargs, error))
+
+    def _check_gradients(self, block: Node, args: Any, kwargs: dict[str, Any]) -> None:
+        """Check that a block whose gradients are wanted runs with them.
+
+        Raises:
+            JobError: it runs without, as in a reentrant checkpoint.
+        """
+        if torch.is_grad_enabled() or not self._has_grad:
+            return
+        tensors = [*block.module.parameters(), *tensors_in((args, kwargs))]
+        if any(tensor.requires_grad for tensor in tensors):
+            raise JobError(
+                f"{_PP}: {block.name} runs without gradients, as in a checkpoint with "
+                "use_reentrant=True, where no stage can end: write use_reentrant=False, or "
+                "activations.checkpoint: full in place of the model's own checkpoints"
+            )
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        self._flops[self._segment] += flops_of(func, args, kwargs, out)
+        sources = _NONE
+        for tensor in tensors_in((args, kwargs)):
+            storage = self._storage(tensor)
+            name = self._params.get(storage)
+            if name is not None:
+                self._uses[name].add(self._segment)
+                if self._running is None:
+                    sources |= {_Source(param=name, segment=self._segment)}
+            sources |= self._made_of.get(storage, _NONE)
+        if self._running is not None:
+            for source in sources:
+                if source.call != self._running:
+                    self._used_in[source].add(self._segment)
+            sources = frozenset([_Source(self._running)])
+        written = [args[0]] if func._schema.is_mutable and args else []
+        for tensor in tensors_in(written):
+            storage = self._storage(tensor)
+            self._add(storage, sources)
+            for leaf in self._handed_out.get(storage, ()):
+                self._written.setdefault(leaf, self._segment)
+        for tensor in tensors_in(out):
+            storage = self._storage(tensor)
+            if storage not in self._made_of:  # else it is a view, or was written
+                self._add(storage, sources)
+        return out
+
+    def _add(self, storage: int, sources: _Sources) -> None:
+        if storage not in self._params:
+            self._made_of[storage] = self._made_of.get(storage, _NONE) | sources
+
+    def _storage(self, tensor: torch.Tensor) -> int:
+        storage = tensor.untyped_storage()
+        self._alive.append(storage)
+        address: int = storage._cdata
+        return address
+
+    def end(self, result: object) -> None:
+        """End the forward, whose result is used after the last block."""
+        for tensor in tensors_in(result):
+            for source in self._made_of.get(self._storage(tensor), _NONE):
+                self._used_in[source].add(self._segment)
+
+    def flow(self, params: Sequence[str], blocks: Sequence[str]) -> ModelFlow:
+        """Return what was seen.
+
+        Args:
+            params: names of all parameters.
+            blocks: names of all blocks.
+
+        Raises:
+            JobError: a block was not called.
+        """
+        for name in blocks:
+            if name not in self._blocks:
+                raise JobError(f"{_PP}: {name} is not called in a forward; write pp: 1")
+        leaves = []
+        outside = []
+        for source, used_in in sorted(self._used_in.items()):
+            if source.param:
+                outside.append(OutsideUse(source.param, source.segment, tuple(sorted(used_in))))
+                continue
+            tensor = self._leaves.get(source)
+            leaves.append(
+                Leaf(
+                    source.call,
+                    source.number,
+                    self._calls[source.call].segment,
+                    max(used_in),
+                    () if tensor is None else tuple(tensor.shape),
+                    "float32" if tensor is None else str(tensor.dtype).removeprefix("torch."),
+                    tensor is not None and tensor.requires_grad,
+                    self._written.get(source),
+                )
+            )
+        return ModelFlow(
+            tuple(self._blocks),
+            tuple(float(self._flops[segment]) for segment in range(len(self._blocks) + 1)),
+            {name: tuple(sorted(self._uses.get(name, ()))) for name in params},
+            tuple(self._calls),
+            tuple(leaves),
+            tuple(outside),
+        )
+
+
+def _first_tensor(args: Any, kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+    """Return the first tensor that a call is given, itself and not inside of anything."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor):
+            return value
+    return None
+
+
+def _hands_on(args: Any, kwargs: Mapping[str, Any], output: Any) -> bool:
+    first = _first_tensor(args, kwargs)
+    if first is None or not isinstance(output, torch.Tensor):
+        return False
+    return output.shape == first.shape and output.dtype == first.dtype

@@ -27,6 +27,7 @@ from zrun_core.user_code.loss import LossFunction
 from zrun_core.user_code.user import user_code
 from zrun_core.zero.micro_pass import MicroPass
 from zrun_core.zero.sharded_model import ShardedModel
+from zrun_core.zero.split_backward import SplitBackward
 
 T = TypeVar("T")
 
@@ -68,6 +69,7 @@ class PipelineRunner(MicroBatchRunner):
         self._weight_grads: WeightGrads | None = None
         if self._schedule == "zero_bubble":
             self._weight_grads = WeightGrads(stage.own_blocks)
+            self._split_backward = SplitBackward(sharded)
         self._held: dict[tuple[int, int], MicroPass] = {}  # whose weights' gradients are to be made
 
     def order(self, micro_batches: int) -> tuple[Action, ...]:
@@ -167,7 +169,7 @@ class PipelineRunner(MicroBatchRunner):
             with self._sharded.backward_pass(micro, boundary=boundary):
                 yield
             return
-        with self._sharded.input_pass(micro) as hold:
+        with self._split_backward.input_pass(micro) as hold:
             self._weight_grads.hold = hold
             try:
                 yield
@@ -180,7 +182,7 @@ class PipelineRunner(MicroBatchRunner):
         self._phase.enter("backward")
         with self._clock.during(StepPhase.BACKWARD):
             micro = self._held.pop((action.chunk, action.micro))
-            self._sharded.weight_pass(micro, boundary=boundary)
+            self._split_backward.weight_pass(micro, boundary=boundary)
         self.waited[StepPhase.BACKWARD] += self._comm.take_waited()
 
     def evaluate(self, call: Callable[[], T]) -> T | None:

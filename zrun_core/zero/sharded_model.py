@@ -19,11 +19,9 @@ of each stage.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import torch
 from torch import nn
@@ -39,7 +37,7 @@ from zrun_core.tiers.copies import Copier
 from zrun_core.zero.auto_wrap import NO_CHUNKS, repeated_blocks
 from zrun_core.zero.autograd_driver import ImplicitPasses
 from zrun_core.zero.gather import Gatherer
-from zrun_core.zero.micro_pass import HeldGrad, HeldGrads, MicroPass, PassKind
+from zrun_core.zero.micro_pass import MicroPass, PassKind
 from zrun_core.zero.model_grad import ModelGrad
 from zrun_core.zero.module_hooks import install
 from zrun_core.zero.nonfinite import Culprit, UnitNorms
@@ -49,12 +47,8 @@ from zrun_core.zero.running_buffers import RunningBuffers
 from zrun_core.zero.sharded_optimizer import ShardedOptimizer
 from zrun_core.zero.sharding_config import ShardingConfig, wrap_plan
 from zrun_core.zero.sliced_passes import SlicedPasses
-from zrun_core.zero.unit import FlatUnit
 from zrun_core.zero.unit_building import ReadParam, build_units
 from zrun_core.zero.updates import Updates
-
-# Holds the gradient of a parameter, which a call will make.
-HoldGrad = Callable[[nn.Parameter, Callable[[], torch.Tensor]], None]
 
 
 @dataclass(frozen=True)
@@ -261,63 +255,6 @@ class ShardedModel:
         self.reducer.begin_backward(micro, boundary=boundary)
         yield
         self._end_backward(micro)
-
-    @contextmanager
-    def input_pass(self, micro: MicroPass) -> Iterator[HoldGrad]:
-        """Run the backward of `micro` inside, as far as other stages of a pipeline wait for it.
-
-        The gradients of parameters are held, until `weight_pass`.
-
-        Yields:
-            What holds a gradient that is still to be made.
-        """
-        held = HeldGrads()
-        places = self._places_of_params
-
-        def hold(param: nn.Parameter, make: Callable[[], torch.Tensor]) -> None:
-            unit, number = places[id(param)]
-            if held.add(HeldGrad(unit, number, make)) and not unit.leaf:
-                self.gatherer.post_backward(unit)
-
-        self.gatherer.begin_pass(micro, PassKind.BACKWARD)
-        micro.held = held
-        yield hold
-        self.gatherer.unpin(micro)
-        self.gatherer.end_pass()
-
-    def weight_pass(self, micro: MicroPass, *, boundary: bool) -> None:
-        """Make the gradients that `input_pass` has held, and reduce them; this ends `micro`.
-
-        Args:
-            micro: of which `input_pass` has run.
-            boundary: as of `backward_pass`.
-        """
-        held = micro.held
-        assert held is not None
-        micro.held = None
-        self.gatherer.begin_pass(micro, PassKind.BACKWARD)
-        self.reducer.begin_backward(micro, boundary=boundary)
-        left = Counter((each.unit.index, each.number) for each in held.grads)
-        for unit, number, make in held.grads:
-            param = unit.params[number]
-            with torch.no_grad():
-                grad = make()
-                param.grad = grad if param.grad is None else param.grad + grad
-            left[unit.index, number] -= 1
-            if not left[unit.index, number] and self.reducer.accumulate_grad(micro, unit, number):
-                self.reducer.mark_complete(micro, unit)
-        held.grads.clear()
-        self._end_backward(micro)
-
-    @cached_property
-    def _places_of_params(self) -> dict[int, tuple[FlatUnit, int]]:
-        """Return by identity of a parameter its unit, and its number there."""
-        return {
-            id(param): (unit, number)
-            for unit in self.units
-            if unit.trainable
-            for number, param in enumerate(unit.params)
-        }
 
     def _end_backward(self, micro: MicroPass) -> None:
         self.reducer.end_backward(micro)

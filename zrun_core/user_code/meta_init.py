@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from zrun_core.distributed.rng import mix
 from zrun_core.errors import JobError, UserCodeError
+from zrun_core.memory.arena import byte_buffer
 from zrun_core.user_code.build import Built, Factory, check, no_value
 
 _ADVICE = "write init: factory"
@@ -145,7 +146,7 @@ def _reset(module: nn.Module, seed: int) -> dict[str, torch.Tensor]:
             module.reset_parameters()  # type: ignore[operator]
         made = {**module._parameters, **module._buffers}
         for key, value in made.items():
-            if value is not None and value.isnan().any():
+            if value is not None and _has_nan(value):
                 raise JobError(
                     f"init: meta: {type(module).__name__}.reset_parameters leaves {key} unset; "
                     f"{_ADVICE}"
@@ -157,11 +158,22 @@ def _reset(module: nn.Module, seed: int) -> dict[str, torch.Tensor]:
 
 
 def _unset_like(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of the same shape on the CPU: of NaN where there is such a number."""
-    empty = torch.empty_like(tensor, device="cpu")
-    if empty.is_floating_point():
-        return empty.fill_(float("nan"))
-    return empty.zero_()
+    """Return a tensor of the same shape on the CPU: of NaN where there is such a number.
+
+    It lies apart from the heap. There, small things that last would settle in what it leaves, the
+    values of the next module would not fit in between, and the heap would grow with the model.
+    """
+    like = torch.empty_like(tensor, device="meta")
+    memory = byte_buffer(like.nbytes, torch.device("cpu"))
+    unset = memory.view(like.dtype).as_strided(like.shape, like.stride())
+    if unset.is_floating_point():
+        unset.fill_(float("nan"))
+    return unset
+
+
+def _has_nan(tensor: torch.Tensor) -> bool:
+    """Return whether a number is NaN, without a mask of the tensor's size."""
+    return tensor.is_floating_point() and tensor.numel() > 0 and bool(tensor.min().isnan())
 
 
 @contextmanager

@@ -147,7 +147,7 @@ def _mode_of(model: nn.Module) -> FakeTensorMode | None:
 
 
 class _Source(NamedTuple):
-    """What a tensor was made of: a leaf, or a parameter that is used outside of nodes.
+    """Origin of a tensor: a leaf, or a parameter that is used outside of nodes.
 
     Attributes:
         call, number: of a leaf, as of `Leaf`.

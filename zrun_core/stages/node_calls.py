@@ -23,7 +23,7 @@ _here = threading.local()  # `walk`: of the pass that this thread runs
 
 
 class Walk(Protocol):
-    """What takes over the calls of nodes."""
+    """Takes over the calls of nodes."""
 
     def call(self, node: Node, args: Any, kwargs: dict[str, Any]) -> Any: ...
 

@@ -434,8 +434,10 @@ def contents(trainer: Trainer) -> dict[str, Any]:
             + in_memory(part.data).contiguous().view(torch.uint8).numpy().tobytes()
         )
     digest.update(repr(sorted(state.scalars().items())).encode())
+    slots = [slot for layout in trainer.sharded.layouts for slot in layout.slots]
     return {
         "parts": parts,
+        "orders": {slot.part.tensor: (slot.part.shape, slot.part.stride) for slot in slots},
         "scalars": state.scalars(),
         "digest": digest.hexdigest(),
         "step": trainer.progress.steps,

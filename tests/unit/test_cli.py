@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -17,8 +15,6 @@ from zrun import cli
 from zrun.job.load import load_job
 from zrun.job.structure import inspect_structure
 from zrun_core.errors import ExitCode, JobError, UserCodeError
-from zrun_core.spine.config import JobConfig
-from zrun_core.spine.spec import LaunchPlan, RankPlace, RunSpec, resolve_batch
 
 JOB = """\
 name: tiny
@@ -586,38 +582,3 @@ def test_check_draws_the_schedule(zrun: Zrun, monkeypatch: pytest.MonkeyPatch) -
     both = zrun("check", *asked, "--grid", "--json")
     assert both.code == ExitCode.USAGE
     assert "leave one of them out" in both.err
-
-
-def test_model_parallelism_is_planned_and_not_trained(zrun: Zrun) -> None:
-    result = zrun("train", "job.yaml", "parallel.tp=2", "--slots", "2")
-    assert result.code == ExitCode.USAGE
-    refused = re.search(r"parallel\.tp: 2: tensor parallelism .*", result.err)
-    assert refused is not None, result.err
-    assert refused[0].endswith("write zero: 3, or parallel.pp, to share a model over the ranks")
-    assert not Path("runs").exists()
-
-    # The same from a plan that no launcher has looked at.
-    job = JobConfig.model_validate(
-        {"name": "x", "model": "a:b", "data": "a:b", "steps": 1, "batch": 2}
-    )
-    places = [
-        RankPlace(rank=rank, host="h", local_rank=rank, device="cpu", tp=rank) for rank in range(2)
-    ]
-    spec = RunSpec(
-        job=job,
-        plan=LaunchPlan(ranks=places),
-        batch=resolve_batch(job, 1),
-        job_dir="/",
-        run_dir="/",
-        run_id="x",
-    )
-    spec.write(Path("spec.json"))
-    worker = subprocess.run(
-        [sys.executable, "-m", "zrun_core", "spec.json"],
-        env={**os.environ, "RANK": "0", "WORLD_SIZE": "2"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert worker.returncode == ExitCode.USAGE
-    assert worker.stderr == f"error: {refused[0]}\n"

@@ -16,7 +16,6 @@ from zrun_core.spine.parallel_dims import (
     GroupAxis,
     ParallelDims,
     groups_along,
-    refuse_untrained,
     resolve_shard_size,
 )
 from zrun_core.spine.sections.parallel import Axis
@@ -233,10 +232,3 @@ def test_nodes_of_several_sizes_share_no_states() -> None:
         plan.shard_size(ZeroConfig(stage=2, shard_group="node"))
     assert plan.shard_size(ZeroConfig(stage=0, shard_group="node")) == 1
     assert plan.shard_size(ZeroConfig(stage=2, shard_group=2)) == 2
-
-
-def test_what_nothing_trains_yet_is_refused() -> None:
-    with pytest.raises(JobError, match=r"^parallel\.tp: 2: tensor parallelism") as error:
-        refuse_untrained(2)
-    assert error.value.exit_code == 2
-    refuse_untrained(1)

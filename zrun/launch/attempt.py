@@ -58,7 +58,6 @@ from zrun.watch.ui import Ui
 from zrun_core.checkpoint.names import steps_in
 from zrun_core.errors import CheckpointError, ExitCode, StoppedError, ZrunError
 from zrun_core.spine.events import Event
-from zrun_core.spine.parallel_dims import refuse_untrained
 from zrun_core.spine.spec import RunSpec, checkpoint_folder
 
 
@@ -155,8 +154,6 @@ def _plan(request: LaunchRequest, members: list[AgentLink]) -> tuple[ClusterSess
         resolved = _with_share(request, resolved, session.cluster)
     if _tells_user(request):
         _print_plan(request, resolved, session.cluster)
-    if not request.dry_run:
-        refuse_untrained(resolved.job.parallel.tp)
     return session, resolved
 
 

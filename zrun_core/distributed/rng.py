@@ -97,11 +97,25 @@ class Streams:
         the default generators only, and cannot say which of several micro-batches it runs again;
         but it sets them back, so the number comes out of them that came before.
         """
-        number = _draw()
-        with fork_torch_rng(self._device) as generators:
-            for generator in generators:
-                generator.manual_seed(mix(self._inside, number))
+        leave = self.enter_inside()
+        try:
             yield
+        finally:
+            leave()
+
+    def enter_inside(self) -> Callable[[], None]:
+        """Begin to draw as within `inside`; return what ends it."""
+        number = _draw()
+        generators = _generators(self._device)
+        states = [generator.get_state() for generator in generators]
+        for generator in generators:
+            generator.manual_seed(mix(self._inside, number))
+
+        def leave() -> None:
+            for generator, state in zip(generators, states, strict=True):
+                generator.set_state(state)
+
+        return leave
 
     def capture(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """Return what `capture` says of the model's stream, and the keys of the others."""

@@ -192,6 +192,11 @@ class UnitLayout:
         """Return the axes of the mesh, beside data, along which all ranks hold the same unit."""
         return self.slots[0].part.replicated_over if self.slots else ()
 
+    @property
+    def partial_over(self) -> tuple[str, ...]:
+        """Return those of these axes along which each rank has a part of the gradient."""
+        return self.slots[0].part.partial_over if self.slots else ()
+
 
 def dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
     """Return the stride that `tensor` keeps in a flat buffer.

@@ -23,7 +23,7 @@ import torch
 
 from zrun_core.memory.buffers import ON_DEVICE, Buffer, Kind, Placement, Tier
 from zrun_core.memory.layout import PAGE_BYTES, UnitLayout, whole_pages
-from zrun_core.memory.tensors import TIED
+from zrun_core.memory.tensors import TENSOR, TIED
 
 STAGING_SLOTS = 2  # one is filled while the other is on its way up to the device, or down from it
 DISK_SLOTS = 3  # of host memory: one is read into, one is updated, one is written from
@@ -86,6 +86,7 @@ class MeshInfo:
         direct_up_to: up to so many ranks exchange pairwise, so that the parts of all peers arrive
             apart; more, or ranks whose backend sums on the way, get one part.
         tied_size: stages of a pipeline that have the same parameters, this one among them.
+        tensor_size: ranks that have parts of the same layers.
     """
 
     shard_size: int = 1
@@ -94,6 +95,7 @@ class MeshInfo:
     replica_index: int = 0
     direct_up_to: int = 0
     tied_size: int = 1
+    tensor_size: int = 1
 
     def num_recv_parts(self, size: int) -> int:
         """Return the number of parts that arrive where `size` ranks sum something."""
@@ -137,6 +139,8 @@ class Ownership:
         summed_over = [mesh_info.num_replicas]
         if TIED in unit.replicated_over:
             summed_over.append(mesh_info.tied_size)
+        if TENSOR in unit.partial_over:
+            summed_over.append(mesh_info.tensor_size)
         of_sums = [
             math.ceil(unit.shard_numel / size) * mesh_info.num_recv_parts(size)
             for size in summed_over

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from operator import mul
 from typing import NamedTuple
 
+TENSOR = "tensor"  # axis of the mesh: ranks that have parts of the same layers
 TIED = "tied"  # axis of the mesh: stages of a pipeline that have the same parameters
 
 Shape = tuple[int, ...]
@@ -50,6 +51,7 @@ class TensorPart:
         local_shape, local_stride: of the parameter.
         runs: elements of the tensor, by place in the parameter; the rest of it is padding.
         replicated_over: axes of the mesh, beside data, along which all ranks hold this same part.
+        partial_over: of these, axes along which each rank's gradient is a part of the whole one.
     """
 
     tensor: str
@@ -59,6 +61,7 @@ class TensorPart:
     local_stride: Shape
     runs: tuple[ElementRun, ...]
     replicated_over: tuple[str, ...] = ()
+    partial_over: tuple[str, ...] = ()
 
     def runs_in(self, start: int, stop: int) -> Iterator[ElementRun]:
         """Yield the runs, or parts of them, in elements [start, stop) of the parameter."""

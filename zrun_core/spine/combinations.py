@@ -1,6 +1,6 @@
 """Combinations of sections that no job can have, each refused with what to write instead.
 
-    refuse_tiles_in_stages(job.zero, job.parallel)
+    refuse_tiles_in_parts(job.zero, job.parallel)
 
 `JobConfig` asks them in turn: the first that refuses is told. All of them raise a ValueError.
 """
@@ -91,13 +91,14 @@ def refuse_late_weights_of_compiled_blocks(parallel: ParallelConfig, is_compiled
         )
 
 
-def refuse_tiles_in_stages(zero: ZeroConfig, parallel: ParallelConfig) -> None:
+def refuse_tiles_in_parts(zero: ZeroConfig, parallel: ParallelConfig) -> None:
     """Refuse to tile the linears of a model of which a rank has a part."""
-    if zero.tile is not None and parallel.pp > 1:
-        raise ValueError(
-            f"zero.tile replaces linears of a whole model, and parallel.pp {parallel.pp} "
-            "leaves each rank a part of it; leave zero.tile out, or write pp: 1"
-        )
+    for axis, degree in (("pp", parallel.pp), ("tp", parallel.tp)):
+        if zero.tile is not None and degree > 1:
+            raise ValueError(
+                f"zero.tile replaces linears of a whole model, and parallel.{axis} {degree} "
+                f"leaves each rank a part of it; leave zero.tile out, or write {axis}: 1"
+            )
 
 
 def refuse_what_pipedream_lacks(

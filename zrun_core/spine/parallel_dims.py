@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from zrun_core.errors import JobError
 from zrun_core.spine.sections.parallel import Axis
 from zrun_core.spine.sections.zero import ZeroConfig
 
@@ -150,21 +149,3 @@ def resolve_shard_size(zero: ZeroConfig, dp: int, dp_per_host: int) -> int:
             return dp_per_host
         case size:
             return size
-
-
-def refuse_untrained(tp: int) -> None:
-    """Refuse what has a plan, but nothing that trains by it yet.
-
-    Args:
-        tp: ranks of a tensor-parallel group.
-
-    Raises:
-        JobError: a plan needs tensor parallelism.
-    """
-    if tp == 1:
-        return
-    raise JobError(
-        f"parallel.tp: {tp}: tensor parallelism is planned, and shown by zrun check, zrun topo "
-        "and --dry-run, but not trained yet: leave it out, and write zero: 3, or parallel.pp, to "
-        "share a model over the ranks"
-    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from zrun_core.memory.buffers import Placement, Tier, placement_of
 from zrun_core.memory.layout import NO_PARTS, UnitLayout
 from zrun_core.memory.placement import place
 from zrun_core.memory.state_policy import ZeroPolicy
+from zrun_core.memory.tensors import TensorPart
 from zrun_core.optim.resolve import OptimizerSpec
 from zrun_core.spine import memory_limits
 from zrun_core.spine.config import JobConfig
@@ -28,6 +29,7 @@ from zrun_core.spine.sections.activations import ActivationsConfig
 from zrun_core.spine.sections.precision import PrecisionConfig
 from zrun_core.spine.sections.zero import ZeroConfig
 from zrun_core.spine.spec import resolve_bucket
+from zrun_core.tensor_parallel.divide import Divided
 from zrun_core.train.stage_building import StageParts
 from zrun_core.user_code.build import Built
 from zrun_core.zero.auto_wrap import NO_CHUNKS, repeated_blocks
@@ -101,6 +103,7 @@ def parallelize(
     comm: Comm,
     inputs: OffloadedInputs | None = None,
     parts: StageParts | None = None,
+    divided: Divided | None = None,
 ) -> tuple[ShardedModel, list[str]]:
     """Transform a built model in place and shard it.
 
@@ -112,6 +115,7 @@ def parallelize(
         comm: carries the collectives.
         inputs: moves what blocks are recomputed from; None: it stays on the device.
         parts: of the model's pipeline; None: it has none.
+        divided: the slices of its layers that this rank has; None: it has all.
 
     Returns:
         The sharded model, and notes for the user.
@@ -127,11 +131,29 @@ def parallelize(
         compile=job.compile,
         inputs=inputs,
     )
-    read = read_tiles(built.module, built.read)
-    table = NO_PARTS if parts is None else parts.table
+    read = built.read if divided is None else divided.read(built.read)
+    read = read_tiles(built.module, read)
+    table = tensor_table(parts, divided)
     chunk_of = NO_CHUNKS if parts is None else parts.chunk_of
     sharded = ShardedModel(built.module, read, settings, mesh, comm, table=table, chunk_of=chunk_of)
     return sharded, notes + moved_share(sharded.layouts, settings.placement)
+
+
+def tensor_table(parts: StageParts | None, divided: Divided | None) -> Mapping[str, TensorPart]:
+    """Return, by name of a parameter, what it is of a tensor of the whole model.
+
+    Args:
+        parts: of a pipeline, whose stages may share tied parameters.
+        divided: slices of layers, which may be tied too.
+    """
+    shared = NO_PARTS if parts is None else parts.table
+    if divided is None:
+        return shared
+    table = dict(divided.table)
+    for name, part in shared.items():
+        axes = (*table[name].replicated_over, *part.replicated_over)
+        table[name] = replace(table[name], replicated_over=axes)
+    return table
 
 
 def offloaded_inputs(

@@ -51,7 +51,6 @@ from zrun_core.pipeline.schedule import num_versions
 from zrun_core.spine import heap, memory_limits
 from zrun_core.spine.events import Emitter
 from zrun_core.spine.flight_recorder import FlightRecorder, Watchdog, host_file
-from zrun_core.spine.parallel_dims import refuse_untrained
 from zrun_core.spine.sections.section import Ref
 from zrun_core.spine.spec import RunSpec
 from zrun_core.spine.stop_signals import StopSignals
@@ -60,6 +59,7 @@ from zrun_core.train.evaluator import HeldOut
 from zrun_core.train.host_room import host_room
 from zrun_core.train.rank_phase import RankPhase
 from zrun_core.train.stage_building import StageParts, build_stage
+from zrun_core.train.tensor_building import divide_model, plan_tensors
 from zrun_core.train.trainer import Trainer, UserFunctions
 from zrun_core.user_code import user
 from zrun_core.user_code.build import Built, build_once_per_host
@@ -120,8 +120,6 @@ def _read_arguments(
         ) from None
     if given != size or not 0 <= rank < size:
         raise JobError(f"{path} is for {size} ranks, and this is rank {rank} of {given}; {usage}")
-    dims = spec.plan.dims
-    refuse_untrained(dims.tp)
     return spec, rank
 
 
@@ -191,6 +189,7 @@ class Worker:
         settings = self._sharding_config(device, room)
         built = self._build(settings, mesh, comm)
 
+        plan = plan_tensors(built.module, job.parallel)
         data = None
         parts = None
         if mesh.pipe.size > 1:
@@ -204,6 +203,7 @@ class Worker:
             )
 
         self.phase.enter("shard")
+        divided = divide_model(built.module, plan, job.parallel, mesh, comm, parts)
         inputs = parallelize.offloaded_inputs(
             settings.placement.activation,
             mesh,
@@ -211,7 +211,9 @@ class Worker:
             self.spec.offload_folder,
             job.offload.host_memory,
         )
-        sharded, notes = parallelize.parallelize(built, job, settings, mesh, comm, inputs, parts)
+        sharded, notes = parallelize.parallelize(
+            built, job, settings, mesh, comm, inputs, parts, divided
+        )
         sharded.module.to(device)  # buffers: the parameters are there
         notes = [*built.notes, *notes]
         if parts is not None:
@@ -233,6 +235,8 @@ class Worker:
             data = self._open_data(mesh, device)
         functions, dataset, streams, loader = data
         state.holders = (dataset, functions.collate)
+        if divided is not None:
+            divided.regions.streams = streams
         streams.begin()  # from here on each rank draws from its own
         total_steps = self._total_steps(loader, resumed)
         if job.epochs is not None and total_steps is not None:
@@ -329,7 +333,7 @@ class Worker:
         if job.init == "meta":
             return build_on_meta(factory, job.seed, values=values)
         check_states = None
-        if mesh.pipe.size == 1:  # else this rank has a part of the structure
+        if mesh.data.size == mesh.world.size:  # else this rank has a part of the structure
             check_states = partial(check_model_fits, settings=settings, mesh=mesh, comm=comm)
         return build_once_per_host(
             factory,

@@ -432,9 +432,12 @@ def _alike(
     Yields:
         Traits that distinguish the unit, for its name; and the names.
     """
-    replicated = {name: table[name].replicated_over if name in table else () for name in names}
+    shared: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = dict.fromkeys(names, ((), ()))
+    for name in names:
+        if name in table:
+            shared[name] = table[name].replicated_over, table[name].partial_over
     formats = dict.fromkeys((compute_dtype, torch.float32))
-    axes = sorted({replicated[name] for name in names})
+    axes = sorted({shared[name] for name in names})
     chunks = sorted({chunk_of.get(name, 0) for name in names})
     kinds = itertools.product(chunks, (True, False), formats, axes)
     for chunk, trainable, dtype, over in kinds:
@@ -443,7 +446,7 @@ def _alike(
             for name in names
             if params[name].requires_grad == trainable
             and dtypes[name] == dtype
-            and replicated[name] == over
+            and shared[name] == over
             and chunk_of.get(name, 0) == chunk
         ]
         if not chosen:
@@ -453,7 +456,7 @@ def _alike(
             traits.append("frozen")
         if dtype != compute_dtype:
             traits.append("fp32")
-        traits += [f"alike over {axis}" for axis in over]
+        traits += [f"alike over {axis}" for axis in over[0]]
         if len(chunks) > 1:
             traits.append(f"chunk {chunk}")
         yield traits, chosen

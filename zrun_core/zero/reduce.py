@@ -18,11 +18,11 @@ import torch
 from zrun_core.distributed.comm import Comm, direct_up_to
 from zrun_core.distributed.handle import Handle
 from zrun_core.distributed.mesh import Mesh
-from zrun_core.distributed.transport import reduce_tag
+from zrun_core.distributed.transport import Group, reduce_tag
 from zrun_core.memory.arena import Ring
 from zrun_core.memory.layout import PAGE_BYTES
 from zrun_core.memory.state_policy import MeshInfo, StatePolicy
-from zrun_core.memory.tensors import TIED
+from zrun_core.memory.tensors import TENSOR, TIED
 from zrun_core.zero.exchange import Exchange
 from zrun_core.zero.micro_pass import BackwardGrads, MicroPass
 from zrun_core.zero.nonfinite import Inspector
@@ -43,6 +43,7 @@ def mesh_info_of(comm: Comm, mesh: Mesh) -> MeshInfo:
         replica_index=mesh.replicate.index,
         direct_up_to=direct_up_to(comm.device.type),
         tied_size=mesh.tied.size,
+        tensor_size=mesh.tensor.size,
     )
 
 
@@ -112,23 +113,17 @@ class Reducer:
             self.begin_backward(micro, boundary=True)
             self.end_backward(micro)
 
-    def sum_tied(self) -> None:
-        """Sum the gradients of units that several stages of a pipeline have. Collective over them.
+    def sum_shared(self) -> None:
+        """Sum the gradients of units that ranks of other axes have too. Collective over them.
 
-        They are summed over the ranks of each stage already; so this ends a step's gradients.
+        They are summed over data already; so this ends a step's gradients.
         """
+        sliced = [unit for unit in self.order.units if TENSOR in unit.layout.partial_over]
+        self._sum_over(self._mesh.tensor, sliced)
         tied = [unit for unit in self.order.units if TIED in unit.layout.replicated_over]
         if not tied or self._mesh.tied.size == 1:
             return
-        numbers = {unit.index: number for number, unit in enumerate(tied)}
-
-        def all_reduce(
-            comm: Comm, unit: FlatUnit, recv_buffer: torch.Tensor, part: torch.Tensor
-        ) -> Handle:
-            tag = reduce_tag(numbers[unit.index])  # the stages number their units otherwise
-            return comm.all_reduce(part, recv_buffer, self._mesh.tied, tag=tag, name=unit.name)
-
-        self._all_reduce_parts(tied, all_reduce)
+        self._sum_over(self._mesh.tied, tied)
         has_grad = torch.tensor(
             [flag for unit in tied for flag in unit.grad.has_grad],
             dtype=torch.float64,
@@ -139,6 +134,18 @@ class Reducer:
         for unit in tied:
             for number in range(len(unit.params)):
                 unit.grad.has_grad[number] = next(flags) > 0
+
+    def _sum_over(self, group: Group, units: Sequence[FlatUnit]) -> None:
+        """Sum with other ranks that have the same units, in one order, what this one updates."""
+        numbers = {unit.index: number for number, unit in enumerate(units)}
+
+        def all_reduce(
+            comm: Comm, unit: FlatUnit, recv_buffer: torch.Tensor, part: torch.Tensor
+        ) -> Handle:
+            tag = reduce_tag(numbers[unit.index])  # other ranks may number their units otherwise
+            return comm.all_reduce(part, recv_buffer, group, tag=tag, name=unit.name)
+
+        self._all_reduce_parts(units, all_reduce)
 
     def _all_reduce_parts(self, units: Sequence[FlatUnit], all_reduce: _AllReduce) -> None:
         """Sum with other ranks the part of each gradient that this rank updates.

@@ -299,7 +299,7 @@ class ShardedModel:
         scale = self.scaler if scaler is None else scaler
         self.comm.phase = CommPhase.STEP
         self.updates.wait()  # for those of the step before, where they are delayed
-        self.reducer.sum_tied()
+        self.reducer.sum_shared()
         has_grad = self.grad.has_grad_here()
         norm_here = self.grad.square_norm()
         own = StepContribution(sums, norm_here, self.gatherer.schedule_hash, has_grad)

@@ -349,6 +349,7 @@ def mesh_info_of_rank(
         rank.dp // shard_size,
         direct_up_to(device),
         tied_size,
+        dims.tp,
     )
 
 

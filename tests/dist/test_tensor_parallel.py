@@ -1,0 +1,131 @@
+"""Layers divided over ranks: the losses, parameters and moments of one process, to rounding."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pipeline_table import transformer
+from runs import job, losses, run
+from test_pipelines import Tensors, gpt, whole
+
+STEPS = 2
+SGD = {"name": "sgd", "lr": 0.1, "clip": 1.0, "args": {"momentum": 0.9}}
+NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+BERT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+TEXTS = "pretrained.py:Texts"
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt": {"model": gpt()},
+    "gpt, tied": {"model": gpt(tied=True)},
+    "llama": {"model": gpt(flavour="llama", heads=4, kv_heads=2)},
+    "bert": {
+        "model": {
+            "call": "zrun_core.models.bert:bert",
+            "args": {"dim": 16, "depth": 2, "heads": 2, "vocab_size": 97, "seq_len": 12},
+        },
+        "data": TEXTS,
+    },
+    "transformers llama": transformer("LlamaForCausalLM"),
+    "transformers qwen3": transformer("Qwen3ForCausalLM"),
+    "transformers mistral": transformer("MistralForCausalLM"),
+    "transformers gpt2": transformer("GPT2LMHeadModel", **NO_DROPOUT),
+    "transformers bert": transformer("BertForMaskedLM", **BERT),
+}
+MODELS["bert"]["model"]["args"]["dropout"] = 0.0
+
+
+def small(**keys: Any) -> dict[str, Any]:
+    given = {"steps": STEPS, "batch": {"global": 8, "micro": 2}, "optim": SGD}
+    return job(**{**given, "data": "runs.py:Plain", "hooks": {}, "checkpoint": None, **keys})
+
+
+def on_axes(keys: dict[str, Any], folder: Path, ranks: Any, **dims: int) -> list[dict[str, Any]]:
+    """Run a job on the ranks of these axes; with tp and pp as the job says."""
+    parallel = keys.get("parallel", {})
+    dims = {"dp": 1, **{axis: parallel[axis] for axis in ("tp", "pp") if axis in parallel}, **dims}
+    size = dims["dp"] * dims.get("tp", 1) * dims.get("pp", 1)
+    found: list[dict[str, Any]] = ranks(size).run(run, keys, str(folder), None, None, None, dims)
+    return found
+
+
+def values(found: list[dict[str, Any]]) -> Tensors:
+    """Put together what all ranks would save, in the order of the shapes.
+
+    Weights of which ranks have columns are saved column after column.
+    """
+    orders = {name: order for of_rank in found for name, order in of_rank["orders"].items()}
+    ordered = {}
+    for key, flat in whole(found).items():
+        shape, stride = orders[key[0]]
+        tensor = torch.from_numpy(flat).as_strided(shape, stride)
+        ordered[key] = tensor.contiguous().numpy()
+    return ordered
+
+
+def assert_close(many: list[dict[str, Any]], one: list[dict[str, Any]], close: float) -> None:
+    assert losses(many[0]) == pytest.approx(losses(one[0]), rel=close)
+    assert all(losses(each) in ({}, losses(many[0])) for each in many)
+    ours, theirs = values(many), values(one)
+    assert ours.keys() == theirs.keys()
+    for key, value in theirs.items():
+        error = np.abs(ours[key] - value).max() / max(np.abs(value).max(), 1e-2)
+        assert error < 10 * close, (key, error)
+
+
+@pytest.fixture(scope="module")
+def alone(ranks, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What a job comes to on one rank."""
+    made: dict[str, Any] = {}
+
+    def found(keys: dict[str, Any]) -> list[dict[str, Any]]:
+        keys = {key: value for key, value in keys.items() if key != "parallel"}
+        name = repr(sorted(keys.items(), key=str))
+        if name not in made:
+            made[name] = on_axes(keys, tmp_path_factory.mktemp("alone"), ranks)
+        return made[name]
+
+    return found
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
+@pytest.mark.parametrize("model", MODELS)
+def test_models(ranks, tmp_path: Path, alone: Any, model: str, sequence: bool) -> None:
+    keys = small(**MODELS[model], parallel={"tp": 2, "sequence": sequence})
+    assert_close(on_axes(keys, tmp_path / "run", ranks), alone(keys), 1e-6)
+
+
+CHECKPOINTED = {"activations": {"checkpoint": "full"}}
+DISK = {"optimizer": "disk", "grad": "disk", "param": "disk"}
+FEATURES: dict[str, dict[str, Any]] = {
+    "stage 0": {"zero": 0},
+    "stage 1": {"zero": 1},
+    "stage 2": {"zero": 2},
+    "stage 3": {"zero": 3, **CHECKPOINTED},
+    "adamw": {"optim": {"lr": 1e-2, "eps": 1e-3, "weight_decay": 0.1, "clip": 1.0}},
+    "lamb": {"optim": {"name": "lamb", "lr": 1e-2, "eps": 1e-3}},
+    "lars": {"optim": {"name": "lars", "lr": 1e-1}},
+    "disk": {"zero": 3, "offload": DISK},
+    "meta": {"init": "meta"},
+    "compile": {"compile": True},
+    "every other": {"activations": {"checkpoint": "every_n"}},
+    "bf16": {"precision": "bf16"},
+}
+AXES: dict[str, tuple[dict[str, Any], dict[str, int]]] = {  # parallel of a job, and other axes
+    "tp 2": ({"tp": 2}, {}),
+    "tp 2, dp 2": ({"tp": 2}, {"dp": 2}),
+    "tp 2, pp 2, sequence": ({"tp": 2, "pp": 2, "sequence": True}, {}),
+}
+
+
+@pytest.mark.parametrize(
+    ("feature", "axes"), zip(FEATURES, itertools.cycle(AXES), strict=False), ids=str
+)
+def test_features(ranks, tmp_path: Path, alone: Any, feature: str, axes: str) -> None:
+    parallel, dims = AXES[axes]
+    keys = small(model=gpt(), **FEATURES[feature], parallel=parallel)
+    close = 1e-2 if feature == "bf16" else 2e-6
+    assert_close(on_axes(keys, tmp_path / "run", ranks, **dims), alone(keys), close)

@@ -1,0 +1,210 @@
+"""Divide the layers of a built model over the ranks of a tensor group, in place.
+
+    before, on every rank            on rank 0                  on rank 1
+    q_proj.weight [4096, 4096]       rows 0 to 2047             rows 2048 to 4095
+    o_proj.weight [4096, 4096]       columns 0 to 2047          columns 2048 to 4095
+    norm.weight [4096]               all of it                  all of it
+
+Parameters keep their names and their modules, and become smaller. Their values are read whole, one
+at a time, and cut: see `Divided.read`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from zrun_core.errors import JobError
+from zrun_core.memory.tensors import TENSOR, TensorPart
+from zrun_core.spine.sections.tensor_roles import Role
+from zrun_core.tensor_parallel.plan import TensorPlan
+from zrun_core.tensor_parallel.regions import Regions
+from zrun_core.tensor_parallel.sequence import slice_between
+from zrun_core.tensor_parallel.tensor_comm import TensorComm
+from zrun_core.tensor_parallel.vocabulary import Vocabulary
+from zrun_core.tensor_parallel.vocabulary_layers import divide_embedding, divide_head
+from zrun_core.zero.foreign import lacks_params
+
+Read = Callable[[str, nn.Parameter], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Divided:
+    """A model of which this rank has slices.
+
+    Attributes:
+        table: by name of a parameter, its part of a tensor of the whole model.
+        regions: where activations are slices.
+    """
+
+    table: Mapping[str, TensorPart]
+    regions: Regions
+    _whole: Mapping[str, tuple[nn.Module, Mapping[str, nn.Parameter]]]
+
+    def read(self, read: Read) -> Read:
+        """Return a function that reads this rank's parts of what `read` reads.
+
+        Args:
+            read: value of a parameter by its name, given the parameter of the whole model.
+        """
+
+        def read_part(name: str, param: nn.Parameter) -> torch.Tensor:
+            if name not in self._whole:
+                return read(name, param)
+            module, whole = self._whole[name]
+            key = name.rpartition(".")[2]
+            ours = module._parameters
+            # A module that is reset makes the values of all of its parameters.
+            module._parameters = {**ours, **whole}
+            try:
+                value = read(name, whole[key])
+            finally:
+                module._parameters = ours
+            return _cut(value, self.table[name])
+
+        return read_part
+
+
+def divide(
+    model: nn.Module,
+    plan: TensorPlan,
+    comm: TensorComm,
+    chunks: Sequence[Sequence[str]] = (),
+) -> Divided:
+    """Give a rank its slices of a model's layers, in place.
+
+    Args:
+        model: the user's, before it is transformed and sharded.
+        plan: of it.
+        comm: of the ranks that have slices of the same layers.
+        chunks: names of blocks that are computed one after the other, between whose first and last
+            one each rank has a slice of the sequence; none: sequences stay whole.
+
+    Raises:
+        JobError: sequences cannot be divided in a region.
+    """
+    regions = Regions(comm, slices_sequence=bool(chunks))
+    here = dict(model.named_parameters())  # a stage of a pipeline has not all
+    table = {name: part for name, part in plan.parts(comm.index).items() if name in here}
+    sizes = {
+        name: module.get_parameter("weight").shape[0]
+        for name, module in model.named_modules()
+        if name in plan.entries
+        and plan.entries[name].role in (Role.VOCABULARY, Role.HEAD)
+        and not lacks_params(module)
+    }
+    whole = _replace_params(model, table)
+    for path, value in plan.attributes.items():
+        owner, _, attribute = path.rpartition(".")
+        module = model.get_submodule(owner)
+        if not lacks_params(module):  # else it is a ghost, which hands out whole tensors
+            setattr(module, attribute, value)
+    for region in plan.regions:
+        if chunks and region.rejects_sequence:
+            raise JobError(f"parallel.sequence: {region.rejects_sequence}; write sequence: false")
+        if not lacks_params(model.get_submodule(region.row)):
+            regions.install(model, region)
+    _divide_vocabulary(model, plan, sizes, comm)
+    in_blocks = set()
+    for span in spans(chunks):
+        slice_between(model, span, comm)
+        for name in span:
+            regions.draw_in(model.get_submodule(name))
+            in_blocks |= {param for param in table if param.startswith(f"{name}.")}
+    for name, part in table.items():
+        if name in in_blocks and TENSOR in part.replicated_over:
+            table[name] = replace(part, partial_over=(TENSOR,))
+    for name in plan.summed & table.keys() - in_blocks:
+        model.get_parameter(name).register_hook(_summed(comm, name))
+    return Divided(table, regions, whole)
+
+
+def spans(chunks: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Return the names of blocks that follow each other in one list of the model.
+
+    Args:
+        chunks: as of `divide`. An encoder and a decoder in one chunk are two spans.
+    """
+    found: list[list[str]] = []
+    for chunk in chunks:
+        for _, names in itertools.groupby(chunk, key=lambda name: name.rpartition(".")[0]):
+            found.append(list(names))
+    return found
+
+
+def _replace_params(
+    model: nn.Module, table: Mapping[str, TensorPart]
+) -> dict[str, tuple[nn.Module, dict[str, nn.Parameter]]]:
+    """Replace parameters by this rank's parts of them.
+
+    Returns:
+        By name of a replaced one, its module, and the ones of that module before.
+    """
+    whole: dict[str, tuple[nn.Module, dict[str, nn.Parameter]]] = {}
+    made: dict[int, nn.Parameter] = {}
+    for prefix, module in model.named_modules():
+        of_module: dict[str, nn.Parameter] = {}
+        for key, param in module._parameters.items():
+            name = f"{prefix}.{key}" if prefix else key
+            part = table.get(name)
+            if param is None or part is None or part.local_shape == tuple(param.shape):
+                continue  # or a tied one, under another name than its first
+            of_module[key] = param
+            whole[name] = module, of_module
+            made[id(param)] = _local(param, part)
+    for module in model.modules():  # a tied one lies in several
+        for key, param in module._parameters.items():
+            if param is not None and id(param) in made:
+                module._parameters[key] = made[id(param)]
+    return whole
+
+
+def _divide_vocabulary(
+    model: nn.Module, plan: TensorPlan, sizes: Mapping[str, int], comm: TensorComm
+) -> None:
+    """Let embeddings look up their own rows only, and heads make their own logits only.
+
+    Args:
+        model: with the parameters of this rank.
+        plan: of it.
+        sizes: of the vocabulary, by name of a module.
+        comm: of the ranks.
+    """
+    for name, size in sizes.items():
+        vocabulary = Vocabulary(size, comm, name)
+        divides = divide_head if plan.entries[name].role is Role.HEAD else divide_embedding
+        divides(model.get_submodule(name), vocabulary)
+
+
+def _local(param: nn.Parameter, part: TensorPart) -> nn.Parameter:
+    """Return a parameter of this rank's part, without memory, like the one of the whole tensor."""
+    hollow = torch.empty_strided(
+        part.local_shape, part.local_stride, dtype=param.dtype, device=param.device
+    )
+    if not hollow.is_meta:
+        hollow.untyped_storage().resize_(0)
+    local = nn.Parameter(hollow, requires_grad=param.requires_grad)
+    vars(local).update(vars(param))
+    return local
+
+
+def _cut(value: torch.Tensor, part: TensorPart) -> torch.Tensor:
+    """Return a part of a whole tensor, zeros where it is padding."""
+    (dim,) = (d for d, size in enumerate(part.shape) if size != part.local_shape[d])
+    step = part.stride[dim]
+    slices = [value.narrow(dim, run.start // step, run.length // step) for run in part.runs]
+    missing = part.local_shape[dim] - sum(each.shape[dim] for each in slices)
+    if missing:
+        shape = list(part.local_shape)
+        shape[dim] = missing
+        slices.append(value.new_zeros(shape))
+    return slices[0] if len(slices) == 1 else torch.cat(slices, dim)
+
+
+def _summed(comm: TensorComm, name: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return a hook that sums the gradient of a parameter which regions use on slices."""
+    return lambda grad: comm.all_reduce(grad, f"gradient of {name}")

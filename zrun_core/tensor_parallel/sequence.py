@@ -1,0 +1,150 @@
+"""Sequence parallelism: outside of regions, each rank has a slice of the sequence.
+
+    embedding ── split ──► norm ── gather ──► region ── scatter sum ──► + ... ── join ──► norm, head
+    [b, s, h]              [b, s/t, h]        [b, s, h]                 [b, s/t, h]       [b, s, h]
+
+(Korthikanti et al. 2022, section 4.2.2.) Between the first block and the last one, norms, dropouts
+and residuals are computed for a slice of the tokens, and kept for backward as such. A sum over
+ranks in and out of each region becomes a gather and a reduce-scatter, which move as many bytes.
+What all ranks have whole in these blocks, such as norms, gets a part of its gradient on each: the
+step sums them (`Reducer.sum_shared`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from zrun_core.errors import UserCodeError
+from zrun_core.tensor_parallel.tensor_comm import TensorComm
+
+_DIM = 1  # of [batch, sequence, hidden]
+
+
+class _GatherIn(torch.autograd.Function):
+    """Into a region."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, comm: TensorComm, name: str) -> torch.Tensor:
+        ctx.comm, ctx.name = comm, name
+        return comm.all_gather(x, _DIM, name)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return ctx.comm.reduce_scatter(grad, _DIM, ctx.name), None, None
+
+
+class _ScatterOut(torch.autograd.Function):
+    """Out of a region, whose results are summed."""
+
+    @staticmethod
+    def forward(ctx: Any, y: torch.Tensor, comm: TensorComm, name: str) -> torch.Tensor:
+        ctx.comm, ctx.name = comm, name
+        return comm.reduce_scatter(y, _DIM, name)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return ctx.comm.all_gather(grad, _DIM, ctx.name), None, None
+
+
+class _Split(torch.autograd.Function):
+    """In front of the first block."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, comm: TensorComm, name: str) -> torch.Tensor:
+        ctx.comm, ctx.name = comm, name
+        return x.chunk(comm.size, _DIM)[comm.index].contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return ctx.comm.all_gather(grad, _DIM, ctx.name), None, None
+
+
+class _Join(torch.autograd.Function):
+    """Behind the last block. All ranks compute the same with the result."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, comm: TensorComm, name: str) -> torch.Tensor:
+        ctx.comm = comm
+        return comm.all_gather(x, _DIM, name)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return grad.chunk(ctx.comm.size, _DIM)[ctx.comm.index].contiguous(), None, None
+
+
+def gather_in(x: torch.Tensor, comm: TensorComm, name: str) -> torch.Tensor:
+    """Return the whole sequence, [b, s, h], at the input of a region.
+
+    Args:
+        x: [b, s / size, h].
+        comm: of the ranks.
+        name: what it is, for messages.
+    """
+    return _GatherIn.apply(x, comm, name)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def scatter_out(y: torch.Tensor, comm: TensorComm, name: str) -> torch.Tensor:
+    """Return this rank's slice, [b, s / size, h], of the sum of what a region's ranks computed.
+
+    Args:
+        y: [b, s, h].
+        comm: of the ranks.
+        name: what it is, for messages.
+    """
+    return _ScatterOut.apply(y, comm, name)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def slice_between(model: nn.Module, blocks: Sequence[str], comm: TensorComm) -> None:
+    """Let blocks compute with slices of the sequence.
+
+    Args:
+        model: that they are of.
+        blocks: names of those that follow each other. The first argument of the first one, and the
+            first result of the last one, are hidden states, [b, s, h].
+        comm: of the ranks.
+    """
+    first, last = blocks[0], blocks[-1]
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def split(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if args:
+            return (_split(args[0], comm, first), *args[1:]), kwargs
+        key = next(key for key, value in kwargs.items() if isinstance(value, torch.Tensor))
+        return args, {**kwargs, key: _split(kwargs[key], comm, first)}
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def join(module: nn.Module, args: Any, output: Any) -> Any:
+        name = f"output of {last}"
+        if isinstance(output, torch.Tensor):
+            return _Join.apply(output, comm, name)  # type: ignore[no-untyped-call]
+        hidden, *others = output
+        return type(output)((_Join.apply(hidden, comm, name), *others))  # type: ignore[no-untyped-call]
+
+    model.get_submodule(first).register_forward_pre_hook(split, with_kwargs=True)
+    model.get_submodule(last).register_forward_hook(join)
+
+
+def _split(x: Any, comm: TensorComm, name: str) -> torch.Tensor:
+    """Return this rank's slice of the hidden states.
+
+    Raises:
+        UserCodeError: they cannot be divided.
+    """
+    if not isinstance(x, torch.Tensor) or x.dim() != 3:
+        shape = list(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
+        raise UserCodeError(
+            f"parallel.sequence: the first argument of {name} is {shape}, and not hidden states of "
+            "[batch, sequence, width]: write sequence: false"
+        )
+    length = x.shape[_DIM]
+    if length % comm.size:
+        raise UserCodeError(
+            f"parallel.sequence: {comm.size} ranks do not divide a sequence of {length} "
+            f"({length} / {comm.size} = {length / comm.size:g}): pad batches to a multiple of "
+            f"{comm.size} (data.collate), or write sequence: false"
+        )
+    return _Split.apply(x, comm, f"input of {name}")  # type: ignore[no-any-return, no-untyped-call]

@@ -1,0 +1,69 @@
+"""Divide the layers of a built model: plan the whole of it, cut what this rank has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from zrun_core.distributed.comm import Comm
+from zrun_core.distributed.mesh import Mesh
+from zrun_core.spine.sections.parallel import ParallelConfig
+from zrun_core.tensor_parallel.divide import Divided, divide
+from zrun_core.tensor_parallel.plan import TensorPlan, plan_model
+from zrun_core.tensor_parallel.tensor_comm import TensorComm
+from zrun_core.train.stage_building import StageParts
+from zrun_core.zero.auto_wrap import repeated_blocks
+
+
+def plan_tensors(model: nn.Module, parallel: ParallelConfig) -> TensorPlan | None:
+    """Return how a model is divided; None: it is not.
+
+    Args:
+        model: the user's, before it is cut into stages.
+        parallel: section of the job.
+
+    Raises:
+        JobError: it cannot be divided as the job says.
+    """
+    if parallel.tp == 1:
+        return None
+    return plan_model(model, None if parallel.plan == "auto" else parallel.plan, parallel.tp)
+
+
+def divide_model(
+    model: nn.Module,
+    plan: TensorPlan | None,
+    parallel: ParallelConfig,
+    mesh: Mesh,
+    comm: Comm,
+    parts: StageParts | None,
+) -> Divided | None:
+    """Give this rank its slices of a model, in place; None: it has all.
+
+    Args:
+        model: the user's, or what a stage of a pipeline has of it.
+        plan: of the whole model.
+        parallel: section of the job.
+        mesh: groups of this rank.
+        comm: carries the collectives.
+        parts: of the pipeline; None: there is none.
+
+    Raises:
+        JobError: sequences cannot be divided.
+    """
+    if plan is None:
+        return None
+    chunks = _chunks(model, parts) if parallel.sequence else ()
+    return divide(model, plan, TensorComm(comm, mesh.tensor), chunks)
+
+
+def _chunks(model: nn.Module, parts: StageParts | None) -> Sequence[Sequence[str]]:
+    """Return the names of the blocks that this rank computes one after the other."""
+    if parts is None:
+        return [[name for name, _ in repeated_blocks(model)]]
+    stage = parts.stage
+    return [
+        [stage.flow.blocks[number] for number in stage.split.blocks(chunk)]
+        for chunk in stage.chunks
+    ]

@@ -15,7 +15,7 @@ from plan_rows import Event, trace_of
 
 from zrun.job.environment import WORKER_DEFAULTS
 from zrun_core.plan.memory import allocator as allocator_module
-from zrun_core.plan.memory.allocator import MIB, CachingAllocator, Heap, simulate
+from zrun_core.plan.memory.allocator import MIB, CachingAllocator, Heap, heap_bytes, simulate
 from zrun_core.plan.trace.rows import Affine, TracePhase
 
 KIB = 1024
@@ -267,3 +267,21 @@ def test_a_tensor_does_not_fit_where_one_of_its_size_was() -> None:
     heap.free(between)
     assert heap.allocate(0) is None
     heap.free(None)
+
+
+def test_small_things_beside_tensors_keep_the_next_ones_out_of_their_holes() -> None:
+    def at(tensor: int, come: bool) -> Event:
+        return Event(tensor, Affine(0, MIB), come, TracePhase.BACKWARD, "", -1, "grad", False)
+
+    events = [at(0, True), at(1, True)]
+    for number in range(2, 10):
+        events += [at(number - 2, False), at(number, True)]
+    heap, held = Heap(), {}
+    for each in events:
+        if each.alloc:
+            held[each.tensor] = heap.allocate(MIB)
+        else:
+            heap.free(held.pop(each.tensor))
+    assert heap.num_bytes < 4 * MIB
+    assert heap_bytes(trace_of(events), 1, (), ()) > 5 * MIB
+    assert heap_bytes(trace_of(events), 1, [20 * MIB], ()) < 21 * MIB  # a hole with room for all

@@ -89,7 +89,7 @@ CPU_CORE = Device(
     launch_s=5e-6,
     contention=1.0,
     optimizer=0.35e9,
-    context_bytes=165 * MIB,
+    context_bytes=171 * MIB,
 )
 _ALIASES = {
     "V100": "V100-32G",

@@ -41,6 +41,7 @@ _EXPANDABLE_BYTES = 1 << 49  # addresses of an expandable segment, enough for al
 _HEAP_ROUND = 16  # sizes are multiples of it
 _HEAP_SMALL = 1024  # from this size on tensors are aligned,
 _HEAP_ALIGN = 96  # and cut out of a block that is so much larger
+_HEAP_BESIDE = 64  # what torch notes of a tensor: counters of versions, saved variables
 
 
 @dataclass(eq=False, slots=True)
@@ -379,15 +380,26 @@ def _passes(trace: Trace, micro: int) -> _Passes:
     return _Passes(first, adding)
 
 
-def _replay(allocator: CachingAllocator | Heap, events: Sequence[tuple[int, int, bool]]) -> None:
-    """Run one micro-batch. What is still there at the end goes then."""
+def _replay(
+    allocator: CachingAllocator | Heap, events: Sequence[tuple[int, int, bool]], beside: int = 0
+) -> None:
+    """Run one micro-batch. What is still there at the end goes then.
+
+    Args:
+        allocator: of its tensors.
+        events: of the micro-batch.
+        beside: bytes that lie in the same memory for each tensor, until the micro-batch ends.
+    """
     blocks: dict[int, Any] = {}
+    small = []
     for tensor, num_bytes, comes in events:
         if comes:
+            if beside:
+                small.append(allocator.allocate(beside))
             blocks[tensor] = allocator.allocate(num_bytes)
         else:
             allocator.free(blocks.pop(tensor))
-    for block in blocks.values():
+    for block in (*blocks.values(), *small):
         allocator.free(block)
 
 
@@ -401,6 +413,9 @@ class Heap:
         allocate A, B of 4096    |A 4096|B 4096|96|
         free A                   | 4096 |B 4096|96|
         allocate C of 4096       | 4096 |B 4096|C 4096|96|    needs 4192: grows at the end
+
+    With those 96 bytes beside it a hole would suffice for the next tensor of this size; but small
+    things that torch keeps for each tensor settle there.
 
     Attributes:
         num_bytes: from its beginning to the end of the last block that it ever had.
@@ -481,7 +496,7 @@ def heap_bytes(
         heap.free(block)
     for sizes in (late, ()):
         for number in range(min(accumulation, 2)):
-            _replay(heap, passes.adding if number else passes.first)
+            _replay(heap, passes.adding if number else passes.first, _HEAP_BESIDE)
         for num_bytes in sizes:
             heap.allocate(num_bytes)
     return heap.num_bytes

@@ -8,8 +8,7 @@ Each tensor carries what it was made of, by its memory; a view is made of the sa
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -19,19 +18,18 @@ from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
-    FakeTensorMode,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zrun_core.data.batch import map_tensors
 from zrun_core.errors import JobError, UserCodeError
-from zrun_core.memory.layout import dense_stride
 from zrun_core.spine.tracebacks import raised_at
 from zrun_core.stages.flow import Leaf, ModelFlow, NodeCall, OutsideUse
 from zrun_core.stages.ghosts import run_on_zeros
 from zrun_core.stages.node_calls import Node, install_nodes, walking
 from zrun_core.telemetry.metrics import flops_of
-from zrun_core.zero.auto_wrap import repeated_blocks, running_norm_params
+from zrun_core.zero.auto_wrap import repeated_blocks
+from zrun_core.zero.fakes import fake_parameters, kept_buffers
 from zrun_core.zero.module_hooks import tensors_in
 
 _PP = "parallel.pp"
@@ -63,7 +61,7 @@ def follow(
     names = {id(param): name for name, param in model.named_parameters()}
     nodes = install_nodes(model, blocks)
     try:
-        with _kept_buffers(model), _fake_parameters(model, dtype, device) as fakes:
+        with kept_buffers(model), fake_parameters(model, dtype, device) as fakes:
             walk = _FollowingWalk(
                 {fake.untyped_storage()._cdata: names[key] for key, fake in fakes.items()}
             )
@@ -93,57 +91,6 @@ def _without_values(error: Exception) -> JobError:
         f"{_PP}: a forward without the values of the parameters, by which the model is cut into "
         f"stages, failed: if it runs with pp: 1, write that; this model needs them\n{error}"
     )
-
-
-@contextmanager
-def _kept_buffers(model: nn.Module) -> Iterator[None]:
-    """Leave the model its buffers, with their values, whatever a forward inside does to them."""
-    kept = [
-        (module, key, buffer, buffer.clone())
-        for module in model.modules()
-        for key, buffer in module._buffers.items()
-        if buffer is not None
-    ]
-    try:
-        yield
-    finally:
-        for module, key, buffer, values in kept:
-            module._buffers[key] = buffer.copy_(values)
-
-
-@contextmanager
-def _fake_parameters(
-    model: nn.Module, dtype: torch.dtype, device: torch.device
-) -> Iterator[dict[int, torch.Tensor]]:
-    """Replace parameters by fake ones inside; yield these by identity of the true ones."""
-    mode = _mode_of(model) or FakeTensorMode(allow_non_fake_inputs=True)
-    in_fp32 = running_norm_params(model)
-    fakes: dict[int, torch.Tensor] = {}
-    true: list[tuple[nn.Module, str, nn.Parameter]] = []
-    for module in model.modules():
-        for key, param in module._parameters.items():
-            if param is None:
-                continue
-            true.append((module, key, param))
-            if id(param) not in fakes:
-                own = torch.float32 if id(param) in in_fp32 else dtype
-                with mode:
-                    fake = torch.empty_strided(
-                        param.shape, dense_stride(param), dtype=own, device=device
-                    )
-                fakes[id(param)] = nn.Parameter(fake, requires_grad=param.requires_grad)
-            module._parameters[key] = fakes[id(param)]  # type: ignore[assignment]
-    try:
-        yield fakes
-    finally:
-        for module, key, param in true:
-            module._parameters[key] = param
-
-
-def _mode_of(model: nn.Module) -> FakeTensorMode | None:
-    """Return the mode of parameters that are fake already, as in a trace; None: they are not."""
-    first = next(model.parameters(), None)
-    return first.fake_mode if isinstance(first, FakeTensor) else None
 
 
 class _Source(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from torch import nn
@@ -177,3 +177,27 @@ def _check_head_counts(model: nn.Module, roles: Roles, region: Region, degree: i
                         f"{degree} of them: write {pattern!r}: divide, or {pattern!r}: whole if "
                         "its forward counts heads by the width of what it is given"
                     )
+
+
+def counting_attributes(
+    model: nn.Module, divided: Mapping[str, int], region: Region
+) -> Iterator[str]:
+    """Yield attributes of a region's modules that may count its heads or their widths.
+
+    Args:
+        model: whose region it is.
+        divided: attributes that are divided already.
+        region: the region.
+    """
+    sizes = {_width(model.get_submodule(region.row), rows=False)}
+    sizes |= {_width(model.get_submodule(column), rows=True) for column in region.columns}
+    seen: set[str] = set()
+    for column in region.columns:
+        for name, module in _modules_around(model, column, region):
+            for key, value in vars(module).items():
+                attribute = f"{name}.{key}" if name else key
+                if type(value) is not int or attribute in {*divided, *seen}:
+                    continue
+                if key in _HEAD_COUNTS or value in sizes:
+                    seen.add(attribute)
+                    yield f'"{any_number(attribute)}" is {value}'

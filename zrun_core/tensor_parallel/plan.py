@@ -277,8 +277,10 @@ def _attributes(
         if entry.role is Role.DIVIDE:
             value: int = getattr(model.get_submodule(prefix), key)
             yield name, value // degree
-        if entry.role in COLUMNS and is_transposed(module := model.get_submodule(name)):
-            yield f"{name}.nf", int(module.nf) // degree  # type: ignore[arg-type]
+        elif entry.role in COLUMNS:
+            module = model.get_submodule(prefix)._modules.get(key)
+            if module is not None and is_transposed(module):
+                yield f"{name}.nf", int(module.nf) // degree  # type: ignore[arg-type]
 
 
 def _summed(model: nn.Module, entries: Mapping[str, Entry]) -> Iterator[str]:

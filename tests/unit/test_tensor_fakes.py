@@ -1,0 +1,199 @@
+"""What a forward without values finds out about a plan of tensor parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor, nn
+
+from zrun_core.errors import JobError
+from zrun_core.models.bert import bert
+from zrun_core.models.gpt import gpt
+from zrun_core.tensor_parallel.fake_check import check_on_fakes
+from zrun_core.tensor_parallel.plan import TensorPlan, plan_model
+
+DIM = 32
+ROLES = {"h.*.qkv": "fused 3", "h.*.out": "rowwise"}
+
+
+class Attention(nn.Module):
+    """Counts its heads by their width."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.n_head = 4
+        self.qkv = nn.Linear(DIM, 3 * DIM)
+        self.out = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (self.heads(each, x) for each in self.qkv(x).chunk(3, dim=-1))
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        out: Tensor = self.out(attended.transpose(1, 2).flatten(2))
+        return out
+
+    def heads(self, q: Tensor, x: Tensor) -> Tensor:
+        """[B, T, D] -> [B, heads, T, H]."""
+        return q.view(*q.shape[:2], -1, DIM // 4).transpose(1, 2)
+
+
+class ByCount(Attention):
+    """Counts its heads by an attribute; their width follows."""
+
+    def heads(self, q: Tensor, x: Tensor) -> Tensor:
+        return q.view(*q.shape[:2], self.n_head, -1).transpose(1, 2)
+
+
+class ByInput(Attention):
+    """Takes the width of its heads from its input, as nanoGPT does."""
+
+    def heads(self, q: Tensor, x: Tensor) -> Tensor:
+        batch, length, dim = x.shape
+        return q.view(batch, length, self.n_head, dim // self.n_head).transpose(1, 2)
+
+
+class Residual(Attention):
+    """Adds its input to what its linears make."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(x)
+
+
+class InList(Attention):
+    """Gets its input in a list."""
+
+    def forward(self, x: list[Tensor]) -> Tensor:  # type: ignore[override]
+        return super().forward(x[0])
+
+
+class ByWeight(Attention):
+    """Uses the weight of its last linear without calling it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        _, _, v = self.qkv(x).chunk(3, dim=-1)
+        return F.linear(v, self.out.weight, self.out.bias)
+
+
+class NormOfHeads(Attention):
+    """Normalises queries over all heads, without a weight."""
+
+    def heads(self, q: Tensor, x: Tensor) -> Tensor:
+        return super().heads(F.rms_norm(q, q.shape[-1:]), x)
+
+
+class Net(nn.Module):
+    def __init__(self, kind: type[Attention]) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, DIM)
+        self.h = nn.ModuleList(kind() for _ in range(2))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.h:
+            x = block([x]) if isinstance(block, InList) else block(x)
+        loss: Tensor = x.square().mean()
+        return loss
+
+
+def checked(model: nn.Module, roles: Mapping[str, str] | None = None) -> TensorPlan:
+    """Return the plan for 2 ranks, after the check."""
+    ids = torch.zeros(2, 8, dtype=torch.int64)
+    plan = plan_model(model, roles, 2)
+    return check_on_fakes(model, plan, lambda: model(ids), torch.float32, torch.device("cpu"))
+
+
+def entries(kind: type[Attention]) -> tuple[str, ...]:
+    return checked(Net(kind), ROLES | {"*.n_head": "whole"}).regions[0].entries
+
+
+def refused(kind: type[Attention], n_head: str = "whole") -> str:
+    with pytest.raises(JobError) as error:
+        checked(Net(kind), ROLES | {"*.n_head": n_head})
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        gpt("gpt2", vocab_size=50, dim=32, depth=2, heads=4, seq_len=16),
+        gpt("llama", vocab_size=50, dim=32, depth=2, heads=4, kv_heads=2),
+        bert(vocab_size=50, dim=32, depth=2, heads=4, seq_len=16),
+        transformers.GPT2LMHeadModel(
+            transformers.GPT2Config(vocab_size=51, n_embd=32, n_layer=2, n_head=4, n_positions=16)
+        ),
+        transformers.Qwen3ForCausalLM(
+            transformers.Qwen3Config(
+                vocab_size=50,
+                hidden_size=32,
+                intermediate_size=48,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                head_dim=8,
+            )
+        ),
+    ],
+    ids=lambda model: type(model).__name__,
+)
+def test_models_that_zrun_knows_compute_the_same_with_slices(model: nn.Module) -> None:
+    before = {name: (param, param.shape) for name, param in model.named_parameters()}
+    assert checked(model) == plan_model(model, None, 2)
+    for name, param in model.named_parameters():  # and stay as they were
+        assert (param, param.shape) == before[name]
+
+
+def test_a_region_begins_at_its_module_where_that_takes_nothing_else() -> None:
+    assert entries(Attention) == ("h.0",)
+
+
+@pytest.mark.parametrize("kind", [Residual, InList])
+def test_it_begins_at_the_columns_where_gradients_go_around_them(kind: type[Attention]) -> None:
+    assert entries(kind) == ("h.0.qkv",)
+
+
+def test_heads_that_would_be_narrower_are_found() -> None:
+    assert refused(ByCount) == (
+        "parallel.tp: with the slices of h.0.qkv, scaled_dot_product_flash_attention_for_cpu in "
+        "h.0 goes over 4 values in place of 8, which makes something else than the whole model; "
+        'if it counts heads by an attribute ("h.*.n_head" is 4), write that one with divide in '
+        "parallel.plan; if by the shape of its input, read it from what the linears make; or write "
+        "h.0.qkv: whole, h.0.out: whole"
+    )
+    assert checked(Net(ByCount), ROLES | {"*.n_head": "divide"}).attributes == {
+        "h.0.n_head": 2,
+        "h.1.n_head": 2,
+    }
+
+
+def test_norms_of_slices_are_found() -> None:
+    assert "mean in h.0 goes over 16 values in place of 32" in refused(NormOfHeads)
+
+
+@pytest.mark.parametrize("n_head", ["whole", "divide"])
+def test_shapes_that_are_read_from_the_input_are_refused_where_they_are(n_head: str) -> None:
+    message = refused(ByInput, n_head)
+    assert "with the slices of h.0.qkv the forward of h.0 fails at " in message
+    assert "test_tensor_fakes.py:" in message
+    assert "is invalid for input of size 256" in message
+    assert "read " in message
+
+
+def test_a_weight_that_is_used_without_its_linear_is_refused() -> None:
+    assert refused(ByWeight) == (
+        "parallel.plan: h.0.out is not called after h.0.qkv, so nothing sums what ranks have: its "
+        "weight is used otherwise than by calling it; write h.0.qkv: whole, h.0.out: whole"
+    )
+
+
+def test_a_model_that_looks_at_values_is_left_alone() -> None:
+    class Looking(Net):
+        def forward(self, ids: Tensor) -> Tensor:
+            loss = super().forward(ids)
+            return loss * 2 if loss.item() > 0 else loss
+
+    model = Looking(Residual)
+    plan = plan_model(model, ROLES | {"*.n_head": "whole"}, 2)
+    assert checked(model, ROLES | {"*.n_head": "whole"}) == plan

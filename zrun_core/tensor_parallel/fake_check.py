@@ -1,0 +1,348 @@
+"""Whether a divided model computes what the whole one does: two forwards without values tell.
+
+The first runs the whole model, and looks at the borders of its regions: what comes in other than by
+the inputs of their modules, or goes on beside their linears. The second runs with the slices of one
+rank. Both note over how many values sums go within each region: the width of a head, the keys of a
+softmax. Where a rank sums over fewer, its result is no slice of the whole one:
+
+    view(B, T, self.n_head, -1)      with n_head undivided: 12 heads of 32, in place of 6 of 64
+    rms_norm(q)                      over all heads: each rank would have the norm of its own ones
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from zrun_core.errors import JobError, UserCodeError
+from zrun_core.spine.sections.tensor_roles import Role
+from zrun_core.spine.tracebacks import raised_at
+from zrun_core.tensor_parallel.fit import counting_attributes
+from zrun_core.tensor_parallel.plan import TensorPlan
+from zrun_core.tensor_parallel.region import Region
+from zrun_core.zero.fakes import fake_parameters, kept_buffers
+from zrun_core.zero.module_hooks import tensors_in
+
+_Errors = (UserCodeError, RuntimeError, TypeError, ValueError, IndexError)
+
+
+def check_on_fakes(
+    model: nn.Module,
+    plan: TensorPlan,
+    forward: Callable[[], object],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> TensorPlan:
+    """Return the plan, with regions that begin at their columns where a module will not do.
+
+    A module does not where it adds its input to what its linears make, or gets it inside of
+    something else than a tensor. A model whose forward looks at values is not checked.
+
+    Args:
+        model: whole, before it is transformed.
+        plan: of it.
+        forward: runs the loss of a batch, with autocast as in training.
+        dtype: that parameters have in training.
+        device: that trains.
+
+    Raises:
+        JobError: a rank would compute something else, or fail.
+    """
+    whole = _Watch(model, plan)
+    try:
+        with kept_buffers(model), whole.installed(), fake_parameters(model, dtype, device):
+            forward()
+    except _Errors:
+        return plan  # it needs the values
+    for region in plan.regions:
+        if region.row in whole.open:
+            raise JobError(
+                f"parallel.plan: {region.row} is not called after {region.columns[0]}, so nothing "
+                "sums what ranks have: its weight is used otherwise than by calling it; write "
+                + ", ".join(f"{name}: whole" for name in (*region.columns, region.row))
+            )
+    plan = replace(plan, regions=tuple(map(whole.mended, plan.regions)))
+    divided = _Watch(model, plan)
+    shapes = _local_shapes(model, plan)
+    try:
+        with (
+            kept_buffers(model),
+            _divided(model, plan),
+            divided.installed(),
+            fake_parameters(model, dtype, device, shapes),
+        ):
+            forward()
+    except _Errors as error:
+        raise _failed(model, plan, divided.running, error) from error
+    for region in plan.regions:
+        pairs = zip(whole.sums[region.row], divided.sums[region.row], strict=False)
+        for wanted, found in pairs:
+            if wanted != found:
+                raise _sums_less(model, plan, region, wanted, found)
+    return plan
+
+
+def _local_shapes(model: nn.Module, plan: TensorPlan) -> dict[int, tuple[int, ...]]:
+    """Return shapes of slices within regions, by identity of the parameter.
+
+    Embeddings and heads stay whole: what they make is.
+    """
+    parts = plan.parts(0)
+    ends = (Role.VOCABULARY, Role.HEAD)
+    whole = {
+        id(param)
+        for name, entry in plan.entries.items()
+        if entry.role in ends
+        for param in _params_of(model, name)
+    }
+    return {
+        id(param): parts[name].local_shape
+        for name, param in model.named_parameters()
+        if id(param) not in whole
+    }
+
+
+def _params_of(model: nn.Module, name: str) -> list[nn.Parameter]:
+    prefix, _, key = name.rpartition(".")
+    param = model.get_submodule(prefix)._parameters.get(key)
+    return [param] if param is not None else list(model.get_submodule(name).parameters())
+
+
+@contextmanager
+def _divided(model: nn.Module, plan: TensorPlan) -> Iterator[None]:
+    """Have the attributes of a model divided inside."""
+    before: list[tuple[nn.Module, str, int]] = []
+    for path, value in plan.attributes.items():
+        owner, _, key = path.rpartition(".")
+        module = model.get_submodule(owner)
+        before.append((module, key, getattr(module, key)))
+        setattr(module, key, value)
+    try:
+        yield
+    finally:
+        for module, key, value in before:
+            setattr(module, key, value)
+
+
+# Messages
+
+
+def _failed(
+    model: nn.Module, plan: TensorPlan, region: Region | None, error: Exception
+) -> JobError:
+    cause = error.__cause__ if isinstance(error, UserCodeError) and error.__cause__ else error
+    place = raised_at(cause)
+    where = f" at {place}" if place is not None else ""
+    reason = str(cause).splitlines()[0] if str(cause) else type(cause).__name__
+    if region is None:
+        return JobError(
+            f"parallel.tp: with slices of its layers the model's forward fails{where}: {reason}; "
+            "write parallel.plan, or tp: 1"
+        )
+    return JobError(
+        f"parallel.tp: with the slices of {', '.join(region.columns)} the forward of "
+        f"{region.around or 'the model'} fails{where}: {reason}; "
+        + _what_to_write(model, plan, region)
+    )
+
+
+def _sums_less(
+    model: nn.Module, plan: TensorPlan, region: Region, wanted: _Sum, found: _Sum
+) -> JobError:
+    name = wanted.name.strip("_")
+    return JobError(
+        f"parallel.tp: with the slices of {', '.join(region.columns)}, {name} in "
+        f"{region.around or 'the model'} goes over {found.size} values in place of {wanted.size}, "
+        "which makes something else than the whole model; " + _what_to_write(model, plan, region)
+    )
+
+
+def _what_to_write(model: nn.Module, plan: TensorPlan, region: Region) -> str:
+    names = ", ".join(counting_attributes(model, plan.attributes, region))
+    whole = ", ".join(f"{name}: whole" for name in (*region.columns, region.row))
+    if not names:
+        return f"read shapes from what the linears make, or write {whole}"
+    return (
+        f"if it counts heads by an attribute ({names}), write that one with divide in "
+        f"parallel.plan; if by the shape of its input, read it from what the linears make; or "
+        f"write {whole}"
+    )
+
+
+# The two forwards
+
+
+class _Sum(NamedTuple):
+    """An operation that sums, or looks for the largest.
+
+    Attributes:
+        name: as torch calls it.
+        size: over how many values.
+    """
+
+    name: str
+    size: int
+
+
+class _Watch(TorchDispatchMode):
+    """One forward, as seen from its regions.
+
+    Attributes:
+        sums: by row of a region, within it.
+        open: rows of regions that have begun and not ended.
+        running: the region that the forward is in.
+    """
+
+    def __init__(self, model: nn.Module, plan: TensorPlan) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.sums: dict[str, list[_Sum]] = defaultdict(list)
+        self.open: set[str] = set()
+        self.running: Region | None = None
+        self._model = model
+        self._plan = plan
+        self._inputs: dict[str, list[torch.Tensor]] = {}  # by row: that a region has begun with
+        self._unfit: set[str] = set()  # rows of regions whose modules will not do
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled in here
+
+    def mended(self, region: Region) -> Region:
+        """Return a region that begins where the gradient of its input is that of its linears."""
+        return replace(region, entries=region.columns) if region.row in self._unfit else region
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Watch the forwards inside."""
+        with ExitStack() as stack:
+            for region in self._plan.regions:
+                for handle in self._hooks(region):
+                    stack.callback(handle.remove)
+            stack.enter_context(self)
+            yield
+
+    def _hooks(self, region: Region) -> Iterator[Any]:
+        for name in region.entries:
+            if name in region.columns:
+                continue
+            module = self._model.get_submodule(name)
+
+            def enter(_: nn.Module, args: Any, kwargs: Any, region: Region = region) -> Any:
+                return self._enter(region, args, kwargs)
+
+            def leave(_: nn.Module, args: Any, out: Any, region: Region = region) -> None:
+                self._check_output(region, out)
+
+            yield module.register_forward_pre_hook(enter, with_kwargs=True)
+            yield module.register_forward_hook(leave)
+        for name in region.columns:
+            module = self._model.get_submodule(name)
+
+            def before(_: nn.Module, args: Any, region: Region = region) -> None:
+                self._begin_column(region, args)
+
+            def after(_: nn.Module, args: Any, out: Any, region: Region = region) -> Any:
+                is_own_entry = not self._inputs.get(region.row)
+                return out if is_own_entry else out.detach()
+
+            yield module.register_forward_pre_hook(before)
+            yield module.register_forward_hook(after)
+
+        def end(_: nn.Module, args: Any, region: Region = region) -> None:
+            self.open.discard(region.row)
+            self.running = None
+
+        yield self._model.get_submodule(region.row).register_forward_pre_hook(end)
+
+    def _enter(self, region: Region, args: Any, kwargs: Any) -> Any:
+        self.running = region
+        leaves: list[torch.Tensor] = []
+
+        def leaf(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor) or not value.requires_grad:
+                return value
+            leaves.append(value.detach().requires_grad_())
+            return leaves[-1]
+
+        args = tuple(map(leaf, args))
+        kwargs = {key: leaf(value) for key, value in kwargs.items()}
+        self._inputs[region.row] = leaves
+        return args, kwargs
+
+    def _begin_column(self, region: Region, args: Any) -> None:
+        self.open.add(region.row)
+        self.running = region
+        if region.entries == region.columns:
+            return
+        entry = self._model.get_submodule(region.entries[0])
+        inside = {id(param) for param in entry.parameters()}
+        inside |= {id(leaf) for leaf in self._inputs.get(region.row, ())}
+        if region.row not in self._inputs or not _made_of(args) <= inside:
+            self._unfit.add(region.row)
+
+    def _check_output(self, region: Region, out: Any) -> None:
+        leaves = {id(leaf) for leaf in self._inputs.pop(region.row, ())}
+        if leaves & _made_of(out):
+            self._unfit.add(region.row)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if self.running is not None:
+            name = func.overloadpacket.__name__
+            for size in _summed_over(name, args, out):
+                self.sums[self.running.row].append(_Sum(name, size))
+        return out
+
+
+def _made_of(value: Any) -> set[int]:
+    """Return the identities of the tensors that gradients of these would come to."""
+    found: set[int] = set()
+    seen: set[Any] = set()
+    waiting: list[Any] = []
+    for tensor in tensors_in(value):
+        if tensor.grad_fn is not None:
+            waiting.append(tensor.grad_fn)
+        elif tensor.requires_grad:
+            found.add(id(tensor))
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found.add(id(node.variable))
+        waiting.extend(following for following, _ in node.next_functions if following is not None)
+    return found
+
+
+# Where an operation has the dimension along which it goes; -1 if it is not said.
+_DIMS = {"_softmax": 1, "_log_softmax": 1, "cumsum": 1, "cumprod": 1, "sort": 1, "topk": 2}
+_NORMS = ("native_layer_norm", "_fused_rms_norm")
+_REDUCTIONS = {
+    *("sum", "mean", "var", "var_mean", "std", "prod", "amax", "amin", "max", "min"),
+    *("argmax", "argmin", "logsumexp", "linalg_vector_norm", "norm", "any", "all"),
+}
+
+
+def _summed_over(name: str, args: Any, out: Any) -> Iterator[int]:
+    """Yield over how many values an operation sums, beside products with parameters."""
+    if name in ("bmm", "baddbmm"):
+        yield args[-2].shape[-1]
+    elif name.startswith("_scaled_dot_product"):
+        query, key, value = args[:3]
+        yield from (query.shape[-1], key.shape[-2], value.shape[-1])
+    elif name in _DIMS:
+        position = _DIMS[name]
+        yield args[0].shape[args[position] if len(args) > position else -1]
+    elif name in _NORMS:
+        yield math.prod(args[1])
+    elif name in _REDUCTIONS:
+        yield args[0].numel() // max(1, tensors_in(out)[0].numel())

@@ -132,6 +132,15 @@ def test_headlines_and_codes(
     ]
 
 
+def test_what_is_wrong_with_the_job_is_no_fault_of_the_rank_that_found_it() -> None:
+    found = note(1, "zrun", exit_code=2, phase="build").model_copy(update={"type": "JobError"})
+    told = failure(WorkerExit(1, 2, 1.0), found)
+    assert told.headline == (
+        "a fault of the job, which rank 1 of 4 (node, cuda:1) has found in build"
+    )
+    assert told.exit_code is ExitCode.USAGE
+
+
 def test_sentences_of_a_run_that_has_no_step_yet() -> None:
     left = replace(failure(WorkerExit(1, 0, 1.0), None), last_step=0)
     assert left.headline.endswith("ended with status 0 before the first step ended")

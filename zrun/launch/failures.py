@@ -18,7 +18,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from zrun.transport.frames import GRACE_S
-from zrun_core.errors import PEER_IS_GONE, ExitCode, OutOfMemoryError
+from zrun_core.errors import PEER_IS_GONE, ExitCode, JobError, OutOfMemoryError
 from zrun_core.spine import tracebacks
 from zrun_core.spine.spec import LaunchPlan, RankPlace
 
@@ -180,6 +180,8 @@ class Failure:
     @property
     def headline(self) -> str:
         who = f"rank {self.place.rank} of {self.num_ranks} ({self.place.host}, {self.place.device})"
+        if self.note is not None and self.note.type == JobError.__name__:
+            return f"a fault of the job, which {who} has found{self._where()}"
         return f"{who} {self._what()}{self._where()}"
 
     def _what(self) -> str:

@@ -332,6 +332,24 @@ def test_a_rank_that_stays_slow_is_named_once() -> None:
     )
 
 
+def test_in_a_pipeline_a_slow_stage_is_no_slow_rank() -> None:
+    """Ranks are compared within their stages, and stages with each other."""
+    facts = Facts("gpt-1b", "id", ("n0", "n0", "n1", "n1"))
+    stragglers, told = Stragglers(facts), list[Event]()
+    times = [spent(0.2, 0.4), spent(0.4, 0.2), spent(0.6, 0.0), spent(0.6, 0.0)]
+    for number in (1, 10, 20, 30, 40):
+        for rank, split in enumerate(times):
+            stage = {"pipeline": {"stage": rank // 2}}
+            stragglers.see(memory(rank, number, **stage, **split), told.append)
+    assert [each["message"] for each in told] == [
+        "stage 1 (rank 2 on n1, rank 3 on n1) is slow, and the others wait: it works for 0.80s of "
+        "each step, the median stage for 0.40s, most of the difference is in forward; so for 29 "
+        "steps; parallel.split says where the model is cut",
+        "rank 1 on n0 is slow, and the others wait: it works for 0.60s of each step, the median "
+        "rank for 0.40s, most of the difference is in forward; so for 29 steps",
+    ]
+
+
 def test_what_a_gpu_waits_for_is_not_its_own() -> None:
     """It cannot be told apart there: only the lack of data can."""
     on_gpu = {"device_allocated": MIB, "device_reserved": MIB}

@@ -63,14 +63,19 @@ def test_each_stage_is_told_with_its_share_and_the_bubble_beside_theory():
     assert "slow stage" not in rows
 
 
+def test_nearly_equal_stages_are_not_called_slow():
+    for slow in (1.3, 0.8):
+        assert "slow stage" not in dict(stage_rows(pipeline(slow=slow)))
+
+
 def test_a_slow_stage_is_named_with_the_key_that_cuts_the_model():
-    rows = dict(stage_rows(pipeline(slow=1.5)))
-    assert rows["slow stage"].startswith("stage 1 computes 20% longer than the mean")
+    rows = dict(stage_rows(pipeline(slow=1.9)))
+    assert rows["slow stage"].startswith("stage 1 computes 31% longer than the mean")
     assert "parallel.split" in rows["slow stage"]
 
 
 def test_on_a_gpu_the_hosts_clock_is_not_taken_for_work():
-    rows = dict(stage_rows(pipeline(slow=1.5, device_allocated=1 << 20)))
+    rows = dict(stage_rows(pipeline(slow=1.9, device_allocated=1 << 20)))
     assert rows.keys() == {"stage 0", "stage 1"}
     assert "busy" not in rows["stage 0"]
 

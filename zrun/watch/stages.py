@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from zrun.hosts.cluster import several
 from zrun.watch import formatting
 from zrun.watch.run_state import RunState
+from zrun.watch.stragglers import tolerance
 from zrun_core.spine.events import Event
 
 if TYPE_CHECKING:
     from zrun_core.pipeline.actions import Action
 
-_SLOW = 1.1  # times the mean: a stage that is worth a word
 _WIDTH = 1000.0  # of the picture
 _ROW = 30.0
 _MARGIN = 70.0
@@ -38,18 +38,18 @@ def stage_rows(state: RunState) -> list[tuple[str, str]]:
     """Return a row for each stage, and one for how long all of them wait, as names and texts."""
     if not state.stages:
         return []
-    busy = _busy(state)
+    busy, span = _busy(state)
     rows = []
     for number, stage in sorted(state.stages.items()):
         words = [_blocks(stage), f"{formatting.count(stage['params'])} parameters"]
         if number in busy:
-            words.append(f"busy {busy[number]:.0%}")
+            words.append(f"busy {busy[number] / span:.0%}")
         in_flight = [use["in_flight"] for use in _uses(state, number)]
         if in_flight:
             words.append(f"{max(in_flight)} in flight")
         rows.append((f"stage {number}", ", ".join(words)))
     rows.append(("bubble", _bubble(state)))
-    rows.append(("slow stage", _slow(busy)))
+    rows.append(("slow stage", _slow(busy, span)))
     return [(name, text) for name, text in rows if text]
 
 
@@ -64,17 +64,18 @@ def _on_gpu(state: RunState) -> bool:
     return any(event.get("device_allocated") is not None for event in state.memory.events)
 
 
-def _busy(state: RunState) -> dict[int, float]:
-    """Return by stage the share of a step in which it did not wait for other stages."""
+def _busy(state: RunState) -> tuple[dict[int, float], float]:
+    """Return by stage the seconds of a step in which it did not wait for others; and of all."""
     uses = {stage: _uses(state, stage) for stage in state.stages}
     span = max((use["span_s"] for told in uses.values() for use in told), default=0.0)
     if not span or _on_gpu(state):
-        return {}
-    return {
-        stage: fmean(use["span_s"] - use["waited_s"] for use in told) / span
+        return {}, span
+    busy = {
+        stage: fmean(use["span_s"] - use["waited_s"] for use in told)
         for stage, told in uses.items()
         if told
     }
+    return busy, span
 
 
 def _blocks(stage: Event) -> str:
@@ -87,13 +88,18 @@ def _blocks(stage: Event) -> str:
     return f"{several(len(blocks), 'block')} ({names})"
 
 
-def _slow(busy: Mapping[int, float]) -> str:
-    """Name the stage that computes much longer than the mean."""
+def _slow(busy: Mapping[int, float], span: float) -> str:
+    """Name the stage that computes much longer than the mean.
+
+    Args:
+        busy: seconds by stage.
+        span: of a step.
+    """
     if not busy:
         return ""
     slowest = max(busy, key=lambda stage: busy[stage])
     mean = fmean(busy.values())
-    if busy[slowest] < _SLOW * mean:
+    if busy[slowest] <= mean + tolerance(mean, span):
         return ""
     longer = busy[slowest] / mean - 1
     return (

@@ -1,23 +1,27 @@
-"""Ranks that the others wait for: what each needs for itself in a step, and which of them are slow.
+"""Ranks and stages that the others wait for: what each needs for itself in a step, which are slow.
 
 On a CPU that is the time of a step without the waiting for other ranks. On a GPU waiting is part of
 forward and backward, on every rank alike, so that only the time in which it has no data is its own.
+
+In a pipeline a rank is compared with those of its stage, and the stages with each other: one that
+has more of the model to compute is no slow machine.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import median_low
+from typing import NamedTuple
 
 from zrun.watch import formatting
 from zrun.watch.panel_layout import Facts
 from zrun_core.spine.events import Event
 
-_TIMES = 3  # that a rank is told of as slow, one after the other, before it counts
-# A rank is slow that works longer than the median by each of these.
-# of the median; of the step; seconds
+_TIMES = 3  # that one is told of as slow, one after the other, before it counts
+# One is slow that works longer than is usual by each of these.
+# of what is usual; of the step; seconds
 _MORE = 0.25
 _SHARE = 0.1
 _LEAST_S = 0.005
@@ -32,16 +36,60 @@ def own_times(event: Event) -> dict[str, float]:
     return {part: float(seconds) for part, seconds in split.items() if part != "comm"}
 
 
+def tolerance(usual_s: float, step_s: float) -> float:
+    """Return how many seconds longer than is usual one may work before it counts as slow.
+
+    Args:
+        usual_s: for which others work in a step.
+        step_s: of the whole step.
+    """
+    return max(usual_s * _MORE, step_s * _SHARE, _LEAST_S)
+
+
+class _Worker(NamedTuple):
+    """A rank, or all ranks of a stage.
+
+    Attributes:
+        name: for a person.
+        ranks: it, or those of the stage.
+        times: seconds of its own in a step, by part; of a stage, the medians of its ranks.
+    """
+
+    name: str
+    ranks: Sequence[int]
+    times: Mapping[str, float]
+
+    @property
+    def own_s(self) -> float:
+        return sum(self.times.values())
+
+
+class _Late(NamedTuple):
+    """One that works longer than the others.
+
+    Attributes:
+        worker: it.
+        kind: rank | stage.
+        usual: times of the others, by part.
+        usual_s: for which they work.
+    """
+
+    worker: _Worker
+    kind: str
+    usual: Mapping[str, float]
+    usual_s: float
+
+
 class Stragglers:
-    """Warns of each rank that is slow for some time, once."""
+    """Warns of each rank, and each stage of a pipeline, that is slow for some time, once."""
 
     def __init__(self, facts: Facts) -> None:
         self._facts = facts
         self._step = 0  # of which ranks told last
         self._before = 0  # the one of which they told before that
         self._events: dict[int, Event] = {}  # of that step, by rank
-        self._times: Counter[int] = Counter()  # that a rank was slow in succession
-        self._since: dict[int, int] = {}  # the step after which it has been slow
+        self._times: Counter[str] = Counter()  # that one was slow in succession, by name
+        self._since: dict[str, int] = {}  # the step after which it has been slow
         self._is_first = True
 
     def see(self, event: Event, emit: Callable[[Event], None]) -> None:
@@ -59,27 +107,57 @@ class Stragglers:
             self._is_first = False
 
     def _judge(self, emit: Callable[[Event], None]) -> None:
-        times = {rank: own_times(event) for rank, event in self._events.items()}
-        own = {rank: sum(parts.values()) for rank, parts in times.items()}
-        usual = median_low(own.values())
-        step_s = sum((self._events[min(own)].get("split") or {}).values())
-        late = max(usual * _MORE, step_s * _SHARE, _LEAST_S)
-        slow = [rank for rank, seconds in own.items() if seconds > usual + late]
-        self._times = Counter({rank: self._times[rank] + 1 for rank in slow})
-        self._since = {rank: self._since.get(rank, self._before) for rank in slow}
-        news = [rank for rank in slow if self._times[rank] == _TIMES]
-        for rank in sorted(news, key=lambda rank: -own[rank])[:_NAMED]:
-            lost = {part: took - _usual(times.values(), part) for part, took in times[rank].items()}
-            part = max(lost, key=lambda part: lost[part])
-            works = formatting.seconds(own[rank])
-            median = formatting.seconds(usual)
-            message = (
-                f"{self._facts.rank(rank)} is slow, and the others wait: it works for {works} of "
-                f"each step, the median rank for {median}, most of the difference is in {part}; "
-                f"so for {self._step - self._since[rank]} steps"
-            )
-            emit({"type": "warning", "time": time.time(), "rank": rank, "message": message})
+        late = {each.worker.name: each for each in self._find_late()}
+        self._times = Counter({name: self._times[name] + 1 for name in late})
+        self._since = {name: self._since.get(name, self._before) for name in late}
+        news = [each for name, each in late.items() if self._times[name] == _TIMES]
+        for each in sorted(news, key=lambda each: -each.worker.own_s)[:_NAMED]:
+            rank = each.worker.ranks[0]
+            emit({"type": "warning", "time": time.time(), "rank": rank, "message": self._say(each)})
+
+    def _find_late(self) -> Iterator[_Late]:
+        """Yield the ranks that are slow for their stage, and the stages that are slow."""
+        by_stage: dict[int, list[_Worker]] = {}
+        for rank, event in sorted(self._events.items()):
+            stage = (event.get("pipeline") or {}).get("stage", 0)
+            worker = _Worker(self._facts.rank(rank), [rank], own_times(event))
+            by_stage.setdefault(stage, []).append(worker)
+        for workers in by_stage.values():
+            yield from self._late_of("rank", workers)
+        stages = []
+        for stage, workers in sorted(by_stage.items()):
+            names = ", ".join(worker.name for worker in workers[:_NAMED])
+            if len(workers) > _NAMED:
+                names += ", ..."
+            ranks = [rank for worker in workers for rank in worker.ranks]
+            stages.append(_Worker(f"stage {stage} ({names})", ranks, _usual(workers)))
+        yield from self._late_of("stage", stages)
+
+    def _late_of(self, kind: str, workers: Sequence[_Worker]) -> Iterator[_Late]:
+        usual_s = median_low(worker.own_s for worker in workers)
+        step_s = sum((self._events[min(self._events)].get("split") or {}).values())
+        most = usual_s + tolerance(usual_s, step_s)
+        for worker in workers:
+            if worker.own_s > most:
+                yield _Late(worker, kind, _usual(workers), usual_s)
+
+    def _say(self, late: _Late) -> str:
+        worker, kind, usual, usual_s = late
+        lost = {part: took - usual[part] for part, took in worker.times.items()}
+        part = max(lost, key=lambda part: lost[part])
+        works = formatting.seconds(worker.own_s)
+        median = formatting.seconds(usual_s)
+        text = (
+            f"{worker.name} is slow, and the others wait: it works for {works} of each step, the "
+            f"median {kind} for {median}, most of the difference is in {part}; so for "
+            f"{self._step - self._since[worker.name]} steps"
+        )
+        if kind == "stage":
+            text += "; parallel.split says where the model is cut"
+        return text
 
 
-def _usual(times: Iterable[dict[str, float]], part: str) -> float:
-    return median_low(parts.get(part, 0.0) for parts in times)
+def _usual(workers: Sequence[_Worker]) -> dict[str, float]:
+    """Return the median of the times of each part."""
+    parts = {part for worker in workers for part in worker.times}
+    return {part: median_low(worker.times.get(part, 0.0) for worker in workers) for part in parts}

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -35,6 +36,27 @@ class _UnderWay(NamedTuple):
     share: torch.Tensor  # 0-d, of the loss, to be differentiated
 
 
+@dataclass(frozen=True)
+class RunnerContext:
+    """What every runner of micro-batches works with.
+
+    Attributes:
+        spec: of the run.
+        sharded: the model.
+        loss: the user's loss function; None: the model returns its loss.
+        clock: counts the seconds of the step by phase.
+        phase: told what this rank does.
+        memory: decides what follows where memory runs out.
+    """
+
+    spec: RunSpec
+    sharded: ShardedModel
+    loss: LossFunction | None
+    clock: StepClock
+    phase: RankPhase
+    memory: MemoryGuard
+
+
 class MicroBatchRunner:
     """Runs the actions of a step's schedule on one rank.
 
@@ -45,34 +67,17 @@ class MicroBatchRunner:
 
     times: Sequence[ActionTime] = ()
 
-    def __init__(
-        self,
-        spec: RunSpec,
-        sharded: ShardedModel,
-        loss: LossFunction | None,
-        clock: StepClock,
-        phase: RankPhase,
-        memory: MemoryGuard,
-    ) -> None:
-        """
-        Args:
-            spec: of the run.
-            sharded: the model.
-            loss: the user's loss function; None: the model returns its loss.
-            clock: counts the seconds of the step by phase.
-            phase: told what this rank does.
-            memory: decides what follows where memory runs out.
-        """
+    def __init__(self, context: RunnerContext) -> None:
         self.waited = dict.fromkeys(StepPhase, 0.0)
-        self._global_size = spec.batch.global_size
-        self._counts_flops = not spec.job.compile
+        self._global_size = context.spec.batch.global_size
+        self._counts_flops = not context.spec.job.compile
         self._flops_per_sample: float | None = None
-        self._sharded = sharded
-        self._comm = sharded.comm
-        self._loss = loss
-        self._clock = clock
-        self._phase = phase
-        self._memory = memory
+        self._sharded = context.sharded
+        self._comm = context.sharded.comm
+        self._loss = context.loss
+        self._clock = context.clock
+        self._phase = context.phase
+        self._memory = context.memory
 
     def begin_step(self) -> None:
         """Forget how long the last step waited."""
@@ -212,15 +217,12 @@ class MicroBatchRunner:
 class LayerMajorRunner(MicroBatchRunner):
     """Runs the micro-batches of a step slice by slice: see `zero/sliced_passes.py`."""
 
-    def __init__(self, *args: Any) -> None:
+    def __init__(self, context: RunnerContext) -> None:
         """
-        Args:
-            args: as of `MicroBatchRunner`.
-
         Raises:
             JobError: the model has no repeated blocks.
         """
-        super().__init__(*args)
+        super().__init__(context)
         self._passes = self._sharded.use_slices()
 
     def order(self, micro_batches: int) -> tuple[Action, ...]:

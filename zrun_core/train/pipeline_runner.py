@@ -12,21 +12,16 @@ import torch
 
 from zrun_core.data.batch import MicroBatch
 from zrun_core.distributed.named_vector import NamedVector
-from zrun_core.guards.oom import MemoryGuard
 from zrun_core.pipeline.actions import Action, ActionKind
 from zrun_core.pipeline.schedule import stage_actions
-from zrun_core.spine.spec import RunSpec
 from zrun_core.stages.links import StageLinks
 from zrun_core.stages.stage import ChunkPass, Stage
 from zrun_core.stages.weight_grads import WeightGrads
-from zrun_core.telemetry.metrics import StepClock, StepPhase
+from zrun_core.telemetry.metrics import StepPhase
 from zrun_core.telemetry.stage_fields import ActionTime
-from zrun_core.train.micro_batches import MicroBatchRunner, pointing_at_forward
-from zrun_core.train.rank_phase import RankPhase
-from zrun_core.user_code.loss import LossFunction
+from zrun_core.train.micro_batches import MicroBatchRunner, RunnerContext, pointing_at_forward
 from zrun_core.user_code.user import user_code
 from zrun_core.zero.micro_pass import MicroPass
-from zrun_core.zero.sharded_model import ShardedModel
 from zrun_core.zero.split_backward import SplitBackward
 
 T = TypeVar("T")
@@ -44,32 +39,22 @@ class _InChunk(NamedTuple):
 class PipelineRunner(MicroBatchRunner):
     """Runs the actions of one stage."""
 
-    def __init__(
-        self,
-        spec: RunSpec,
-        sharded: ShardedModel,
-        loss: LossFunction | None,
-        clock: StepClock,
-        phase: RankPhase,
-        memory: MemoryGuard,
-        stage: Stage,
-        links: StageLinks,
-    ) -> None:
+    def __init__(self, context: RunnerContext, stage: Stage, links: StageLinks) -> None:
         """
         Args:
-            spec, sharded, loss, clock, phase, memory: as of `MicroBatchRunner`.
+            context: as of every runner.
             stage: of this rank.
             links: to the other stages.
         """
-        super().__init__(spec, sharded, loss, clock, phase, memory)
+        super().__init__(context)
         self._stage = stage
-        self._schedule = spec.job.parallel.schedule
+        self._schedule = context.spec.job.parallel.schedule
         self._links = links
         self._under_way: dict[tuple[int, int], _InChunk] = {}  # by chunk and micro-batch
         self._weight_grads: WeightGrads | None = None
         if self._schedule == "zero_bubble":
             self._weight_grads = WeightGrads(stage.own_blocks)
-            self._split_backward = SplitBackward(sharded)
+            self._split_backward = SplitBackward(context.sharded)
         self._held: dict[tuple[int, int], MicroPass] = {}  # whose weights' gradients are to be made
 
     def order(self, micro_batches: int) -> tuple[Action, ...]:

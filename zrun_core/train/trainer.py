@@ -38,6 +38,7 @@ from zrun_core.telemetry.step_totals import StepTotals
 from zrun_core.train.ending import Ending, EndRequests
 from zrun_core.train.evaluations import Evaluations
 from zrun_core.train.evaluator import Evaluator, HeldOut, broadcast_buffers
+from zrun_core.train.micro_batches import RunnerContext
 from zrun_core.train.pipedream import PipeDreamRunner, Windows
 from zrun_core.train.rank_phase import RankPhase
 from zrun_core.train.run_saves import RunSaves
@@ -121,15 +122,9 @@ class Trainer:
         self.hooks = Hooks(functions.hooks, sharded, self.recorder, Path(spec.run_dir), phase)
         self.ending = EndRequests(stop, self.hooks, self.comm, self.world, emitter, self.progress)
 
-        self._micro_batches = make_runner(
-            spec,
-            sharded,
-            functions.loss,
-            self._clock,
-            phase,
-            MemoryGuard(spec, sharded, emitter),
-            stage,
-        )
+        memory = MemoryGuard(spec, sharded, emitter)
+        context = RunnerContext(spec, sharded, functions.loss, self._clock, phase, memory)
+        self._micro_batches = make_runner(context, stage)
         self._windows: Windows | None = None
         if isinstance(self._micro_batches, PipeDreamRunner):
             stages = sharded.mesh.pipe.size

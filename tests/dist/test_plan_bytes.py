@@ -236,6 +236,8 @@ PIPELINES: list[tuple[dict[str, int], dict[str, Any], dict[str, Any]]] = [
     ({"dp": 1, "pp": 4}, {}, {}),
     ({"dp": 1, "pp": 2, "virtual": 2}, {"schedule": "interleaved"}, {"zero": 1}),
     ({"dp": 1, "pp": 2}, {"schedule": "gpipe"}, {"precision": "bf16"}),
+    ({"dp": 1, "pp": 2}, {"schedule": "zero_bubble"}, {}),
+    ({"dp": 1, "pp": 4}, {"schedule": "zero_bubble"}, {"precision": "bf16"}),
 ]
 
 

@@ -287,6 +287,7 @@ class Planner:
             stage,
             tuple(beyond.values()),
             rank_memory.moves_inputs(candidate),
+            rank_memory.makes_weights_late(candidate),
         )
         found = self._peaks.get(key)
         if found is None:

@@ -19,7 +19,7 @@ from zrun_core.plan.timing.micro_batch_cost import BYTES
 from zrun_core.plan.trace import waiting_inputs
 from zrun_core.plan.trace.peak import ONE_AT_A_TIME, Moment, Peak, peak_of, peak_of_stage
 from zrun_core.plan.trace.profile import Profile, Trace
-from zrun_core.plan.trace.rows import PHASE_NUMBER, TracePhase, values_at
+from zrun_core.plan.trace.rows import TracePhase
 
 ALIGN = 512  # bytes to which CUDA's allocator rounds
 # Of a CPU's heap beyond its simulation, in which no small thing that lasts lies between tensors;
@@ -33,7 +33,6 @@ _MAX_KERNELS = 256
 # but the first one of a host without it; measured.
 BUILDS_ON_META = 72 << 20
 _INPUTS_HERE = 2  # of recomputed blocks, where the others wait elsewhere
-_ELEMENT = {"float32": 4, "float16": 2, "bfloat16": 2}  # bytes
 _FORMULA_SLACK = 0.03  # reserved beyond allocated, where no timeline tells
 
 
@@ -204,6 +203,11 @@ def adds_gradients(candidate: Candidate) -> bool:
     return candidate.accumulation > 1 and not reduces_each
 
 
+def makes_weights_late(candidate: Candidate) -> bool:
+    """Return whether the gradients of weights are made in a later pass than those of inputs."""
+    return candidate.schedule == "zero_bubble" and candidate.dims.pp > 1
+
+
 def moves_inputs(candidate: Candidate) -> bool:
     """Return whether the inputs of recomputed blocks wait elsewhere than on the device."""
     return candidate.placement.activation is not Tier.DEVICE
@@ -236,6 +240,8 @@ def _block_input(shape: TransformerShape, candidate: Candidate) -> int:
 
 def _trace_of(profile: Profile, candidate: Candidate, every: int) -> Trace:
     trace = profile.traces[candidate.checkpoint]
+    if makes_weights_late(candidate):
+        trace = trace.with_late_weights
     return trace.with_inputs_away(every) if moves_inputs(candidate) else trace
 
 
@@ -272,7 +278,6 @@ def traced(
             stage.moments,
             steady=steady,
             beside=stage.beside,
-            for_weights=_inputs_of_weights(trace, candidate, stage),
             accumulating=accumulating,
             align=align,
         )
@@ -289,45 +294,6 @@ def traced(
         accumulating=accumulating,
         align=align,
     )
-
-
-def _inputs_of_weights(trace: Trace, candidate: Candidate, stage: PipelineStage) -> list[float]:
-    """Return by chunk what a micro-batch leaves behind until its weights' gradients are made."""
-    if candidate.schedule != "zero_bubble":
-        return []
-    return [_weight_inputs(trace, candidate.micro, chunk) for chunk in stage.chunks]
-
-
-def _weight_inputs(trace: Trace, micro: int, blocks: range) -> float:
-    """Return the bytes that a micro-batch keeps until its weights' gradients are made.
-
-    They are the inputs of the linears of blocks, and the gradients of their outputs. Linears in a
-    row that multiply rows of one length are taken to have one input, as those of queries and keys.
-
-    Args:
-        trace: of a micro-batch.
-        micro: samples of it.
-        blocks: those of a chunk; segments that follow the blocks have none.
-    """
-    trace = trace.of(micro)
-    ops = trace.ops
-    forward = ops["phase"] == PHASE_NUMBER[TracePhase.FORWARD]
-    inside = (ops["block"] >= blocks.start) & (ops["block"] < blocks.stop)
-    chosen = ops[forward & inside]
-    found = 0.0
-    last: tuple[int, float] | None = None  # block and length of the rows of the last product
-    for op, flops in zip(chosen, values_at(chosen["flops"], micro).tolist(), strict=True):
-        operator = trace.operators[op["operator"]]
-        if operator.family == "attention" or "bmm" in operator.name:
-            last = None
-        elif operator.family == "gemm" and len(operator.shape) == 3:
-            _, outputs, inputs = operator.shape
-            rows = flops / (2 * outputs * inputs)
-            here = int(op["block"]), inputs
-            widths = outputs if here == last else outputs + inputs
-            found += rows * widths * _ELEMENT[operator.dtype.removeprefix("torch.")]
-            last = here
-    return found
 
 
 def reserved_beyond(profile: Profile, candidate: Candidate, every: int) -> int:
@@ -438,6 +404,10 @@ def by_formula(
         anyway["inputs of layers"] = stage.weight_blocks * shape.weight_inputs(
             candidate.micro, tp=tp, sequence_parallel=candidate.sequence_parallel, element=element
         )
+        micro_batches = stage.weight_blocks / stage.blocks
+        ends = [stage.first, stage.last].count(True)
+        of_vocabulary = element * shape.vocab * shape.hidden / tp
+        anyway["gradients of embedding and head"] = micro_batches * ends * of_vocabulary
     live = {
         TracePhase.LOSS: {**anyway, "logits": logits},
         TracePhase.BACKWARD: {

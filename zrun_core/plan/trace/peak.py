@@ -324,20 +324,18 @@ def peak_of_stage(
     *,
     steady: Mapping[TracePhase, int],
     beside: int = 0,
-    for_weights: Sequence[float] = (),
     accumulating: bool = False,
     align: int = 1,
 ) -> Peak:
     """Return the most memory that is in use at any moment of a step on a pipeline stage.
 
     Args:
-        trace: of a micro-batch.
+        trace: of a micro-batch; what its backward leaves waits for weights' gradients.
         micro: samples of it.
         chunks: of the stage: the segments of each.
         moments: that there are in a step.
         steady: as of `peak_of`.
         beside: bytes of messages that are under way.
-        for_weights: by chunk, bytes that a micro-batch keeps for its weights' gradients.
         accumulating: as of `peak_of`.
         align: as of `peak_of`.
     """
@@ -348,16 +346,10 @@ def peak_of_stage(
     ]
     found = []
     for moment in moments:
-        others = sum(
-            (count * part.kept for count, part in zip(moment.held, parts, strict=True)),
-            start=np.zeros(len(trace.lifetimes.groups)),
-        )
-        waiting = sum(
-            count * size for count, size in zip(moment.weights, for_weights, strict=False)
-        )
-        part = parts[moment.chunk]
-        kept = for_weights[moment.chunk] if for_weights and not moment.is_forward else 0.0
-        found.append(part.peak(others, moment.is_forward, steady, beside + round(waiting), kept))
+        others = np.zeros(len(trace.lifetimes.groups))
+        for part, held, weights in zip(parts, moment.held, moment.weights, strict=True):
+            others += held * part.kept + weights * part.left
+        found.append(parts[moment.chunk].peak(others, moment.is_forward, steady, beside))
     return _largest(found, steady)
 
 
@@ -387,6 +379,7 @@ class _Chunk:
         sizes: bytes of its tensors.
         in_use: bytes of one micro-batch after each event.
         kept: by group, the bytes that a micro-batch keeps from its forward pass.
+        left: by group, those that its backward pass makes and leaves.
     """
 
     lifetimes: Lifetimes
@@ -394,6 +387,7 @@ class _Chunk:
     sizes: NDArray[np.float64]
     in_use: NDArray[np.float64]
     kept: NDArray[np.float64]
+    left: NDArray[np.float64]
 
     @classmethod
     def of(
@@ -403,11 +397,16 @@ class _Chunk:
         lifetimes = trace.lifetimes
         events = lifetimes.chunk(segments, accumulating)
         sizes = _sizes(events, micro, align)
-        is_kept = (events.alloc < events.forward_end) & (events.free >= events.forward_end)
+        in_forward = events.alloc < events.forward_end
         kept = np.zeros(len(lifetimes.groups))
-        np.add.at(kept, events.group[is_kept], sizes[is_kept])
+        left = np.zeros(len(lifetimes.groups))
+        for chosen, sums in (
+            (in_forward & (events.free >= events.forward_end), kept),
+            (~in_forward & (events.free >= len(events.phase)), left),
+        ):
+            np.add.at(sums, events.group[chosen], sizes[chosen])
         in_use = np.cumsum(sizes[events.tensor] * events.sign)
-        return cls(lifetimes, events, sizes, in_use, kept)
+        return cls(lifetimes, events, sizes, in_use, kept, left)
 
     def peak(
         self,
@@ -415,7 +414,6 @@ class _Chunk:
         is_forward: bool,
         steady: Mapping[TracePhase, int],
         beside: int = 0,
-        for_weights: float = 0.0,
     ) -> Peak | None:
         """Return the largest moment of a forward or a backward; None: nothing happens in it.
 
@@ -424,7 +422,6 @@ class _Chunk:
             is_forward: or backward.
             steady: as of `peak_of`.
             beside: bytes of other things.
-            for_weights: bytes that a backward leaves behind, more and more while it runs.
         """
         events = self.events
         part = slice(events.forward_end) if is_forward else slice(events.forward_end, None)
@@ -433,9 +430,7 @@ class _Chunk:
             return None
         others = float(held.sum()) + beside
         steady_by_phase = np.array([float(steady.get(phase, 0)) for phase in PHASES])
-        # Of a block most is left behind early: its widest layers are its last ones.
-        left = for_weights * np.sqrt(np.linspace(0.0, 1.0, len(phases)))
-        in_use = self.in_use[part] + others + left
+        in_use = self.in_use[part] + others
         total = in_use + steady_by_phase[phases]
         moment = int(np.argmax(total)) + (0 if is_forward else events.forward_end)
 

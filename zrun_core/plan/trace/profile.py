@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from zrun_core.plan.trace.folding import fold, unfold
+from zrun_core.plan.trace.late_weights import with_late_weights
 from zrun_core.plan.trace.peak import Lifetimes
 from zrun_core.plan.trace.rows import (
     AFFINE_FIELDS,
@@ -112,6 +113,13 @@ class Trace:
     @cached_property
     def _away(self) -> dict[int, Trace]:
         return {}
+
+    @cached_property
+    def with_late_weights(self) -> Trace:
+        """The same with the gradients of weights made in a later pass."""
+        exact = {micro: trace.with_late_weights for micro, trace in self.exact.items()}
+        events = with_late_weights(self.events, self.ops, self.modules, self.operators)
+        return replace(self, events=events, exact=exact)
 
     @cached_property
     def lifetimes(self) -> Lifetimes:

@@ -10,15 +10,23 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from toys import world
+from toys import optim_config, world
 
 from zrun_core.distributed.comm import Comm
 from zrun_core.distributed.mesh import Mesh
-from zrun_core.spine.parallel_dims import Coordinates
-from zrun_core.tensor_parallel.logit_slice import LogitSlice
+from zrun_core.distributed.named_vector import NamedVector
+from zrun_core.memory.state_policy import ZeroPolicy
+from zrun_core.memory.tensors import full_part, sliced_part
+from zrun_core.optim.resolve import resolve_optimizer
+from zrun_core.spine.parallel_dims import Coordinates, ParallelDims
+from zrun_core.spine.sections.precision import PrecisionConfig
+from zrun_core.tensor_parallel.logit_slice import LogitSlice, logit_slice
 from zrun_core.tensor_parallel.tensor_comm import TensorComm
 from zrun_core.tensor_parallel.vocabulary import Vocabulary
 from zrun_core.tensor_parallel.vocabulary_layers import divide_embedding, divide_head
+from zrun_core.zero.precision import Precision
+from zrun_core.zero.sharded_model import ShardedModel
+from zrun_core.zero.sharding_config import ShardingConfig
 
 Ranks = Callable[[int], Any]
 B, T, D = 2, 6, 8
@@ -426,10 +434,113 @@ def train(kind: str) -> Any:
     return found, worst, sent[0]
 
 
-@pytest.mark.parametrize("kind", MODELS)
+def train_all() -> dict[str, Any]:
+    return {kind: train(kind) for kind in MODELS}
+
+
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_own_losses_of_models(ranks: Ranks, num_ranks: int, kind: str) -> None:
-    for (whole, own), worst, calls in ranks(num_ranks).run(train, kind):
-        assert own == pytest.approx(whole, rel=1e-6)
-        assert worst < 1e-5
-        assert calls == MODELS[kind][2]
+def test_own_losses_of_models(ranks: Ranks, num_ranks: int) -> None:
+    for found in ranks(num_ranks).run(train_all):
+        for kind, ((whole, own), worst, calls) in found.items():
+            assert own == pytest.approx(whole, rel=1e-6), kind
+            assert worst < 1e-5, kind
+            assert calls == MODELS[kind][2], kind
+
+
+def shard(kind: str, stage: int) -> Any:
+    """Gradient norms and losses of three steps, divided and sharded, and of a plain loop."""
+    rank, size = world()
+    torch.manual_seed(0)
+    model = globals()[kind]().eval()
+    plain = copy.deepcopy(model)
+    places = [ParallelDims(size // 2, tp=2).coordinates(number) for number in range(size)]
+    mesh = Mesh.build(rank, ["here"] * size, 1 if stage == 0 else size // 2, places=places)
+    comm = Comm(torch.device("cpu"))
+    comm.use_cma(mesh.host, 60.0)
+    vocabulary = Vocabulary(131, TensorComm(comm, mesh.tensor), "vocabulary")
+    table = {}
+    for name, param in model.named_parameters():
+        shape = tuple(param.shape)
+        if shape[0] == vocabulary.size:
+            stop = vocabulary.start + vocabulary.num_own
+            ranges = [(vocabulary.start, stop)]
+            table[name] = sliced_part(name, shape, 0, ranges, size=vocabulary.length)
+        else:
+            table[name] = full_part(name, shape, param.stride(), ("tensor",))
+    divide_ends(model, MODELS[kind][:2], vocabulary)
+    settings = ShardingConfig(
+        zero=ZeroPolicy(stage),
+        precision=Precision.of(PrecisionConfig.model_validate("fp32")),
+        optimizer=resolve_optimizer(optim_config(name="sgd", lr=0.5, weight_decay=0.0), lambda name: None),
+        bucket=1 << 12,
+        clip=None,
+        no_decay=(),
+    )
+    read = lambda name, param: param.detach()  # noqa: E731
+    sharded = ShardedModel(model, read, settings, mesh, comm, table=table)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
+    given = {"input_ids": labels(131).clamp_min(0), "labels": labels(131)}
+    norms, losses = [], []
+    for _ in range(3):
+        sharded.begin_step()
+        with sharded.forward() as micro:
+            result = sharded.module(**given)
+        loss = result if isinstance(result, Tensor) else result.loss
+        losses.append([float(loss)])
+        sharded.backward(loss / mesh.data.size, micro, boundary=True)
+        sums = NamedVector.of(comm.device)
+        step = sharded.step(0.5, sums, lambda sums: torch.ones(()).double())
+        norms.append([float(step.grad_norm)])
+        result = plain(**given)
+        loss = result if isinstance(result, Tensor) else result.loss
+        losses[-1].append(float(loss))
+        loss.backward()
+        norms[-1].append(float(nn.utils.clip_grad_norm_(plain.parameters(), 1e9)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, norms
+
+
+@pytest.mark.parametrize(("num_ranks", "stage"), [(2, 0), (4, 3)])
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "our_gpt"])
+def test_a_divided_vocabulary_is_sharded(
+    ranks: Ranks, kind: str, num_ranks: int, stage: int
+) -> None:
+    for losses, norms in ranks(num_ranks).run(shard, kind, stage):
+        for own, whole in losses:
+            assert own == pytest.approx(whole, rel=1e-6)
+        for own, whole in norms:
+            assert own == pytest.approx(whole, rel=1e-5)
+
+
+# Beside torch's own
+
+
+def beside_dtensor(size: int) -> tuple[float, float]:
+    from torch.distributed.tensor import DTensor, Shard, init_device_mesh
+    from torch.distributed.tensor.parallel import loss_parallel
+
+    vocabulary, _ = start(size)
+    whole = 5 * randn(B * T, size)
+    flat = labels(size).flatten()
+    local = vocabulary.own(whole, -1).requires_grad_()
+    loss = F.cross_entropy(logit_slice(local, vocabulary), flat)
+    loss.backward()
+    mesh = init_device_mesh("cpu", (world()[1],))
+    piece = vocabulary.own(whole, -1)[:, : vocabulary.num_own].clone().requires_grad_()
+    sharded = DTensor.from_local(piece, mesh, [Shard(1)], shape=whole.shape, stride=whole.stride())
+    with loss_parallel():
+        theirs = F.cross_entropy(sharded, flat)
+        theirs.backward()
+    assert not local.grad[:, vocabulary.num_own :].any()
+    return (
+        distance(loss.detach(), theirs.to_local().detach(), 1.0),
+        distance(local.grad[:, : vocabulary.num_own], piece.grad),
+    )
+
+
+@pytest.mark.parametrize("size", [16, 11])
+def test_numbers_of_loss_parallel(ranks: Ranks, size: int) -> None:
+    for loss, grad in ranks(2).run(beside_dtensor, size):
+        assert loss < 1e-6
+        assert grad < 1e-5

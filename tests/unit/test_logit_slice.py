@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 from zrun_core.distributed.comm import Comm
 from zrun_core.distributed.transport import Group
 from zrun_core.errors import JobError, UserCodeError
+from zrun_core.models.token_loss import token_loss
 from zrun_core.tensor_parallel.logit_slice import LogitSlice, logit_slice
 from zrun_core.tensor_parallel.tensor_comm import TensorComm
 from zrun_core.tensor_parallel.vocabulary import Vocabulary
@@ -200,7 +204,88 @@ def test_hooks_and_gradients_of_logits() -> None:
     assert len(calls) == 1
 
 
+def test_recomputation_that_hands_out_logits() -> None:
+    numbers, labels = example()
+    expected = torch.autograd.grad(F.cross_entropy(numbers, labels), numbers)[0]
+    for reentrant in (True, False):
+        logits = checkpoint(as_slice, numbers, use_reentrant=reentrant)
+        assert type(logits) is LogitSlice
+        numbers.grad = None
+        F.cross_entropy(logits, labels).backward()
+        torch.testing.assert_close(numbers.grad, expected)
+
+
+def test_fake_logits_are_traced_as_real_ones() -> None:
+    with FakeTensorMode():
+        numbers = torch.empty(N, V, requires_grad=True)
+        loss = F.cross_entropy(as_slice(numbers).float(), torch.empty(N, dtype=torch.int64))
+        (loss + as_slice(numbers).softmax(-1).sum()).backward()
+        assert loss.shape == ()
+        assert numbers.grad.shape == (N, V)
+
+
+def test_no_position_counts() -> None:
+    numbers, labels = example()
+    none = labels < 0
+    for make in (as_slice, torch.clone):
+        assert F.cross_entropy(make(numbers)[none], labels[none]).isnan()
+        assert F.cross_entropy(make(numbers)[none], labels[none], reduction="sum") == 0.0
+        assert F.cross_entropy(make(numbers), torch.full_like(labels, -100)).isnan()
+
+
+def peak(loss_of: Callable[[], Tensor]) -> int:
+    """The most bytes that a forward and its backward allocate, by torch's own count."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+        loss_of().backward()
+    assert found.profiler is not None
+    now = most = 0
+    for event in found.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            most = max(most, now)
+    return most
+
+
+def test_memory_of_a_large_vocabulary() -> None:
+    """Less than a quarter of what torch takes, with bf16 logits or with a loss in chunks."""
+    num_tokens, size = 256, 128_256
+    hidden = torch.randn(1, num_tokens, 4)
+    labels = torch.randint(size, (1, num_tokens))
+    head = nn.Linear(4, size, bias=False).bfloat16()
+    hidden = hidden.bfloat16()
+
+    def plain() -> Tensor:
+        return F.cross_entropy(head(hidden).float().view(-1, size), labels.view(-1))
+
+    def sliced() -> Tensor:
+        logits = logit_slice(head(hidden), vocabulary(size))
+        return F.cross_entropy(logits.float().view(-1, size), labels.view(-1))
+
+    def in_chunks() -> Tensor:
+        return token_loss(hidden, labels, head, num_tokens // 8)
+
+    bound = peak(plain) / 4
+    logits = 2 * num_tokens * size
+    assert peak(plain) >= 10 * num_tokens * size
+    assert logits <= peak(sliced) < bound
+    assert peak(in_chunks) < bound
+
+
 # Mistakes
+
+
+def test_a_shape_that_would_change_in_place() -> None:
+    logits = as_slice(example()[0]).detach()
+    with pytest.raises(UserCodeError, match=r"lm_head: the shape .* from \[24, 50\] to \[1, 24"):
+        logits.unsqueeze_(0)
+
+
+def test_a_gradient_of_the_gradient() -> None:
+    numbers, labels = example()
+    loss = F.cross_entropy(as_slice(numbers), labels)
+    (grad,) = torch.autograd.grad(loss, numbers, create_graph=True)
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        grad.sum().backward()
 
 
 @pytest.mark.parametrize("label", [-1, V, -101])

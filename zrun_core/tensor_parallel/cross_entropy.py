@@ -13,10 +13,13 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from zrun_core.tensor_parallel.vocabulary import Vocabulary
 
-_CHUNK_BYTES = 1 << 24  # of logits in fp32 at a time
+# Of logits in fp32 at a time: few enough to stay in a CPU's cache; a GPU wants long operators.
+_CPU_CHUNK_BYTES = 1 << 22
+_GPU_CHUNK_BYTES = 1 << 26
 
 
 class Target(NamedTuple):
@@ -68,7 +71,7 @@ class _Losses(torch.autograd.Function):
         return (mass * total.log() - aimed).where(target.counts, 0.0)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         local, largest, total, mass, labels, weight = ctx.saved_tensors
         target = ctx.target._replace(labels=labels, weight=weight)
@@ -194,7 +197,8 @@ def _columns(target: Target, vocabulary: Vocabulary) -> tuple[torch.Tensor, torc
 def _chunks(logits: torch.Tensor) -> list[slice]:
     """Return ranges of rows that are few bytes in fp32."""
     num_rows, length = logits.shape
-    step = max(1, _CHUNK_BYTES // (4 * max(1, length)))
+    num_bytes = _CPU_CHUNK_BYTES if logits.device.type == "cpu" else _GPU_CHUNK_BYTES
+    step = max(1, num_bytes // (4 * max(1, length)))
     return [slice(first, first + step) for first in range(0, num_rows, step)]
 
 

@@ -22,6 +22,7 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_map_only
 
 from zrun_core.errors import UserCodeError
@@ -186,6 +187,12 @@ def _write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _become(one: LogitSlice, whole: Tensor) -> None:
     known = one._slice
+    if whole.shape != one.shape:
+        raise UserCodeError(
+            f"{known.vocabulary.name}: the shape of these logits was to change in place, from "
+            f"{list(one.shape)} to {list(whole.shape)}. With tensor parallelism each rank has a "
+            "slice: change it out of place, as in logits = logits.unsqueeze(0)"
+        )
     local = known.vocabulary.own(whole, known.dim)
     one.write(replace(known, local=local, dtype=local.dtype))
 
@@ -200,6 +207,7 @@ class _FromLocal(torch.autograd.Function):
         return LogitSlice(Slice(local.detach(), vocabulary, -1, local.dtype))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         vocabulary: Vocabulary = ctx.vocabulary
         if not isinstance(grad, LogitSlice):
@@ -219,6 +227,7 @@ class _Local(torch.autograd.Function):
         return logits.slice().local.detach()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> LogitSlice:
         return LogitSlice(replace(ctx.like, local=grad))
 
@@ -231,6 +240,7 @@ class _Whole(torch.autograd.Function):
         return found.whole().clone() if found.vocabulary.comm.size == 1 else found.whole()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> LogitSlice:
         vocabulary: Vocabulary = ctx.vocabulary
         return LogitSlice(Slice(vocabulary.own(grad, ctx.dim), vocabulary, ctx.dim, grad.dtype))
@@ -266,8 +276,10 @@ def _cross_entropy(
         found = losses.sum()
     else:
         found = losses.sum() / aim.label_weights(losses.dtype).sum()
-    in_autocast = torch.is_autocast_enabled(losses.device.type)
-    return found if in_autocast else found.to(known.dtype)
+    device = losses.device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        return found
+    return found.to(known.dtype)
 
 
 def _has_classes(logits: Tensor, target: Tensor, weight: Tensor | None) -> bool:

@@ -149,7 +149,9 @@ def _filled(func: Any, one: Slice, *args: Any, dtype: Any = None, **kwargs: Any)
 # Views. `p` is a dimension counted from the end.
 
 
-def _view(func: Any, one: Slice, size: Sequence[int]) -> Any:
+def _view(func: Any, one: Slice, size: Any) -> Any:
+    if isinstance(size, torch.dtype):
+        return NotImplemented
     shape = one.shape
     new = list(size)
     if -1 in new:

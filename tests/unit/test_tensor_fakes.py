@@ -84,6 +84,31 @@ class NormOfHeads(Attention):
         return super().heads(F.rms_norm(q, q.shape[-1:]), x)
 
 
+class NormOfEachHead(Attention):
+    """Normalises each head, with a weight that all of them share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(DIM // 4)
+
+    def heads(self, q: Tensor, x: Tensor) -> Tensor:
+        out: Tensor = self.norm(super().heads(q, x))
+        return out
+
+
+class Gated(Attention):
+    """Scales what its heads come to by a number that it makes of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(DIM, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        _, _, v = self.qkv(x).chunk(3, dim=-1)
+        out: Tensor = self.out(v * self.gate(x).sigmoid())
+        return out
+
+
 class Net(nn.Module):
     def __init__(self, kind: type[Attention]) -> None:
         super().__init__()
@@ -166,6 +191,21 @@ def test_heads_that_would_be_narrower_are_found() -> None:
         "h.0.n_head": 2,
         "h.1.n_head": 2,
     }
+
+
+def test_whole_parameters_that_are_used_on_slices_are_summed() -> None:
+    plan = checked(Net(NormOfEachHead), ROLES | {"*.n_head": "whole"})
+    assert plan.summed == {"h.0.norm.weight", "h.1.norm.weight"}
+    assert plan.regions[0].entries == ("h.0.qkv",)
+
+
+def test_what_goes_around_the_columns_into_a_region_has_to_be_summed() -> None:
+    assert refused(Gated) == (
+        "parallel.plan: what h.0.out takes is made of the input of h.0 beside h.0.qkv too, where "
+        'its gradient would be of slices; write "h.*.gate": summed'
+    )
+    plan = checked(Net(Gated), ROLES | {"*.n_head": "whole", "h.*.gate": "summed"})
+    assert plan.regions[0].entries == ("h.0",)
 
 
 def test_norms_of_slices_are_found() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from zrun_core.errors import JobError
 from zrun_core.memory.tensors import TensorPart
 from zrun_core.models.bert import bert
 from zrun_core.models.gpt import gpt
+from zrun_core.tensor_parallel.known import REFUSED_ROLES, TRANSFORMERS_ROLES
 from zrun_core.tensor_parallel.plan import TensorPlan, plan_model
 
 GQA: dict[str, Any] = {
@@ -23,6 +26,7 @@ GQA: dict[str, Any] = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
+    "pad_token_id": 0,
 }
 BERT = {key: value for key, value in GQA.items() if key != "num_key_value_heads"}
 
@@ -202,3 +206,251 @@ def test_heads_that_do_not_divide_are_refused(name: str, degree: int, message: s
     with pytest.raises(JobError) as error:
         plan_model(made(name), None, degree)
     assert str(error.value) == message
+
+
+# What a job says
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q = nn.Linear(16, 16)
+        self.kv = nn.Linear(16, 16)
+        self.o = nn.Linear(16, 16)
+        self.norm = nn.LayerNorm(16)
+        self.up = nn.Linear(16, 30)
+        self.between = nn.Identity()
+        self.down = nn.Linear(30, 16)
+        self.attention = nn.MultiheadAttention(16, 2)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(10, 16)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(16, 10, bias=False)
+        self.head.weight = self.embed.weight
+        self.n_head = 2
+
+
+ROLES = {"*.q": "colwise", "*.kv": "fused 3:1", "*.o": "rowwise"}
+MLP = {"*.up": "colwise", "*.down": "rowwise"}
+ENDS = {"embed": "vocabulary", "head": "head"}
+
+
+def test_a_job_says_the_roles_of_modules_that_zrun_does_not_know() -> None:
+    plan = plan_model(Net(), {**ROLES, **MLP, **ENDS}, 2)
+    attention, mlp = plan.regions[:2]
+    assert (attention.columns, attention.row) == (("blocks.0.q", "blocks.0.kv"), "blocks.0.o")
+    assert (mlp.columns, mlp.row) == (("blocks.0.up",), "blocks.0.down")
+    # Each column begins it: they share their block with a norm.
+    assert attention.entries == attention.columns
+    assert attention.rejects_sequence == (
+        "no module has the inputs of blocks.0.q, blocks.0.kv as its own, where a sequence could be "
+        "gathered: put them into one module with blocks.0.o"
+    )
+    assert mlp.rejects_sequence == ""
+    rows = torch.arange(16 * 16).view(16, 16)
+    for rank, ours in enumerate(slices(plan, "blocks.1.kv.weight")):
+        assert ours.equal(torch.cat([part.chunk(2)[rank] for part in rows.split((12, 4))]))
+    assert slices(plan, "embed.weight")[1].shape == (5, 16)
+
+
+def test_a_job_comes_before_what_is_known() -> None:
+    model = made("transformers Llama")
+    plan = plan_model(model, {"*.mlp.*_proj": "whole", "lm_head": "whole"}, 2)
+    assert [region.row for region in plan.regions] == [
+        f"model.layers.{layer}.self_attn.o_proj" for layer in (0, 1)
+    ]
+    assert plan.parts(0)["lm_head.weight"].replicated_over == ("tensor",)
+
+
+def test_a_parameter_may_have_a_role_of_its_own() -> None:
+    class Scaled(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks[0].register_parameter("sinks", nn.Parameter(torch.zeros(4)))
+
+    plan = plan_model(Scaled(), {**ROLES, "*.sinks": "colwise"}, 2)
+    assert slices(plan, "blocks.0.sinks")[1].tolist() == [2, 3]
+
+
+def test_of_torchs_own_layers_the_mlp_is_divided() -> None:
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    plan = plan_model(nn.TransformerEncoder(layer, 2), None, 2)
+    assert [region.row for region in plan.regions] == ["layers.0.linear2", "layers.1.linear2"]
+    assert plan.regions[0].entries == ("layers.0.linear1",)
+    parts = plan.parts(0)
+    assert parts["layers.0.self_attn.in_proj_weight"].local_shape == (48, 16)
+
+
+def with_batch_norm() -> Net:
+    model = Net()
+    model.blocks[1].between = nn.BatchNorm1d(30)
+    return model
+
+
+class Scaling(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+def with_own_forward() -> Net:
+    model = Net()
+    model.blocks[0].down = Scaling(30, 16)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "plan", "message"),
+    [
+        (
+            Net,
+            None,
+            "parallel.tp: zrun does not know how to divide Net; write their roles in "
+            'parallel.plan, as in {"*.q_proj": colwise, "*.o_proj": rowwise}, or tp: 1: its '
+            'linears are "blocks.*.q", "blocks.*.kv", "blocks.*.o", "blocks.*.up", '
+            '"blocks.*.down", "blocks.*.attention.out_proj"',
+        ),
+        (Net, {"q": "colwise"}, "parallel.plan: no module matches 'q': a pattern speaks of a whole "
+        "name; write '*.q'"),
+        (Net, {"blocks.*.quer": "colwise"}, "parallel.plan: no module matches 'blocks.*.quer'; did "
+        "you mean 'blocks.*.q'?"),
+        (Net, {**ROLES, "*.n_heads": "divide"}, "parallel.plan: no integer attribute matches "
+        "'*.n_heads'; did you mean 'n_head'?"),
+        (Net, {**ROLES, "*.[oq]": "rowwise"}, "parallel.plan: blocks.0.q matches '*.q' and "
+        "'*.[oq]': write patterns of which each module matches one"),
+        (Net, {"*.q": "colwise"}, "parallel.plan: blocks.0.q is colwise, and no row linear after "
+        "it takes the slices that it makes: give a role rowwise too, or write blocks.0.q: whole"),
+        (Net, {"*.o": "rowwise"}, "parallel.plan: blocks.0.o is rowwise, and no column linear "
+        "before it makes the slices that it takes: give a role colwise too, or write blocks.0.o: "
+        "whole"),
+        (Net, {**ROLES, "*.kv": "fused 3"}, "parallel.plan: blocks.0.kv has 16 rows, and 16 / "
+        "(1:1:1) = 5.33 is not whole: write the sections in the proportions that they have"),
+        (Net, {**ROLES, "embed": "colwise"}, "parallel.plan: embed is of Embedding, and colwise "
+        "divides an nn.Linear; name the linears in it, or leave it out"),
+        (Net, {**ROLES, "head": "vocabulary"}, "parallel.plan: head is of Linear, and vocabulary "
+        "divides an nn.Embedding"),
+        (Net, {**ROLES, "embed": "vocabulary"}, "parallel.plan: embed.weight and head.weight are "
+        "one parameter, and only the first is divided so: give both modules a role, for example "
+        "head: head or vocabulary, or head and embed: whole"),
+        (Net, {**ROLES, "*.attention.out_proj": "rowwise"}, "parallel.plan: blocks.0.attention is "
+        "an nn.MultiheadAttention, which computes with its weights as a whole: leave "
+        "blocks.0.attention.out_proj out, or write an attention with linears for queries, keys, "
+        "values and its output, around F.scaled_dot_product_attention"),
+        (with_batch_norm, MLP, "parallel.tp: blocks.1.between is a BatchNorm1d, whose running "
+        "statistics would be of slices, between blocks.1.up and blocks.1.down; write a norm "
+        "without them, or blocks.1.up: whole and blocks.1.down: whole"),
+        (with_own_forward, MLP, "parallel.plan: blocks.0.down is a Scaling with a forward of its "
+        "own, and the bias of a rowwise linear is added after the sum over ranks: make it an "
+        "nn.Linear, or write blocks.0.down: whole"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_divided_is_refused(
+    model: Callable[[], nn.Module], plan: Mapping[str, str] | None, message: str
+) -> None:
+    with pytest.raises(JobError) as error:
+        plan_model(model(), plan, 2)
+    assert str(error.value) == message
+
+
+def test_widths_and_attributes_that_do_not_divide_are_refused() -> None:
+    with pytest.raises(JobError) as error:
+        plan_model(Net(), MLP, 4)
+    assert str(error.value) == (
+        "parallel.tp: blocks.0.up has 30 rows, and 30 / tp 4 = 7.5 is not whole; write tp: 1, 2, "
+        "3, 5, 6, 10, 15 or 30"
+    )
+    with pytest.raises(JobError) as error:
+        plan_model(Net(), {**ROLES, "n_head": "divide"}, 4)
+    assert str(error.value) == (
+        "parallel.tp: n_head has the value 2 to divide, fewer than tp 4; write tp: 1 or 2"
+    )
+
+
+def test_an_attribute_that_counts_heads_needs_a_role() -> None:
+    class Counting(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            vars(self.blocks[0])["n_head"] = 2
+
+    with pytest.raises(JobError) as error:
+        plan_model(Counting(), ROLES, 2)
+    assert str(error.value) == (
+        "parallel.plan: blocks.0.n_head is 2, and each rank has 2 / tp 2 of them: write "
+        "'blocks.*.n_head': divide, or 'blocks.*.n_head': whole if its forward counts heads by the "
+        "width of what it is given"
+    )
+    plan = plan_model(Counting(), {**ROLES, "*.n_head": "divide"}, 2)
+    assert plan.attributes == {"blocks.0.n_head": 1}
+
+
+# transformers
+
+
+def planned_configs() -> Iterator[type[transformers.PretrainedConfig]]:
+    """Yield the configurations of transformers that say how their model is divided."""
+    for folder in pkgutil.iter_modules(transformers.models.__path__):
+        name = f"{folder.name}.configuration_{folder.name}"
+        try:
+            module = importlib.import_module(f"transformers.models.{name}")
+        except ModuleNotFoundError:  # not each folder has one
+            continue
+        for found in vars(module).values():
+            is_class = isinstance(found, type) and found.__module__ == module.__name__
+            if is_class and getattr(found, "base_model_tp_plan", None):
+                yield found
+
+
+def test_each_role_of_transformers_means_one_of_ours_or_is_refused() -> None:
+    by_config = [set((config.base_model_tp_plan or {}).values()) for config in planned_configs()]
+    roles = set.union(*by_config)
+    divided = [found for found in by_config if not found & REFUSED_ROLES.keys()]
+    # Of transformers 5.23, 80 of 146: the others are mixtures of experts.
+    assert len(divided) / len(by_config) > 0.5
+    assert roles <= TRANSFORMERS_ROLES.keys() | REFUSED_ROLES.keys()
+    assert len(roles) >= 14
+    assert not TRANSFORMERS_ROLES.keys() & REFUSED_ROLES.keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("Mixtral", "transformers gives model.layers.0.mlp.experts of MixtralForCausalLM the role "
+         "moe_tp_experts: the experts of a mixture, which zrun does not divide; write tp: 1"),
+        ("Doge", "model.layers.0.self_attn.o_proj is rowwise, and no column linear before it"),
+    ],
+)  # fmt: skip
+def test_models_whose_plan_has_no_meaning_here_are_refused(name: str, said: str) -> None:
+    config = getattr(transformers, f"{name}Config")(**GQA)
+    with torch.device("meta"):
+        model = getattr(transformers, f"{name}ForCausalLM")(config)
+    with pytest.raises(JobError) as error:
+        plan_model(model, None, 2)
+    assert said in str(error.value)
+
+
+DENSE = [
+    *("Llama", "Mistral", "Ministral3", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Phi", "Phi3", "Olmo"),
+    *("Olmo2", "Olmo3", "Cohere", "Cohere2", "Glm", "Glm4", "GPTNeoX", "Granite", "Starcoder2"),
+    *("SmolLM3", "SeedOss", "Helium", "Ernie4_5", "Exaone4", "Apertus", "Arcee", "NanoChat"),
+    *("VaultGemma", "HyperCLOVAX", "Jais2", "MiniCPM3"),
+]
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_the_dense_models_of_transformers_are_divided(name: str) -> None:
+    sizes = dict(GQA)
+    if name in ("Phi", "GPTNeoX", "Jais2", "MiniCPM3"):
+        sizes["num_key_value_heads"] = 4
+    config = getattr(transformers, f"{name}Config")(**sizes)
+    with torch.device("meta"):
+        model = getattr(transformers, f"{name}ForCausalLM")(config)
+    plan = plan_model(model, None, 2)
+    # Attention that normalises over all heads, or reads its width from the job, stays whole.
+    assert len(plan.regions) == (2 if name in ("Olmo2", "Olmo3", "Phi3") else 4)
+    for key, param in model.named_parameters():
+        held = sum(run.length for i in (0, 1) for run in plan.parts(i)[key].runs)
+        is_whole = bool(plan.parts(0)[key].replicated_over)
+        assert held == param.numel() * (2 if is_whole else 1)

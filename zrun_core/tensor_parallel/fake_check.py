@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -28,6 +28,7 @@ from zrun_core.spine.tracebacks import raised_at
 from zrun_core.tensor_parallel.fit import counting_attributes
 from zrun_core.tensor_parallel.plan import TensorPlan
 from zrun_core.tensor_parallel.region import Region
+from zrun_core.tensor_parallel.roles import any_number
 from zrun_core.zero.fakes import fake_parameters, kept_buffers
 from zrun_core.zero.module_hooks import tensors_in
 
@@ -41,10 +42,11 @@ def check_on_fakes(
     dtype: torch.dtype,
     device: torch.device,
 ) -> TensorPlan:
-    """Return the plan, with regions that begin at their columns where a module will not do.
+    """Return the plan, mended where it can be.
 
-    A module does not where it adds its input to what its linears make, or gets it inside of
-    something else than a tensor. A model whose forward looks at values is not checked.
+    A region begins at its columns where its module adds its input to what its linears make, or gets
+    it inside of something else than a tensor. Whole parameters that are used on slices are summed.
+    A model whose forward looks at values is not checked.
 
     Args:
         model: whole, before it is transformed.
@@ -69,7 +71,8 @@ def check_on_fakes(
                 "sums what ranks have: its weight is used otherwise than by calling it; write "
                 + ", ".join(f"{name}: whole" for name in (*region.columns, region.row))
             )
-    plan = replace(plan, regions=tuple(map(whole.mended, plan.regions)))
+        if region.row in whole.bypassed:
+            raise _bypassed(region, whole.summed)
     divided = _Watch(model, plan)
     shapes = _local_shapes(model, plan)
     try:
@@ -87,7 +90,8 @@ def check_on_fakes(
         for wanted, found in pairs:
             if wanted != found:
                 raise _sums_less(model, plan, region, wanted, found)
-    return plan
+    regions = tuple(map(whole.mended, plan.regions))
+    return replace(plan, regions=regions, summed=plan.summed | whole.summed)
 
 
 def _local_shapes(model: nn.Module, plan: TensorPlan) -> dict[int, tuple[int, ...]]:
@@ -165,6 +169,17 @@ def _sums_less(
     )
 
 
+def _bypassed(region: Region, summed: Collection[str]) -> JobError:
+    around = f"{region.around}." if region.around else ""
+    modules = {name.rpartition(".")[0] for name in summed if name.startswith(around)}
+    named = ", ".join(f'"{any_number(name)}": summed' for name in sorted(modules - {region.around}))
+    return JobError(
+        f"parallel.plan: what {region.row} takes is made of the input of {region.around} beside "
+        f"{', '.join(region.columns)} too, where its gradient would be of slices; write "
+        + (named or ", ".join(f"{name}: whole" for name in (*region.columns, region.row)))
+    )
+
+
 def _what_to_write(model: nn.Module, plan: TensorPlan, region: Region) -> str:
     names = ", ".join(counting_attributes(model, plan.attributes, region))
     whole = ", ".join(f"{name}: whole" for name in (*region.columns, region.row))
@@ -199,6 +214,8 @@ class _Watch(TorchDispatchMode):
         sums: by row of a region, within it.
         open: rows of regions that have begun and not ended.
         running: the region that the forward is in.
+        summed: names of whole parameters that are used on slices.
+        bypassed: rows of regions into which more comes than by their modules.
     """
 
     def __init__(self, model: nn.Module, plan: TensorPlan) -> None:
@@ -206,9 +223,14 @@ class _Watch(TorchDispatchMode):
         self.sums: dict[str, list[_Sum]] = defaultdict(list)
         self.open: set[str] = set()
         self.running: Region | None = None
+        self.summed: set[str] = set()
+        self.bypassed: set[str] = set()
         self._model = model
         self._plan = plan
         self._inputs: dict[str, list[torch.Tensor]] = {}  # by row: that a region has begun with
+        self._columns: dict[str, list[Any]] = defaultdict(list)  # by row: nodes of its columns
+        self._rows: dict[str, list[Any]] = defaultdict(list)  # by row: its nodes
+        self._needs_module: set[str] = set()  # rows that take something made of the input beside
         self._unfit: set[str] = set()  # rows of regions whose modules will not do
 
     @classmethod
@@ -249,18 +271,21 @@ class _Watch(TorchDispatchMode):
             def before(_: nn.Module, args: Any, region: Region = region) -> None:
                 self._begin_column(region, args)
 
-            def after(_: nn.Module, args: Any, out: Any, region: Region = region) -> Any:
-                is_own_entry = not self._inputs.get(region.row)
-                return out if is_own_entry else out.detach()
+            def after(_: nn.Module, args: Any, out: torch.Tensor, region: Region = region) -> None:
+                self._columns[region.row].append(out.grad_fn)
 
             yield module.register_forward_pre_hook(before)
             yield module.register_forward_hook(after)
+        row = self._model.get_submodule(region.row)
 
-        def end(_: nn.Module, args: Any, region: Region = region) -> None:
-            self.open.discard(region.row)
-            self.running = None
+        def end(_: nn.Module, args: Any) -> None:
+            self._end(region, args)
 
-        yield self._model.get_submodule(region.row).register_forward_pre_hook(end)
+        def ended(_: nn.Module, args: Any, out: torch.Tensor) -> None:
+            self._rows[region.row].append(out.grad_fn)
+
+        yield row.register_forward_pre_hook(end)
+        yield row.register_forward_hook(ended)
 
     def _enter(self, region: Region, args: Any, kwargs: Any) -> Any:
         self.running = region
@@ -285,13 +310,43 @@ class _Watch(TorchDispatchMode):
         entry = self._model.get_submodule(region.entries[0])
         inside = {id(param) for param in entry.parameters()}
         inside |= {id(leaf) for leaf in self._inputs.get(region.row, ())}
-        if region.row not in self._inputs or not _made_of(args) <= inside:
+        made_of, _ = _made_of(args, ())
+        if region.row not in self._inputs or not made_of <= inside:
             self._unfit.add(region.row)
 
+    def _end(self, region: Region, args: Any) -> None:
+        self.open.discard(region.row)
+        self.running = None
+        leaves = {id(leaf) for leaf in self._inputs.get(region.row, ())}
+        beside, _ = _made_of(args, self._columns[region.row])
+        if beside & leaves:
+            self._needs_module.add(region.row)
+        beside -= leaves
+        if not beside:
+            return
+        around = f"{region.around}." if region.around else ""
+        for name, param in self._model.named_parameters():
+            if id(param) in beside and self._plan.tensors[name].cut is None:
+                if name.startswith(around):
+                    self.summed.add(name)
+                else:
+                    self.bypassed.add(region.row)
+
     def _check_output(self, region: Region, out: Any) -> None:
+        """Look for what goes from the input of a module to its output beside the linears.
+
+        Attention that hands out what it attends to hands out slices: that is no way around.
+        """
         leaves = {id(leaf) for leaf in self._inputs.pop(region.row, ())}
-        if leaves & _made_of(out):
-            self._unfit.add(region.row)
+        columns = self._columns.pop(region.row, [])
+        rows = self._rows.pop(region.row, [])
+        for tensor in tensors_in(out):
+            made_of, reached = _made_of(tensor, [*columns, *rows])
+            is_slice = not reached.isdisjoint(columns) and reached.isdisjoint(rows)
+            if leaves & made_of and not is_slice:
+                self._unfit.add(region.row)
+                if region.row in self._needs_module:
+                    self.bypassed.add(region.row)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -302,9 +357,18 @@ class _Watch(TorchDispatchMode):
         return out
 
 
-def _made_of(value: Any) -> set[int]:
-    """Return the identities of the tensors that gradients of these would come to."""
+def _made_of(value: Any, stops: Sequence[Any]) -> tuple[set[int], set[Any]]:
+    """Return what tensors were made of, as autograd knows.
+
+    Args:
+        value: has the tensors.
+        stops: nodes of the graph that are not followed.
+
+    Returns:
+        The identities of the tensors that gradients would come to, and the stops on the way.
+    """
     found: set[int] = set()
+    reached: set[Any] = set()
     seen: set[Any] = set()
     waiting: list[Any] = []
     for tensor in tensors_in(value):
@@ -314,13 +378,14 @@ def _made_of(value: Any) -> set[int]:
             found.add(id(tensor))
     while waiting:
         node = waiting.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            found.add(id(node.variable))
-        waiting.extend(following for following, _ in node.next_functions if following is not None)
-    return found
+        if node in stops:
+            reached.add(node)
+        elif node not in seen:
+            seen.add(node)
+            if hasattr(node, "variable"):
+                found.add(id(node.variable))
+            waiting.extend(after for after, _ in node.next_functions if after is not None)
+    return found, reached
 
 
 # Where an operation has the dimension along which it goes; -1 if it is not said.

@@ -19,7 +19,9 @@ from zrun_core.spine.sections.tensor_roles import Entry, Role, read_entry
 _ZRUN = "zrun_core.models"
 _GPT2 = "transformers.models.gpt2.modeling_gpt2"
 _BERT = "transformers.models.bert.modeling_bert"
+_TORCH = "torch.nn.modules.transformer"
 _MLP = {"up": "colwise", "down": "rowwise"}
+_TORCH_MLP = {"linear1": "colwise", "linear2": "rowwise"}  # its attention stays whole
 _BERT_ATTENTION = {"query": "colwise", "key": "colwise", "value": "colwise"}
 
 # By class, what its children and attributes are.
@@ -30,6 +32,8 @@ _CLASSES: Mapping[str, Mapping[str, str]] = {
     f"{_ZRUN}.attention.Attention": {"qkv": "colwise", "out": "rowwise"},
     f"{_ZRUN}.layers.GeluMLP": _MLP,
     f"{_ZRUN}.layers.SwiGLU": {"gate": "colwise", **_MLP},
+    f"{_TORCH}.TransformerEncoderLayer": _TORCH_MLP,
+    f"{_TORCH}.TransformerDecoderLayer": _TORCH_MLP,
     f"{_GPT2}.GPT2Model": {"wte": "vocabulary"},
     f"{_GPT2}.GPT2LMHeadModel": {"lm_head": "head"},
     f"{_GPT2}.GPT2DoubleHeadsModel": {"lm_head": "head"},
@@ -58,6 +62,7 @@ TRANSFORMERS_ROLES: Mapping[str, str] = {
     "replicated_with_grad_allreduce": "summed",
     "colwise_gather_output": "whole",  # what follows takes whole activations
     "rowwise_split_input": "whole",  # it takes whole activations
+    "mla_kv_a_proj": "summed",  # and what else latent attention has beside its heads
     "replicate": "whole",
     "local_params": "whole",  # of a module whose parameters have entries of their own
 }
@@ -67,7 +72,6 @@ REFUSED_ROLES: Mapping[str, str] = {
     "moe_identity_expert": _EXPERTS,
     "packed_rowwise": _EXPERTS,
     "all_reduce": _EXPERTS,
-    "mla_kv_a_proj": "latent attention, of whose weights zrun would have to divide a part",
     "embedding_colwise": "columns of an embedding, which zrun does not divide",
 }
 
@@ -134,6 +138,7 @@ def _entries_of_pretrained(model: nn.Module) -> dict[str, Entry]:
     names = [name for name, _ in model.named_modules()]
     names += [name for name, _ in model.named_parameters()]
     entries: dict[str, Entry] = {}
+    latent: list[str] = []
     for pattern, role in plan.items():
         wanted = re.compile(re.escape(pattern).replace(r"\*", r"\d+"))
         for name in filter(wanted.fullmatch, names):
@@ -141,6 +146,10 @@ def _entries_of_pretrained(model: nn.Module) -> dict[str, Entry]:
                 raise _refused(model, name, role)
             is_head = name in heads and role == "colwise_gather_output"
             entries[name] = read_entry("head" if is_head else TRANSFORMERS_ROLES[role])
+            if role == "mla_kv_a_proj":
+                latent.append(name.rpartition(".")[0])
+    for name in latent:
+        entries |= _latent_attention(name, model.get_submodule(name), entries)
     return entries | _gated_mlps(entries)
 
 
@@ -150,6 +159,29 @@ def _refused(model: nn.Module, name: str, role: str) -> JobError:
         f"parallel.tp: transformers gives {name} of {type(model).__name__} the role {role}: "
         f"{reason}; write tp: 1"
     )
+
+
+def _latent_attention(
+    name: str, attention: nn.Module, entries: Mapping[str, Entry]
+) -> dict[str, Entry]:
+    """Return entries of an attention that makes its heads from latents (DeepSeek-V2).
+
+    The latents are made whole on every rank, within the region, and used for the rank's own heads.
+    """
+    found = {
+        _join(name, child): Entry(Role.SUMMED)
+        for child, module in attention.named_modules()
+        if module._parameters and _join(name, child) not in entries
+    }
+    sizes: Any = attention
+    of_query = sizes.qk_nope_head_dim + sizes.qk_rope_head_dim
+    of_key_and_value = sizes.qk_nope_head_dim + sizes.v_head_dim
+    grains = {"q_proj": of_query, "q_b_proj": of_query, "kv_b_proj": of_key_and_value}
+    for child, grain in grains.items():
+        column = _join(name, child)
+        if column in entries:
+            found[column] = Entry(Role.COLWISE, grain=grain)
+    return found
 
 
 def _gated_mlps(entries: Mapping[str, Entry]) -> dict[str, Entry]:

@@ -105,10 +105,10 @@ def plan_model(model: nn.Module, plan: Mapping[str, str] | None, degree: int) ->
         JobError: it cannot be divided so; says what to write.
     """
     roles = find_roles(model, plan)
+    cuts = _cuts(model, roles.entries)
     regions = find_regions(model, roles.entries)
     if plan is None and not regions:
         raise _unknown(model)
-    cuts = _cuts(model, roles.entries)
     check_fit(model, roles, regions, degree)
     tensors = {
         name: _Tensor(tuple(param.shape), tuple(dense_stride(param)), cuts.get(id(param)))
@@ -168,6 +168,7 @@ def _cuts(model: nn.Module, entries: Mapping[str, Entry]) -> dict[int, Cut]:
         of_module = entries.get(prefix)
         if of_module is not None:
             _check_role(prefix, module, of_module)
+            _check_parent(prefix, model.get_submodule(prefix.rpartition(".")[0]))
         for key, param in module._parameters.items():
             if param is None:
                 continue
@@ -209,7 +210,7 @@ def _check_role(name: str, module: nn.Module, entry: Entry) -> None:
     kind = type(module).__name__
     if role is Role.VOCABULARY:
         if not isinstance(module, nn.Embedding):
-            raise JobError(f"{_KEY}: {name} is a {kind}, and vocabulary divides an nn.Embedding")
+            raise JobError(f"{_KEY}: {name} is of {kind}, and vocabulary divides an nn.Embedding")
         if module.max_norm is not None:
             raise JobError(
                 f"{_KEY}: {name} renormalises the rows that it looks up (max_norm), of which each "
@@ -218,7 +219,7 @@ def _check_role(name: str, module: nn.Module, entry: Entry) -> None:
     if role in (*COLUMNS, Role.ROWWISE, Role.HEAD):
         if not is_linear(module) or (role is Role.HEAD and is_transposed(module)):
             raise JobError(
-                f"{_KEY}: {name} is a {kind}, and {role} divides an nn.Linear; name the linears "
+                f"{_KEY}: {name} is of {kind}, and {role} divides an nn.Linear; name the linears "
                 "in it, or leave it out"
             )
         others = module._parameters.keys() - {"weight", "bias"}
@@ -230,6 +231,21 @@ def _check_role(name: str, module: nn.Module, entry: Entry) -> None:
             )
 
 
+def _check_parent(name: str, parent: nn.Module) -> None:
+    """Check that a module is not one whose parent uses its weights without calling it.
+
+    Raises:
+        JobError: it is.
+    """
+    if isinstance(parent, nn.MultiheadAttention):
+        around = name.rpartition(".")[0]
+        raise JobError(
+            f"{_KEY}: {around} is an nn.MultiheadAttention, which computes with its weights as a "
+            f"whole: leave {name} out, or write an attention with linears for queries, keys, "
+            "values and its output, around F.scaled_dot_product_attention"
+        )
+
+
 def _cut(name: str, module: nn.Module, key: str, shape: Shape, entry: Entry) -> Cut | None:
     role = entry.role
     if role in (Role.VOCABULARY, Role.HEAD):
@@ -239,7 +255,7 @@ def _cut(name: str, module: nn.Module, key: str, shape: Shape, entry: Entry) -> 
         in_dim = 1 - out_dim
         return None if key == "bias" else Cut(in_dim, (shape[in_dim],))
     if role in COLUMNS:
-        return Cut(out_dim, _sections(name, shape[out_dim], entry))
+        return Cut(out_dim, _sections(name.rpartition(".")[0], shape[out_dim], entry))
     return None
 
 

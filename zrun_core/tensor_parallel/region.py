@@ -19,6 +19,8 @@ from zrun_core.spine.sections.tensor_roles import Entry, Role
 
 COLUMNS = (Role.COLWISE, Role.FUSED)
 
+_Pair = tuple[tuple[str, ...], str]  # names of columns, and of the row that takes what they make
+
 
 @dataclass(frozen=True)
 class Region:
@@ -61,18 +63,20 @@ def find_regions(model: nn.Module, entries: Mapping[str, Entry]) -> tuple[Region
     """
     names = [name for name, _ in model.named_modules()]
     left = [name for name in names if name in entries and _is_inside(entries[name].role)]
-    fed: list[tuple[tuple[str, ...], str]] = []
+    fed: list[_Pair] = []
     for around in sorted(names, key=_depth, reverse=True):
         inside = [name for name in left if _lies_in(name, around)]
         for columns, row in _pairs(inside, entries):
             fed.append((columns, row))
             left = [name for name in left if name != row and name not in columns]
-    for name in left:
-        raise _unpaired(name, entries[name].role)
+    fed = _joined(fed, left, entries)
     own = _own_parameters(model, entries)
     order = {name: number for number, name in enumerate(names)}
     fed.sort(key=lambda pair: order[pair[1]])
-    return tuple(_region(model, columns, row, own) for columns, row in fed)
+    return tuple(
+        _region(model, tuple(sorted(columns, key=order.__getitem__)), row, own)
+        for columns, row in fed
+    )
 
 
 def _is_inside(role: Role) -> bool:
@@ -91,9 +95,7 @@ def _lies_in(name: str, around: str) -> bool:
     return not around or name.startswith(f"{around}.")
 
 
-def _pairs(
-    inside: Sequence[str], entries: Mapping[str, Entry]
-) -> list[tuple[tuple[str, ...], str]]:
+def _pairs(inside: Sequence[str], entries: Mapping[str, Entry]) -> list[_Pair]:
     """Return columns with the row that takes what they make, of linears under one module.
 
     Where there are several rows, each takes what the columns before it make: q, k, v, o, up, down.
@@ -113,6 +115,26 @@ def _pairs(
             pairs.append((tuple(waiting), name))
             waiting = []
     return pairs
+
+
+def _joined(fed: Sequence[_Pair], left: Sequence[str], entries: Mapping[str, Entry]) -> list[_Pair]:
+    """Return pairs with the columns that are left, whose row lies deeper than they do.
+
+        self_attn                q_proj, k_proj, v_proj
+        self_attn.output         gate_proj -> o_proj
+
+    Raises:
+        JobError: a linear is still left.
+    """
+    found = list(fed)
+    for name in left:
+        parent = name.rpartition(".")[0]
+        deeper = [at for at, (_, row) in enumerate(found) if _lies_in(row, parent)]
+        if entries[name].role is Role.ROWWISE or len(deeper) != 1:
+            raise _unpaired(name, entries[name].role)
+        columns, row = found[deeper[0]]
+        found[deeper[0]] = (*columns, name), row
+    return found
 
 
 def _unpaired(name: str, role: Role) -> JobError:

@@ -32,7 +32,7 @@ from zrun_core.tensor_parallel.roles import any_number
 from zrun_core.zero.fakes import fake_parameters, kept_buffers
 from zrun_core.zero.module_hooks import tensors_in
 
-_Errors = (UserCodeError, RuntimeError, TypeError, ValueError, IndexError)
+_ERRORS = (UserCodeError, RuntimeError, TypeError, ValueError, IndexError)
 
 
 def check_on_fakes(
@@ -62,7 +62,7 @@ def check_on_fakes(
     try:
         with kept_buffers(model), whole.installed(), fake_parameters(model, dtype, device):
             forward()
-    except _Errors:
+    except _ERRORS:
         return plan  # it needs the values
     for region in plan.regions:
         if region.row in whole.open:
@@ -83,7 +83,7 @@ def check_on_fakes(
             fake_parameters(model, dtype, device, shapes),
         ):
             forward()
-    except _Errors as error:
+    except _ERRORS as error:
         raise _failed(model, plan, divided.running, error) from error
     for region in plan.regions:
         pairs = zip(whole.sums[region.row], divided.sums[region.row], strict=False)

@@ -129,3 +129,27 @@ def test_features(ranks, tmp_path: Path, alone: Any, feature: str, axes: str) ->
     keys = small(model=gpt(), **FEATURES[feature], parallel=parallel)
     close = 1e-2 if feature == "bf16" else 2e-6
     assert_close(on_axes(keys, tmp_path / "run", ranks, **dims), alone(keys), close)
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
+def test_what_is_told_of_the_run(ranks, tmp_path: Path, sequence: bool) -> None:
+    """Sizes are those of the model, samples count once, and layers' messages are told apart."""
+    keys = small(model=gpt(), zero=1, parallel={"tp": 2, "sequence": sequence})
+    found = on_axes(keys, tmp_path / "run", ranks, dp=2)
+    events = {event["type"]: event for event in found[0]["events"]}
+    one = on_axes(small(model=gpt()), tmp_path / "one", ranks)
+    of_one = {event["type"]: event for event in one[0]["events"]}
+    assert events["start"]["params"] == of_one["start"]["params"]
+    assert events["step"]["total_samples"] == 8 * STEPS
+    assert events["step"]["total_tokens"] == of_one["step"]["total_tokens"]
+    traffic = events["end"]["traffic"]
+    layers = traffic.pop("tensor")
+    assert {kind: each["measured_bytes"] for kind, each in traffic.items()} == {
+        kind: each["expected_bytes"] for kind, each in traffic.items()
+    }
+    if not sequence:
+        args = keys["model"]["args"]
+        tokens = of_one["step"]["total_tokens"] // 2  # of this data-parallel rank
+        sums = 1 + 4 * args["depth"] + 1  # embedding, 2 + 2 of each block, the head's input
+        cross_entropy = 3  # numbers of each token: the largest logit, the sum, the label's logit
+        assert layers == {"measured_bytes": 4 * tokens * (sums * args["dim"] + cross_entropy)}

@@ -19,6 +19,7 @@ import torch
 from zrun_core.activations.offloaded_inputs import OffloadedInputs
 from zrun_core.distributed.comm import TrafficKey
 from zrun_core.memory.buffers import Tier
+from zrun_core.memory.tensors import TENSOR
 from zrun_core.sizes import format_size
 from zrun_core.spine.config import JobConfig
 from zrun_core.spine.events import Emitter
@@ -226,10 +227,15 @@ class Recorder:
         )
 
     def _own_params(self) -> dict[str, int]:
-        layouts = self._sharded.layouts
+        """Return how many parameters there are in the tensors of which this rank has a part."""
+        found = {
+            slot.part.tensor: (math.prod(slot.part.shape), layout.trainable)
+            for layout in self._sharded.layouts
+            for slot in layout.slots
+        }
         return {
-            "params": sum(layout.numel for layout in layouts),
-            "trainable": sum(layout.numel for layout in layouts if layout.trainable),
+            "params": sum(numel for numel, _ in found.values()),
+            "trainable": sum(numel for numel, trainable in found.values() if trainable),
         }
 
     def _model_params(self) -> dict[str, int]:
@@ -240,7 +246,8 @@ class Recorder:
     @property
     def _tells_of_stage(self) -> bool:
         """Return whether this rank speaks for its stage, whose ranks all do the same."""
-        return self.stage is not None and self._sharded.mesh.data.index == 0
+        mesh = self._sharded.mesh
+        return self.stage is not None and mesh.data.index == 0 and mesh.tensor.index == 0
 
     def _emit_stage(self) -> None:
         """Emit what this rank's stage of a pipeline has."""
@@ -329,7 +336,8 @@ class Recorder:
         else:
             progress.updates += 1
         for key, sent in issued.sent.items():
-            self._traffic_bytes[key.kind] += sent
+            # What layers exchange follows from the user's forward: it is told apart, as measured.
+            self._traffic_bytes[TENSOR if key.axis == TENSOR else key.kind] += sent
 
         step_s, split = self._clock.read(issued.clock, dict(issued.waited))
         self._splits.append(split)
@@ -507,10 +515,12 @@ class Recorder:
         expected = expected_traffic(
             self._sharded, done.steps - before.steps, done.micro_batches - before.micro_batches
         )
-        traffic = {
+        traffic: dict[str, dict[str, int]] = {
             kind: {"measured_bytes": self._traffic_bytes[kind], "expected_bytes": num_bytes}
             for kind, num_bytes in expected.items()
         }
+        if self._traffic_bytes[TENSOR]:
+            traffic[TENSOR] = {"measured_bytes": self._traffic_bytes[TENSOR]}
         self._emitter.emit(
             "end",
             step=done.steps,

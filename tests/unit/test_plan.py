@@ -85,7 +85,7 @@ def test_hyper_parameters_that_are_left_to_the_optimizer_are_told() -> None:
 def test_no_auto_is_left() -> None:
     asked = job(batch=6, steps=50, lr={"schedule": "wsd"}, zero=2, launch="local")
     resolved = make_plan(asked, CPU_HOST).job
-    of_the_model = {"parallel": {"split"}}  # it is divided once it is built
+    of_the_model = {"parallel": {"split", "plan"}}  # it is divided once it is built
     assert "auto" not in resolved.model_dump_json(exclude=of_the_model)
     assert (resolved.batch.global_, resolved.batch.micro) == (6, 6)
     assert (resolved.zero.bucket, resolved.lr.decay_steps) == (12 << 20, 10)

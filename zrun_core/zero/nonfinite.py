@@ -47,7 +47,7 @@ class Culprit:
         micro: in which micro-batch of the step that loss is, from 0.
         size: of the gradient's largest element, where only the norm of all is not finite.
         unit: name of the unit that it is in, where no more is known.
-        stage: of the pipeline that has the parameter; None: there is no pipeline.
+        pipeline_stage: that has the parameter; None: there is no pipeline.
     """
 
     parameter: str | None
@@ -57,7 +57,7 @@ class Culprit:
     micro: int | None = None
     size: float | None = None
     unit: str | None = None
-    stage: int | None = None
+    pipeline_stage: int | None = None
 
     @property
     def layer(self) -> str | None:
@@ -67,7 +67,7 @@ class Culprit:
         return self.parameter.rpartition(".")[0] or "the model itself"
 
     def __str__(self) -> str:
-        on_stage = "" if self.stage is None else f", stage {self.stage}"
+        on_stage = "" if self.pipeline_stage is None else f", stage {self.pipeline_stage}"
         if self.unit is not None:
             return f"a gradient in {self.unit}{on_stage} is not finite"
         on_rank = "" if self.rank is None else f" on rank {self.rank}"
@@ -215,7 +215,7 @@ class Inspector:
         if first is None:
             return None
         unit = self._name_known_to(int(first[-1]), lambda: self._unit(first[0]).name)
-        return Culprit(None, None, None, unit=unit, stage=self._stage(first[0]))
+        return Culprit(None, None, None, unit=unit, pipeline_stage=self._stage(first[0]))
 
     def find_parameter(self) -> tuple[str, str] | None:
         """Return name and kind of the first parameter that is not finite itself. Collective."""
@@ -324,9 +324,11 @@ class Inspector:
         for each, row in enumerate(rows):
             loss, micro = row[_LOSS]
             if loss:
-                return Culprit(parameter, kind, each, _KINDS[int(loss)], int(micro), stage=stage)
+                return Culprit(
+                    parameter, kind, each, _KINDS[int(loss)], int(micro), pipeline_stage=stage
+                )
         if first is not None:
-            return Culprit(parameter, kind, rank, stage=stage)
+            return Culprit(parameter, kind, rank, pipeline_stage=stage)
         return self._judge_largest(rows)
 
     def _judge_largest(self, rows: list[list[float]]) -> Culprit | None:
@@ -335,4 +337,4 @@ class Inspector:
             return None
         largest = max(found, key=lambda each: each[2])
         stage = self._stage(largest[0])
-        return Culprit(self._name(largest), None, None, size=largest[2], stage=stage)
+        return Culprit(self._name(largest), None, None, size=largest[2], pipeline_stage=stage)

@@ -12,6 +12,7 @@ import torch
 from pipeline_table import transformer
 from runs import job, losses, run
 from test_pipelines import Tensors, gpt, whole
+from torch import nn
 
 STEPS = 2
 SGD = {"name": "sgd", "lr": 0.1, "clip": 1.0, "args": {"momentum": 0.9}}
@@ -95,6 +96,38 @@ def alone(ranks, tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.mark.parametrize("model", MODELS)
 def test_models(ranks, tmp_path: Path, alone: Any, model: str, sequence: bool) -> None:
     keys = small(**MODELS[model], parallel={"tp": 2, "sequence": sequence})
+    assert_close(on_axes(keys, tmp_path / "run", ranks), alone(keys), 1e-6)
+
+
+class Adding(nn.Module):
+    """A block that adds its input inside: its gradient is whole already, and not to be summed."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(dim, 3 * dim), nn.Linear(3 * dim, dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class User(nn.Module):
+    """A model that zrun knows nothing of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, 8)
+        self.layers = nn.Sequential(Adding(8), Adding(8))
+        self.out = nn.Linear(8, 16)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, **_: Any) -> torch.Tensor:
+        logits = self.out(self.layers(self.embed(input_ids)))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def test_what_a_region_adds_to_its_result(ranks, tmp_path: Path, alone: Any) -> None:
+    plan = {"*.up": "colwise", "*.down": "rowwise"}
+    parallel = {"tp": 2, "plan": plan}
+    keys = small(model="test_tensor_parallel.py:User", parallel=parallel)
     assert_close(on_axes(keys, tmp_path / "run", ranks), alone(keys), 1e-6)
 
 

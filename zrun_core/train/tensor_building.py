@@ -2,33 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+import torch
 from torch import nn
 
 from zrun_core.distributed.comm import Comm
 from zrun_core.distributed.mesh import Mesh
 from zrun_core.spine.sections.parallel import ParallelConfig
 from zrun_core.tensor_parallel.divide import Divided, divide
+from zrun_core.tensor_parallel.fake_check import check_on_fakes
 from zrun_core.tensor_parallel.plan import TensorPlan, plan_model
 from zrun_core.tensor_parallel.tensor_comm import TensorComm
 from zrun_core.train.stage_building import StageParts
 from zrun_core.zero.auto_wrap import repeated_blocks
+from zrun_core.zero.sharding_config import ShardingConfig
 
 
-def plan_tensors(model: nn.Module, parallel: ParallelConfig) -> TensorPlan | None:
-    """Return how a model is divided; None: it is not.
+def plan_tensors(
+    model: nn.Module,
+    parallel: ParallelConfig,
+    forward: Callable[[], object],
+    settings: ShardingConfig,
+    device: torch.device,
+) -> TensorPlan | None:
+    """Return how a model is divided, and check it by a forward without values; None: it is not.
 
     Args:
         model: the user's, before it is cut into stages.
         parallel: section of the job.
+        forward: runs the loss of a batch.
+        settings: of the model's sharding.
+        device: that trains.
 
     Raises:
         JobError: it cannot be divided as the job says.
     """
     if parallel.tp == 1:
         return None
-    return plan_model(model, None if parallel.plan == "auto" else parallel.plan, parallel.tp)
+    plan = plan_model(model, None if parallel.plan == "auto" else parallel.plan, parallel.tp)
+    return check_on_fakes(model, plan, forward, settings.precision.compute, device)
 
 
 def divide_model(

@@ -17,7 +17,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -189,14 +189,16 @@ class Worker:
         settings = self._sharding_config(device, room)
         built = self._build(settings, mesh, comm)
 
-        plan = plan_tensors(built.module, job.parallel)
+        plan = None
         data = None
         parts = None
-        if mesh.pipe.size > 1:
+        if mesh.data.size < mesh.world.size:  # ranks have parts of the model
             self.phase.enter("data")
             data = self._open_data(mesh, device)
             self.phase.enter("build")
-            mesh, parts = self._cut(built, data, settings, mesh, device)
+            forward = self._first_forward(built, data, settings, device)
+            plan = plan_tensors(built.module, job.parallel, forward, settings, device)
+            mesh, parts = self._cut(built, forward, settings, mesh, device)
             settings = replace(
                 settings,
                 versions=num_versions(job.parallel.schedule, mesh.pipe.index, mesh.pipe.size),
@@ -365,28 +367,40 @@ class Worker:
             return None, load_weights(init_from, state, mesh.world)
         return None, []
 
-    def _cut(
-        self,
-        built: Built,
-        data: _Data,
-        settings: ShardingConfig,
-        mesh: Mesh,
-        device: torch.device,
-    ) -> tuple[Mesh, StageParts]:
-        """Make the model this rank's stage of a pipeline; return it, and its groups. Collective.
+    def _first_forward(
+        self, built: Built, data: _Data, settings: ShardingConfig, device: torch.device
+    ) -> Callable[[], object]:
+        """Return what runs the loss of the first batch, by which a model is divided and cut.
 
         Raises:
-            JobError: the model cannot be cut as the job asks, or there is no batch to follow.
+            JobError: there is none.
         """
         batch = data.loader.peek()
         if batch is None:
-            raise JobError("parallel.pp: the data has no batch by which the model could be cut")
+            raise JobError("parallel: the data has no batch by which the model could be divided")
         batch = batch.to(device)
 
         def forward() -> object:
             with settings.precision.autocast(device), user.user_code("forward failed"):
                 return compute_loss(built.module, batch.batch, data.functions.loss, 1)
 
+        return forward
+
+    def _cut(
+        self,
+        built: Built,
+        forward: Callable[[], object],
+        settings: ShardingConfig,
+        mesh: Mesh,
+        device: torch.device,
+    ) -> tuple[Mesh, StageParts | None]:
+        """Make the model this rank's stage of a pipeline; return it, and its groups. Collective.
+
+        Raises:
+            JobError: the model cannot be cut as the job asks.
+        """
+        if mesh.pipe.size == 1:
+            return mesh, None
         job = self.spec.job
         parts = build_stage(built.module, forward, job, settings, mesh, device)
         places = [place.coordinates for place in self.spec.plan.ranks]

@@ -84,7 +84,7 @@ def make_plan(job: JobConfig, cluster: Cluster) -> ResolvedJob:
         }
     )
     warnings = list(_absent(job, num_ranks))
-    notes = [*notes_on_bubble(job, batch), *notes_on_late_weights(job, batch)]
+    notes = [*notes_on_bubble(job, batch), *notes_on_late_weights(job, batch), *_are_slices(job)]
     if device == "cpu":
         warnings = [*_crowded(cluster, slots), *warnings]
         notes += _stays_on_host(job)
@@ -173,6 +173,15 @@ def _crowded(cluster: Cluster, slots: dict[str, int]) -> Iterator[str]:
                 f"turns, no step gets faster than with {several(host.cores, 'rank')}, and each "
                 f"takes memory of its own; write slots: {host.cores}"
             )
+
+
+def _are_slices(job: JobConfig) -> Iterator[str]:
+    """Say that inputs of blocks cannot be divided again."""
+    if job.activations.partition and job.parallel.sequence:
+        yield (
+            "activations.partition: with parallel.sequence the inputs of blocks are slices of the "
+            "sequence already, so it changes nothing"
+        )
 
 
 def _stays_on_host(job: JobConfig) -> Iterator[str]:

@@ -132,10 +132,13 @@ def _fragmentation(state: RunState) -> str:
 
 
 def _kept(state: RunState) -> str:
-    """Return the room that inputs of recomputed blocks took elsewhere, on the rank with most."""
+    """Return the room that inputs of recomputed blocks took, on the rank with most.
+
+    Those that wait on the device as they are count as activations.
+    """
     kept = [event.get("kept_bytes") or {} for event in state.memory.events]
     most = max(kept, key=lambda sizes: sum(sizes.values()), default={})
-    places = {"disk": "on disk", "host": "in host memory"}
+    places = {"disk": "on disk", "host": "in host memory", "device": "in slices"}
     parts = [
         f"{format_size(most[tier])} {place}" for tier, place in places.items() if most.get(tier)
     ]

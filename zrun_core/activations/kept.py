@@ -72,14 +72,12 @@ class Keeper(ABC):
 
     tier: ClassVar[Tier]
 
-    def __init__(self, arena: HostArena) -> None:
-        """Take the host memory that it uses, and nobody else does."""
-        self._arena = arena
+    def __init__(self) -> None:
         self.moved: Counter[Move] = Counter()
 
     @property
     def note(self) -> str:
-        return self._arena.note
+        return ""
 
     def count(self, tier: Tier, direction: Direction, num_bytes: int) -> None:
         """Count bytes that move."""
@@ -129,6 +127,53 @@ class _Form(NamedTuple):
         return memory.view(self.dtype).as_strided(self.shape, self.stride)
 
 
+class DeviceKeeper(Keeper):
+    """Keeps tensors where they are: slices, which nobody else holds."""
+
+    tier = Tier.DEVICE
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._num_bytes = 0
+        self._most_bytes = 0
+        self._abandoned: deque[int] = deque()
+
+    def keep(self, tensor: torch.Tensor) -> Kept:
+        while self._abandoned:
+            self._num_bytes -= self._abandoned.popleft()
+        self._num_bytes += tensor.nbytes
+        self._most_bytes = max(self._most_bytes, self._num_bytes)
+        return _OnDevice(self, tensor)
+
+    @property
+    def kept_bytes(self) -> dict[Tier, int]:
+        return {Tier.DEVICE: self._most_bytes}
+
+    def abandon(self, num_bytes: int) -> None:
+        self._abandoned.append(num_bytes)
+
+
+class _OnDevice(Kept):
+    def __init__(self, keeper: DeviceKeeper, tensor: torch.Tensor) -> None:
+        self._keeper = keeper
+        self._tensor = tensor
+
+    def settle(self) -> None:
+        pass
+
+    def stay(self) -> None:
+        pass
+
+    def fetch(self) -> None:
+        pass
+
+    def get(self) -> torch.Tensor:
+        return self._tensor
+
+    def abandon(self) -> None:
+        self._keeper.abandon(self._tensor.nbytes)
+
+
 class HostKeeper(Keeper):
     """Keeps tensors in the host's memory."""
 
@@ -136,9 +181,14 @@ class HostKeeper(Keeper):
 
     def __init__(self, copier: Copier, arena: HostArena) -> None:
         """Take who copies, and the memory, which nobody else uses."""
-        super().__init__(arena)
+        super().__init__()
         self.copier = copier
+        self._arena = arena
         self._abandoned: deque[_OnHost] = deque()
+
+    @property
+    def note(self) -> str:
+        return self._arena.note
 
     def keep(self, tensor: torch.Tensor) -> Kept:
         while self._abandoned:
@@ -220,9 +270,10 @@ class DiskKeeper(Keeper):
             waiting: context of waiting for the disk.
             host_is_device: the disk is read straight to where tensors are used.
         """
-        super().__init__(arena)
+        super().__init__()
         self.swap = swap
         self.copier = copier
+        self._arena = arena
         self.waiting = waiting
         self.host_is_device = host_is_device
         self._free: list[Extent] = []

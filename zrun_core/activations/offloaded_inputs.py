@@ -1,4 +1,4 @@
-"""The inputs of recomputed blocks wait for backward elsewhere than on the device.
+"""The inputs of recomputed blocks wait for backward elsewhere than on the device, or as slices.
 
 A block that is recomputed keeps nothing but its input. Here torch's checkpoint is called with a
 handle in place of that input, so that nothing else holds it:
@@ -13,6 +13,9 @@ backward begins, which backward needs first, stays. Inputs are numbered as they 
 goes back through the numbers: with several micro-batches under way too, but for the first input of
 each. Where all micro-batches go through a block before the next one comes (layer-major), it goes
 forward through those of a block; so the next number is guessed from the last two.
+
+With a partition, a rank keeps its slice of an input only, which moves in place of it; the whole is
+given up at the end of the block's forward, and gathered when the block is recomputed.
 
 What moves is the first floating tensor that requires a gradient. The others, such as masks and
 rotary tables, are the same for all blocks.
@@ -32,6 +35,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import checkpoint
 
 from zrun_core.activations.kept import Keeper, Kept, has_no_gaps
+from zrun_core.activations.partition import Partition
 from zrun_core.errors import UserCodeError
 from zrun_core.memory.buffers import Tier
 from zrun_core.memory.tier_traffic import Move
@@ -40,9 +44,15 @@ from zrun_core.memory.tier_traffic import Move
 class OffloadedInputs:
     """Moves the inputs of the recomputed blocks of one model."""
 
-    def __init__(self, keeper: Keeper) -> None:
-        """Take who keeps them meanwhile."""
+    def __init__(self, keeper: Keeper, partition: Partition | None = None) -> None:
+        """Take who keeps them meanwhile, and over which ranks they are divided.
+
+        Args:
+            keeper: of the inputs, or of their slices.
+            partition: divides them; None: they are kept whole.
+        """
         self._keeper = keeper
+        self._partition = partition
         self._inputs: WeakValueDictionary[int, _Input] = WeakValueDictionary()  # by number
         self._num_inputs = 0
         self._newest_back = 0
@@ -96,7 +106,9 @@ class OffloadedInputs:
         else:
             kwargs[place] = handle
         try:
-            return checkpoint(_run, forward, place, mark, *args, **options, **kwargs)
+            output = checkpoint(_run, forward, place, mark, *args, **options, **kwargs)
+            handle.refuse_change_in_forward()
+            return output
         finally:
             handle.end_forward()
 
@@ -105,9 +117,11 @@ class OffloadedInputs:
         before = self._inputs.get(self._num_inputs)
         if before is not None:
             before.leave()
-        kept = self._keeper.keep(tensor)
+        own = tensor.detach() if self._partition is None else self._partition.slice_of(tensor)
+        kept = self._keeper.keep(own)
         self._num_inputs += 1
-        handle = _Input(name, tensor, kept, functools.partial(self._after, self._num_inputs))
+        after = functools.partial(self._after, self._num_inputs)
+        handle = _Input(name, tensor, own, kept, self._partition, after)
         self._inputs[self._num_inputs] = handle
         return handle
 
@@ -159,7 +173,9 @@ class _Input:
         self,
         name: str,
         tensor: torch.Tensor,
+        own: torch.Tensor,
         kept: Kept,
+        partition: Partition | None,
         after: Callable[[], _Input | None],
     ) -> None:
         """Hold on to an input until it has left.
@@ -167,15 +183,30 @@ class _Input:
         Args:
             name: of the block.
             tensor: its input.
+            own: what this rank keeps of it.
             kept: the same, elsewhere.
+            partition: makes it whole again; None: it is.
             after: returns the handle of the input that is likely to be needed after it.
         """
         self._name = name
         self._in_forward: torch.Tensor | None = tensor
-        self._here: torch.Tensor | None = tensor.detach()
+        self._here: torch.Tensor | None = own
+        self._shape = tensor.shape
+        self._stride = tensor.stride()
         self._version = tensor._version
+        self._own_version = own._version
         self._kept = kept
+        self._partition = partition
         self._after = after
+
+    def refuse_change_in_forward(self) -> None:
+        """Refuse a block that has changed its input.
+
+        Raises:
+            UserCodeError: it has.
+        """
+        assert self._in_forward is not None
+        self._refuse_change(self._in_forward, self._version)
 
     def end_forward(self) -> None:
         """Let go of the tensor that belongs to the graph of forward."""
@@ -186,7 +217,7 @@ class _Input:
         if self._here is None:
             return
         self._kept.settle()
-        self._refuse_change(self._here)
+        self._refuse_change(self._here, self._own_version)
         self._here = None
 
     def get(self) -> torch.Tensor:
@@ -200,7 +231,7 @@ class _Input:
         """Return the values, and have those of the next input come back too."""
         tensor = self._here
         if tensor is not None:
-            self._refuse_change(tensor)
+            self._refuse_change(tensor, self._own_version)
             self._kept.stay()
         else:
             self._kept.fetch()
@@ -209,15 +240,18 @@ class _Input:
             following.come()
         if tensor is None:
             tensor = self._kept.get()
-        return tensor.detach()
+        if self._partition is None:
+            return tensor.detach()
+        name = f"input of {self._name}"
+        return self._partition.gather(tensor, self._shape, self._stride, name).detach()
 
     def come(self) -> None:
         """Begin to come back, ahead of use."""
         if self._here is None:
             self._kept.fetch()
 
-    def _refuse_change(self, tensor: torch.Tensor) -> None:
-        if tensor._version != self._version:
+    def _refuse_change(self, tensor: torch.Tensor, version: int) -> None:
+        if tensor._version != version:
             raise UserCodeError(
                 f"the input of {self._name}, which is recomputed from it in backward, was changed "
                 "in place: write activations.checkpoint: none, or change a copy"

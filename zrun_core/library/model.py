@@ -118,6 +118,11 @@ def shard(
     zero_config = _section(ZeroConfig, zero, "zero")
     precision_config = _section(PrecisionConfig, precision, "precision")
     activations_config = _section(ActivationsConfig, activations or {}, "activations")
+    if activations_config.partition:
+        raise JobError(
+            f"shard(activations={activations!r}): partition divides inputs of blocks among ranks "
+            "that share each layer, and here each rank has whole layers; leave partition out"
+        )
     offload_config = _offload(offload, zero_config)
     write = "how many backward calls make a step, 1 or more"
     accumulate = arguments.whole("shard", "accumulate", accumulate, 1, write)

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+from zrun_core.spine.sections.activations import ActivationsConfig
 from zrun_core.spine.sections.evaluation import BestConfig, EvalConfig
 from zrun_core.spine.sections.guards import GuardsConfig
 from zrun_core.spine.sections.offload import OffloadConfig
@@ -99,6 +100,18 @@ def refuse_tiles_in_parts(zero: ZeroConfig, parallel: ParallelConfig) -> None:
                 f"zero.tile replaces linears of a whole model, and parallel.{axis} {degree} "
                 f"leaves each rank a part of it; leave zero.tile out, or write {axis}: 1"
             )
+
+
+def refuse_partition_without_tensor_groups(
+    activations: ActivationsConfig, parallel: ParallelConfig
+) -> None:
+    """Refuse to divide inputs of blocks where no two ranks have the same ones."""
+    if activations.partition and parallel.tp == 1:
+        raise ValueError(
+            "activations.partition divides inputs of blocks among the ranks that share each layer, "
+            "and with parallel.tp 1 none do; write parallel: {tp: 2} or more, or leave partition "
+            "out"
+        )
 
 
 def refuse_what_pipedream_lacks(

@@ -220,6 +220,7 @@ class JobConfig(Section):
         combinations.refuse_dropped_batches_of_a_part_of_the_model(self.guards, self.parallel)
         combinations.refuse_late_weights_of_compiled_blocks(self.parallel, self.compile)
         combinations.refuse_tiles_in_parts(self.zero, self.parallel)
+        combinations.refuse_partition_without_tensor_groups(self.activations, self.parallel)
         if self.parallel.schedule in PIPEDREAMS:
             combinations.refuse_what_pipedream_lacks(
                 self.parallel.schedule, self.optim, self.precision, self.zero, self.offload

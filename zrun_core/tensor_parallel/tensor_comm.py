@@ -70,7 +70,8 @@ class TensorComm:
         """
         if self.size == 1:
             return tensor
-        return torch.cat(self._rows(tensor, name).unbind(), dim)
+        rows = self._rows(tensor, name)
+        return rows.flatten(0, 1) if dim == 0 else torch.cat(rows.unbind(), dim)
 
     def _rows(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
         """Return the tensors of all ranks, [size, *shape]."""

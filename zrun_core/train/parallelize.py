@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 from zrun_core.activations.checkpoint import apply_checkpointing, own_checkpointing
-from zrun_core.activations.kept import make_keeper
+from zrun_core.activations.kept import DeviceKeeper, make_keeper
 from zrun_core.activations.kv_cache import omit_cache
 from zrun_core.activations.offloaded_inputs import OffloadedInputs
+from zrun_core.activations.partition import Partition
 from zrun_core.distributed.comm import Comm
 from zrun_core.distributed.mesh import Mesh
 from zrun_core.errors import JobError
@@ -157,9 +158,14 @@ def tensor_table(parts: StageParts | None, divided: Divided | None) -> Mapping[s
 
 
 def offloaded_inputs(
-    tier: Tier, mesh: Mesh, comm: Comm, folder: Path, host_memory: int | None = None
+    tier: Tier,
+    mesh: Mesh,
+    comm: Comm,
+    folder: Path,
+    host_memory: int | None = None,
+    partition: Partition | None = None,
 ) -> OffloadedInputs | None:
-    """Return what moves the inputs of recomputed blocks; None: they stay on the device.
+    """Return what moves or divides the inputs of recomputed blocks; None: they stay as they are.
 
     Args:
         tier: on which they wait for backward, as of `Placement`.
@@ -167,17 +173,19 @@ def offloaded_inputs(
         comm: knows its device, and who is to learn that it waits for a disk.
         folder: on the disk, where that is the tier.
         host_memory: bytes that the ranks of this host may take of its memory; None: what is free.
+        partition: divides them; None: each rank keeps them whole.
 
     Raises:
         PreflightError: there is no such file or memory to be had.
     """
     if tier is Tier.DEVICE:
-        return None
+        return None if partition is None else OffloadedInputs(DeviceKeeper(), partition)
     if host_memory is None:
         host_memory = memory_limits.host_available()
     waiting = functools.partial(comm.wait_for_tier, f"its disk ({folder})")
     host_bytes = host_memory // mesh.host.size
-    return OffloadedInputs(make_keeper(tier, comm.device, folder, host_bytes, waiting))
+    keeper = make_keeper(tier, comm.device, folder, host_bytes, waiting)
+    return OffloadedInputs(keeper, partition)
 
 
 def moved_share(layouts: Sequence[UnitLayout], placement: Placement) -> list[str]:
@@ -229,12 +237,8 @@ def transform(
     Raises:
         JobError: this model cannot be transformed so.
     """
-    if compile and activations.checkpoint == "selective" and activations.offload != "device":
-        raise JobError(
-            "activations.checkpoint: selective keeps results inside of compiled blocks, and inputs "
-            f"that are offloaded (activations.offload: {activations.offload}) move outside of "
-            "them: write checkpoint: full, or compile: false"
-        )
+    if compile and activations.checkpoint == "selective":
+        _refuse_moves_around_kept_results(activations)
     notes = tile_linears(model, zero.tile, Precision.of(precision).compute, zero.leaf).notes
     if own_checkpointing(model):
         policy = activations.checkpoint
@@ -259,6 +263,19 @@ def transform(
     if inputs is not None:
         apply_checkpointing(model, activations, inputs)
     return notes
+
+
+def _refuse_moves_around_kept_results(activations: ActivationsConfig) -> None:
+    what = ""
+    if activations.partition:
+        what = "divided (activations.partition)"
+    if activations.offload != "device":
+        what = f"offloaded (activations.offload: {activations.offload})"
+    if what:
+        raise JobError(
+            "activations.checkpoint: selective keeps results inside of compiled blocks, and inputs "
+            f"that are {what} move outside of them: write checkpoint: full, or compile: false"
+        )
 
 
 def compile_blocks(model: nn.Module) -> None:

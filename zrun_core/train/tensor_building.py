@@ -7,8 +7,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
+from zrun_core.activations.partition import Partition
 from zrun_core.distributed.comm import Comm
 from zrun_core.distributed.mesh import Mesh
+from zrun_core.spine.sections.activations import ActivationsConfig
 from zrun_core.spine.sections.parallel import ParallelConfig
 from zrun_core.tensor_parallel.divide import Divided, divide
 from zrun_core.tensor_parallel.fake_check import check_on_fakes
@@ -69,6 +71,21 @@ def divide_model(
         return None
     chunks = _chunks(model, parts) if parallel.sequence else ()
     return divide(model, plan, TensorComm(comm, mesh.tensor), chunks)
+
+
+def input_partition(
+    activations: ActivationsConfig, parallel: ParallelConfig, mesh: Mesh, comm: Comm
+) -> Partition | None:
+    """Return what divides the inputs of recomputed blocks; None: they are kept as they are.
+
+    Args:
+        activations, parallel: sections of the job. With slices of the sequence they are slices.
+        mesh: groups of this rank.
+        comm: carries the collectives.
+    """
+    if not activations.partition or parallel.sequence:
+        return None
+    return Partition(TensorComm(comm, mesh.tensor))
 
 
 def _chunks(model: nn.Module, parts: StageParts | None) -> Sequence[Sequence[str]]:

@@ -59,7 +59,7 @@ from zrun_core.train.evaluator import HeldOut
 from zrun_core.train.host_room import host_room
 from zrun_core.train.rank_phase import RankPhase
 from zrun_core.train.stage_building import StageParts, build_stage
-from zrun_core.train.tensor_building import divide_model, plan_tensors
+from zrun_core.train.tensor_building import divide_model, input_partition, plan_tensors
 from zrun_core.train.trainer import Trainer, UserFunctions
 from zrun_core.user_code import user
 from zrun_core.user_code.build import Built, build_once_per_host
@@ -212,6 +212,7 @@ class Worker:
             comm,
             self.spec.offload_folder,
             job.offload.host_memory,
+            input_partition(job.activations, job.parallel, mesh, comm),
         )
         sharded, notes = parallelize.parallelize(
             built, job, settings, mesh, comm, inputs, parts, divided

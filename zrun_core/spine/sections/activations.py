@@ -26,12 +26,22 @@ class ActivationsConfig(Section):
         "offload.dir",
         examples=["device"],
     )
+    partition: bool = Field(
+        default=False,
+        description="with parallel.tp: each rank of a tensor group keeps a slice of the input of a "
+        "recomputed block, and all of them gather it in backward (Rajbhandari et al. 2020, P_a)",
+    )
 
     @model_validator(mode="after")
-    def _require_inputs_to_move(self) -> Self:
+    def _require_recomputed_blocks(self) -> Self:
         if self.offload != "device" and self.checkpoint == "none":
             raise ValueError(
                 "activations.offload moves the inputs of recomputed blocks, and none is "
                 "recomputed; write checkpoint: full, or leave offload out"
+            )
+        if self.partition and self.checkpoint == "none":
+            raise ValueError(
+                "activations.partition divides the inputs of recomputed blocks, and none is "
+                "recomputed; write checkpoint: full, or leave partition out"
             )
         return self

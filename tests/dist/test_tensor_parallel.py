@@ -10,9 +10,12 @@ import numpy as np
 import pytest
 import torch
 from pipeline_table import transformer
-from runs import job, losses, run
+from runs import PoolWorker, job, losses, make_spec, run
 from test_pipelines import Tensors, gpt, whole
 from torch import nn
+from toys import world
+
+from zrun_core.distributed.comm import CommPhase
 
 STEPS = 2
 SGD = {"name": "sgd", "lr": 0.1, "clip": 1.0, "args": {"momentum": 0.9}}
@@ -186,3 +189,85 @@ def test_what_is_told_of_the_run(ranks, tmp_path: Path, sequence: bool) -> None:
         sums = 1 + 4 * args["depth"] + 1  # embedding, 2 + 2 of each block, the head's input
         cross_entropy = 3  # numbers of each token: the largest logit, the sum, the label's logit
         assert layers == {"measured_bytes": 4 * tokens * (sums * args["dim"] + cross_entropy)}
+
+
+Counted = dict[tuple[str, str], tuple[int, int]]  # calls and bytes received, by kind and phase
+
+
+def counted(keys: dict[str, Any], run_dir: str) -> Counted:
+    """Count what a run sends among the ranks that have slices of the same layers."""
+    Path(run_dir).mkdir(exist_ok=True)
+    rank, _ = world()
+    worker = PoolWorker(make_spec(keys, run_dir, None, {"dp": 1, "tp": 2}), rank)
+    trainer = worker.prepare()
+    trainer.stop.ignore = lambda: None  # type: ignore[method-assign]  # the process lives on
+    trainer.run()
+    trainer.loader._steps.close()
+    worker.close()
+    comm = trainer.comm
+    return {
+        (key.kind, key.phase.value): (calls, comm.received_bytes[key])
+        for key, calls in comm.calls.items()
+        if key.axis == "tensor" and key.phase in (CommPhase.FORWARD, CommPhase.BACKWARD)
+    }
+
+
+DEPTH, BATCH, LENGTH, DIM = 4, 2, 6, 16
+PASSES = STEPS * 4  # micro-batches
+WHOLE = 4 * BATCH * LENGTH * DIM  # bytes of hidden states
+LOGITS = 4 * BATCH * LENGTH  # of a number for each token
+
+
+@pytest.mark.parametrize("checkpoint", ["none", "full"])
+@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
+def test_messages(ranks, tmp_path: Path, sequence: bool, checkpoint: str) -> None:
+    """Two sums of a block in forward and two in backward, or as many gathers and scattered sums.
+
+    Two ranks receive as many bytes by a sum of hidden states as these have, and half of them by a
+    gather or a scattered sum. Recomputation stops before the block's last sum.
+    """
+    keys = small(
+        model=gpt(),
+        activations={"checkpoint": checkpoint},
+        parallel={"tp": 2, "sequence": sequence},
+    )
+    again = DEPTH if checkpoint == "full" else 0  # blocks that are recomputed
+    rows, head = 1, 1  # sums: of the embedding, and of the gradient of what the head gets
+    largest, sums = 1, 2  # of the cross-entropy: gathered, and summed
+    if sequence:
+        # What goes into a region is gathered, and its gradient is a scattered sum.
+        around = 1  # behind the last block; of the gradient, in front of the first
+        expected = {
+            ("all_reduce", "forward"): (rows + sums, WHOLE + sums * LOGITS),
+            ("all_gather", "forward"): (2 * DEPTH + around + largest, 0),
+            ("reduce_scatter", "forward"): (2 * DEPTH, DEPTH * WHOLE),
+            ("all_reduce", "backward"): (head, WHOLE),
+            ("all_gather", "backward"): (2 * DEPTH + around + 2 * again, 0),
+            ("reduce_scatter", "backward"): (2 * DEPTH + again, 0),
+        }
+        gathered = (2 * DEPTH + around) * WHOLE // 2
+        expected["all_gather", "forward"] = (2 * DEPTH + around + largest, gathered + LOGITS)
+        expected["all_gather", "backward"] = (
+            2 * DEPTH + around + 2 * again,
+            gathered + again * WHOLE,
+        )
+        expected["reduce_scatter", "backward"] = (
+            2 * DEPTH + again,
+            DEPTH * WHOLE + again * WHOLE // 2,
+        )
+    else:
+        expected = {
+            ("all_reduce", "forward"): (
+                2 * DEPTH + rows + sums,
+                (2 * DEPTH + rows) * WHOLE + sums * LOGITS,
+            ),
+            ("all_gather", "forward"): (largest, LOGITS),
+            ("all_reduce", "backward"): (
+                2 * DEPTH + head + again,
+                (2 * DEPTH + head + again) * WHOLE,
+            ),
+        }
+    for found in ranks(2).run(counted, keys, str(tmp_path / "run")):
+        assert found == {
+            key: (PASSES * calls, PASSES * size) for key, (calls, size) in expected.items()
+        }

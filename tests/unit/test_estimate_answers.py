@@ -180,12 +180,12 @@ def test_nothing_that_fits_is_said_too() -> None:
     assert found.sentence.endswith("no change of the job makes it fit here")
 
 
-def test_the_best_is_told_with_what_is_planned_only(searched: Answer) -> None:
+def test_the_best_is_told_with_its_axes(searched: Answer) -> None:
     found = searched.found
     assert found is not None
     assert found.best[0].time.seconds == min(each.time.seconds for each in found.best)
     text = "\n".join(rendered(plan_tables.choice_table(found.best, 120), 120))
-    assert " *" in text
+    assert " (sequence)" in text
     headroom = [each.headroom for each in found.pareto]
     assert headroom == sorted(headroom)
 
@@ -388,9 +388,9 @@ def test_the_steps_of_a_job_are_counted(
 def test_files_of_the_job_that_change_end_it(tmp_path: Path, searched: Answer) -> None:
     code = tmp_path / "model.py"
     code.write_text("width = 1\n")
-    parts = as_data((searched.chosen, searched.stages, None, None, None, "", 1, None, None))
+    parts = as_data((searched.chosen, searched.stages, None, None, "", 1, None, None))
     kept.write("a", parts, {str(code): digest_of_file(code)})
-    assert kept.read("a") == (searched.chosen, searched.stages, None, None, None, "", 1, None, None)
+    assert kept.read("a") == (searched.chosen, searched.stages, None, None, "", 1, None, None)
     code.write_text("width = 2\n")
     assert kept.read("a") is None
     (cache_folder("answers") / "a.json").write_text('{"files": {}, "parts": [], "buffers": []}')

@@ -10,6 +10,7 @@ from zrun_core.hardware.hardware import Hardware
 from zrun_core.hardware.simulated import parse_simulate
 from zrun_core.memory.buffers import Placement, Tier
 from zrun_core.plan.question.candidate import Candidate
+from zrun_core.plan.question.subject import Subject
 from zrun_core.plan.question.transformer import TransformerShape
 from zrun_core.plan.timing.cost_model import CostModel
 from zrun_core.plan.timing.micro_batch_cost import TimingSettings
@@ -31,7 +32,7 @@ MEGATRON = TimingSettings(fused=True, fused_accumulation=True)
 
 
 def megatron(shape: TransformerShape, hardware: Hardware, candidate: Candidate) -> StepTime:
-    return step_time(CostModel(shape, hardware, MEGATRON), candidate, shape.seq)
+    return step_time(CostModel(Subject(shape), hardware, MEGATRON), candidate, shape.seq)
 
 
 def korthikanti(name: str, *, present: bool) -> tuple[TransformerShape, StepTime]:
@@ -128,7 +129,9 @@ def timed(
     hardware: str, stage: int, dims: ParallelDims, count: int = 4, **more: object
 ) -> StepTime:
     candidate = replace(Candidate(stage, dims, 2, count), **more)  # type: ignore[arg-type]
-    return step_time(CostModel(GPT, parse_simulate(hardware), TimingSettings()), candidate, GPT.seq)
+    return step_time(
+        CostModel(Subject(GPT), parse_simulate(hardware), TimingSettings()), candidate, GPT.seq
+    )
 
 
 def test_the_parts_are_the_step() -> None:

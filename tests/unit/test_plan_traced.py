@@ -14,6 +14,7 @@ from zrun_core.hardware.simulated import parse_simulate
 from zrun_core.plan.answer.planner import Planner
 from zrun_core.plan.memory.rank_memory import adds_gradients
 from zrun_core.plan.question.candidate import Candidate
+from zrun_core.plan.question.subject import Subject
 from zrun_core.plan.question.transformer import TransformerShape
 from zrun_core.plan.timing.cost_model import CostModel
 from zrun_core.plan.timing.micro_batch_cost import TimingSettings
@@ -146,7 +147,7 @@ HARDWARE = parse_simulate("8xA100-80G")
 
 def test_every_operation_and_parameter_belongs_to_one_part() -> None:
     found = profile()
-    parts = CostModel(found, HARDWARE, TimingSettings()).micro_batch(
+    parts = CostModel(Subject(found), HARDWARE, TimingSettings()).micro_batch(
         Candidate(0, ParallelDims(1), 4, 1).key
     )
     once = 4 * 2.0 * TOKENS * WIDTH**2

@@ -31,13 +31,13 @@ class Answer:
         stages: of that at each ZeRO stage.
         found: of a search, if there was one.
         fix: the cheapest change that is known to fit; None: it fits, or nothing does.
-        today: the fastest that zrun trains, where the fastest was asked for.
         sentence: why it does not fit, or why nobody can say; "" if it fits.
         num_params: of the model.
         tokens_per_sample: None where samples are no tokens.
         num_samples: of the training data; None where that is not known.
         is_partial: looking at the model took too long: the next answer may know more.
         measured: a trial of the job, by which all times are scaled; None: there was none.
+        goal: of the search; None: nobody asked for one.
     """
 
     question: Question
@@ -45,13 +45,13 @@ class Answer:
     stages: tuple[Estimate, ...]
     found: SearchResult | None = None
     fix: Estimate | None = None
-    today: Estimate | None = None
     sentence: str = ""
     num_params: int = 0
     tokens_per_sample: int | None = None
     num_samples: int | None = None
     is_partial: bool = False
     measured: Comparison | None = None
+    goal: SearchGoal | None = None
 
     @property
     def num_steps(self) -> int | None:
@@ -87,10 +87,10 @@ class Answer:
 
     @property
     def target(self) -> Estimate | None:
-        """The estimate that a patch leads to: the best that zrun trains, or the cheapest change."""
-        if self.today is not None:
-            return self.today
-        return None if self.fix is None or self.fix.candidate.lacking() else self.fix
+        """The estimate that a patch leads to: the fastest if that was asked for, or the fix."""
+        if self.goal == "best" and self.found is not None and self.found.best:
+            return self.found.best[0]
+        return self.fix
 
     @property
     def notes(self) -> list[str]:
@@ -132,7 +132,7 @@ def answer(question: Question, goal: SearchGoal | None = None) -> Answer:
     """
     key = None if question.key is None else f"{question.key}-{goal or 'asked'}"
     if key is not None and (parts := kept.read(key)) is not None:
-        return Answer(question, *parts)
+        return Answer(question, *parts, goal=goal)
     found = _answered(question, goal)
     if key is not None and not found.is_partial:
         parts = (
@@ -140,13 +140,12 @@ def answer(question: Question, goal: SearchGoal | None = None) -> Answer:
             found.stages,
             found.found,
             found.fix,
-            found.today,
             found.sentence,
             found.num_params,
             found.tokens_per_sample,
             found.num_samples,
         )
-        kept.write(key, as_data(parts), getattr(question.planner.subject, "files", {}))
+        kept.write(key, as_data(parts), question.planner.parts.files)
     return found
 
 
@@ -160,11 +159,7 @@ def _answered(question: Question, goal: SearchGoal | None) -> Answer:
         else:
             stages.append(planner.estimate(_at_stage(question.base, stage)))
     found = None if goal is None else _search(question, goal)
-    today = fix = None
-    if found is not None and goal == "best":
-        trained = [each for each in found.best if not each.candidate.lacking()]
-        trained = trained or list(_search(question, goal, trainable=True).best)
-        today = trained[0] if trained else None
+    fix = None
     why = ""
     if not chosen.fits or chosen.is_guess:
         fits = found if goal == "fit" and found is not None else _search(question, "fit")
@@ -172,19 +167,19 @@ def _answered(question: Question, goal: SearchGoal | None) -> Answer:
         change = None if fix is None else describe_change(question, chosen, fix)
         tell = uncertainty if chosen.fits else sentence
         why = tell(chosen, question.hardware, change)
-    is_partial = getattr(planner.subject, "is_partial", False)
+    is_partial = planner.parts.is_partial
     return Answer(
         question,
         chosen,
         tuple(stages),
         found,
         fix,
-        today,
         why,
         planner.num_params,
         planner.tokens_per_sample,
         planner.num_samples,
         is_partial,
+        goal=goal,
     )
 
 
@@ -197,7 +192,7 @@ def describe_change(question: Question, before: Estimate, fix: Estimate) -> str:
         before: the estimate of the job as it is.
         fix: that of the change.
     """
-    if question.config is not None and not fix.candidate.lacking():
+    if question.config is not None:
         changes = job_changes(question.config, question.batch, fix.candidate, question.hardware)
         text = " ".join(as_overrides(changes))
     else:
@@ -206,8 +201,6 @@ def describe_change(question: Question, before: Estimate, fix: Estimate) -> str:
     notes = [
         note for note in (time_of(fix, before), f"{free / fix.capacity:.0%} left free") if note
     ]
-    if fix.candidate.lacking():
-        notes.append("which zrun plans, but does not train yet")
     return f"{text} ({', '.join(notes)})"
 
 
@@ -267,26 +260,18 @@ def _at_stage(base: Candidate, stage: int) -> Candidate:
     return replace(base, stage=stage, dims=dims, placement=placement)
 
 
-def _search(question: Question, goal: SearchGoal, trainable: bool = False) -> SearchResult:
+def _search(question: Question, goal: SearchGoal) -> SearchResult:
     from zrun_core.plan.answer.search import SearchSpace, search
 
     base = question.base
-    constraints = SearchSpace(
-        global_batch=question.batch.global_size, base=base, trainable=trainable
-    )
+    constraints = SearchSpace(global_batch=question.batch.global_size, base=base)
     if goal == "fit":
-        # First among what zrun trains: that is the change that a person can make today.
-        quick = replace(constraints, trainable=True)
-        with_training = (
-            search(question.planner, question.hardware, quick, goal) if _is_trained(base) else None
-        )
-        if with_training is not None and with_training.best:
-            return with_training
+        # First with the layers as they are: each way to divide them is traced by itself.
+        quick = replace(constraints, tp=(base.dims.tp,))
+        found = search(question.planner, question.hardware, quick, goal)
+        if found.best:
+            return found
     return search(question.planner, question.hardware, constraints, goal)
-
-
-def _is_trained(candidate: Candidate) -> bool:
-    return not candidate.lacking()
 
 
 def _difference(before: Candidate, after: Candidate) -> str:

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 # What was asked, at each stage, of a search, the cheapest change, the fastest that is trained; why
 # it does not fit; parameters, tokens of a sample, and samples of the data.
 Parts: TypeAlias = (
-    "tuple[Estimate, tuple[Estimate, ...], SearchResult | None, Estimate | None, Estimate | None, "
-    "str, int, int | None, int | None]"
+    "tuple[Estimate, tuple[Estimate, ...], SearchResult | None, Estimate | None, str, int, "
+    "int | None, int | None]"
 )
 _KEPT = 100  # answers in the cache
 
@@ -86,14 +86,12 @@ def _with_buffers(value: Any, put: Callable[[Any], Any]) -> Any:
 def _adapter() -> TypeAdapter[Parts]:
     from zrun_core.plan.answer.outcome import Estimate, SearchResult
 
-    maybe = Estimate | None
     return TypeAdapter(
         tuple[
             Estimate,
             tuple[Estimate, ...],
             SearchResult | None,
-            maybe,
-            maybe,
+            Estimate | None,
             str,
             int,
             int | None,

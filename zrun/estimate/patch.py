@@ -52,6 +52,7 @@ def job_changes(
         "activations.checkpoint": candidate.checkpoint,
         "precision.compute": candidate.precision,
         "parallel.tp": dims.tp,
+        "parallel.sequence": candidate.sequence_parallel,
         "parallel.pp": dims.pp,
         "parallel.schedule": _schedule(config, candidate),
         "parallel.virtual": dims.virtual,

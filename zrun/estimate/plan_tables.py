@@ -100,9 +100,12 @@ def choice_table(estimates: Sequence[Estimate], width: int) -> Table:
         candidate = each.candidate
         dims = candidate.dims
         sharded = f"/{dims.shard_size}" if candidate.stage and dims.shard_size != dims.dp else ""
-        order = f" ({dims.virtual} chunks)" if dims.virtual > 1 else ""
+        words = [f"{dims.virtual} chunks"] if dims.virtual > 1 else []
         if dims.pp > 1 and candidate.schedule == "zero_bubble":
-            order = " (zero bubble)"
+            words.append("zero bubble")
+        if candidate.sequence_parallel:
+            words.append("sequence")
+        order = f" ({', '.join(words)})" if words else ""
         rows.append(
             {
                 "": str(number),
@@ -116,7 +119,6 @@ def choice_table(estimates: Sequence[Estimate], width: int) -> Table:
                 "step": _seconds(each.time.seconds),
                 "tok/s": formatting.count(each.time.tokens_per_s or 0),
                 "MFU": _share(each.time.mfu),
-                "*": "*" if candidate.lacking() else "",
             }
         )
     columns = {name: [row[name] for row in rows] for name in rows[0]} if rows else {"": []}

@@ -195,7 +195,8 @@ def with_other_keys(question: Question, loaded: LoadedJob, key: str) -> Question
         loaded: the job with the other keys.
         key: the one that differs.
     """
-    if not key.startswith(_ALONE):  # another model, or another format
+    divides = key == "parallel" or key.startswith("parallel.plan")
+    if divides or not key.startswith(_ALONE):  # another model, or another format
         return of_job_on(loaded, question.hardware, question.patience_s)
     job, batch = _resolved_on(loaded.config, question.hardware)
     asked = _candidate(job, batch, question.hardware)
@@ -227,7 +228,10 @@ def _question(
         from zrun_core.spine.sections.section import Ref
         from zrun_core.user_code import user
 
-        profile = _profile(job, job_dir, hardware, asked, patience_s)
+        def divide(tp: int, sequence: bool) -> Profile:
+            return _profile(job, job_dir, hardware, asked, patience_s, tp, sequence)
+
+        profile = divide(1, False)
         from zrun_core.plan.answer.planner import Planner
         from zrun_core.plan.trace.parameters_only import with_guesses
 
@@ -239,6 +243,7 @@ def _question(
             hardware,
             job,
             formula=formula,
+            divide=divide,
             load=lambda name: user.load(Ref(call=name), job_dir),
         )
 
@@ -295,7 +300,10 @@ def _profile(
     hardware: Hardware,
     asked: Candidate,
     patience_s: float,
+    tp: int,
+    sequence: bool,
 ) -> Profile:
+    """Return what the first of `tp` ranks has of a job's model, and what it computes."""
     from zrun.job.environment import worker_environment
     from zrun_core.plan.trace.trace_process import trace_in_subprocess
 
@@ -303,7 +311,7 @@ def _profile(
     ahead = threading.Thread(target=_import_planner, daemon=True)
     ahead.start()
     profile = trace_in_subprocess(
-        job,
+        _divided(job, tp, sequence),
         job_dir,
         **_of_trace(hardware, asked),
         environment=worker_environment(job, os.environ),
@@ -311,6 +319,14 @@ def _profile(
     )
     ahead.join()
     return profile
+
+
+def _divided(job: JobConfig, tp: int, sequence: bool) -> JobConfig:
+    """Return a job whose model is divided over `tp` ranks, with slices of the sequence or not."""
+    changed: dict[str, Any] = {"tp": tp, "sequence": sequence}
+    if tp == 1:
+        changed["plan"] = "auto"  # there is nothing to divide
+    return job.model_copy(update={"parallel": job.parallel.model_copy(update=changed)})
 
 
 def _import_planner() -> None:
@@ -367,7 +383,7 @@ def _candidate(job: JobConfig, batch: BatchPlan, hardware: Hardware) -> Candidat
         job.activations.checkpoint,
         job.precision.compute,
         placement=placement_of(job.offload, job.activations, hardware.device.kind),
-        sequence_parallel=dims.tp > 1,
+        sequence_parallel=dims.tp > 1 and parallel.sequence,
         init=job.init,
         schedule=parallel.schedule,
         split=() if parallel.split == "auto" else tuple(parallel.split),

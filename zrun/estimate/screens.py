@@ -109,23 +109,15 @@ def _print_search(console: Console, found: Answer, tokens: str | None, price: fl
         markup=False,
     )
     if result.best:
-        shown = [*result.best, *result.pareto]
         console.print(choice_table(result.best, console.width))
         console.print("the fastest for each amount of free memory: none is both faster and smaller")
         console.print(choice_table(result.pareto, console.width))
         if tokens is not None:
             _print_lines(console, [_budget(result.best[0], tokens, price)])
     else:
-        shown = list(result.rejected)
         console.print("none of them fits; the nearest:")
         console.print(choice_table(result.rejected, console.width))
     console.print(fill(CHOICES, console.width), markup=False)
-    if not any(each.candidate.lacking() for each in shown):
-        return
-    console.print("* zrun plans these, and does not train with them yet")
-    if found.today is not None:
-        console.print("the fastest that it trains:")
-        console.print(choice_table([found.today], console.width))
 
 
 def _print_changes(console: Console, found: Answer) -> None:

@@ -165,7 +165,6 @@ def with_trial(found: Answer, trial: Trial) -> Answer:
         stages=tuple(scaled(each, scale) for each in found.stages),
         found=None if search is None else _scaled_search(search, scale),
         fix=None if found.fix is None else scaled(found.fix, scale),
-        today=None if found.today is None else scaled(found.today, scale),
         measured=comparison,
     )
 

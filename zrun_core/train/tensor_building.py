@@ -21,6 +21,21 @@ from zrun_core.zero.auto_wrap import repeated_blocks
 from zrun_core.zero.sharding_config import ShardingConfig
 
 
+def planned(model: nn.Module, parallel: ParallelConfig) -> TensorPlan | None:
+    """Return how a model is divided, by its modules alone; None: it is not.
+
+    Args:
+        model: the user's, before it is cut into stages.
+        parallel: section of the job.
+
+    Raises:
+        JobError: it cannot be divided as the job says.
+    """
+    if parallel.tp == 1:
+        return None
+    return plan_model(model, None if parallel.plan == "auto" else parallel.plan, parallel.tp)
+
+
 def plan_tensors(
     model: nn.Module,
     parallel: ParallelConfig,
@@ -40,9 +55,9 @@ def plan_tensors(
     Raises:
         JobError: it cannot be divided as the job says.
     """
-    if parallel.tp == 1:
+    plan = planned(model, parallel)
+    if plan is None:
         return None
-    plan = plan_model(model, None if parallel.plan == "auto" else parallel.plan, parallel.tp)
     return check_on_fakes(model, plan, forward, settings.precision.compute, device)
 
 
@@ -50,8 +65,7 @@ def divide_model(
     model: nn.Module,
     plan: TensorPlan | None,
     parallel: ParallelConfig,
-    mesh: Mesh,
-    comm: Comm,
+    comm: TensorComm,
     parts: StageParts | None,
 ) -> Divided | None:
     """Give this rank its slices of a model, in place; None: it has all.
@@ -60,8 +74,7 @@ def divide_model(
         model: the user's, or what a stage of a pipeline has of it.
         plan: of the whole model.
         parallel: section of the job.
-        mesh: groups of this rank.
-        comm: carries the collectives.
+        comm: of the ranks that have slices of the same layers.
         parts: of the pipeline; None: there is none.
 
     Raises:
@@ -70,7 +83,7 @@ def divide_model(
     if plan is None:
         return None
     chunks = _chunks(model, parts) if parallel.sequence else ()
-    return divide(model, plan, TensorComm(comm, mesh.tensor), chunks)
+    return divide(model, plan, comm, chunks)
 
 
 def input_partition(

@@ -54,6 +54,7 @@ from zrun_core.spine.flight_recorder import FlightRecorder, Watchdog, host_file
 from zrun_core.spine.sections.section import Ref
 from zrun_core.spine.spec import RunSpec
 from zrun_core.spine.stop_signals import StopSignals
+from zrun_core.tensor_parallel.tensor_comm import TensorComm
 from zrun_core.train import failure_note, parallelize, rendezvous
 from zrun_core.train.evaluator import HeldOut
 from zrun_core.train.host_room import host_room
@@ -205,7 +206,8 @@ class Worker:
             )
 
         self.phase.enter("shard")
-        divided = divide_model(built.module, plan, job.parallel, mesh, comm, parts)
+        tensor_comm = TensorComm(comm, mesh.tensor)
+        divided = divide_model(built.module, plan, job.parallel, tensor_comm, parts)
         inputs = parallelize.offloaded_inputs(
             settings.placement.activation,
             mesh,

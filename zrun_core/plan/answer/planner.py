@@ -38,6 +38,7 @@ from zrun_core.plan.memory.states import (
     settings_of,
 )
 from zrun_core.plan.question.candidate import Candidate
+from zrun_core.plan.question.subject import Divide, Subject
 from zrun_core.plan.question.transformer import TransformerShape
 from zrun_core.plan.timing.cost_model import CostModel
 from zrun_core.plan.timing.micro_batch_cost import TimingSettings
@@ -93,6 +94,7 @@ class Planner:
         job: JobConfig | None = None,
         *,
         formula: TransformerShape | None = None,
+        divide: Divide | None = None,
         load: Callable[[str], Any] = _no_code,
     ) -> None:
         """
@@ -101,7 +103,8 @@ class Planner:
             hardware: to run it on.
             job: the rest that decides: the optimizer, formats of reductions, sizes of units,
                 loaders.
-            formula: the shape of a traced model, for what tensor parallelism divides.
+            formula: the shape of a traced model, for what was not traced.
+            divide: traces a part of it, as of `Subject`.
             load: finds the optimizer that the job names as `module:attr`.
 
         Raises:
@@ -114,7 +117,10 @@ class Planner:
         settings = settings_of(self.job, load, self.device_type)
         shape = subject if isinstance(subject, TransformerShape) else formula
         timing = _timing_settings(self.job, settings, shape)
-        self.cost_model = CostModel(subject, hardware, timing, formula)
+        parallel = self.job.parallel
+        asked = (parallel.tp, parallel.tp > 1 and parallel.sequence)
+        self.parts = Subject(subject, formula, divide, asked)
+        self.cost_model = CostModel(self.parts, hardware, timing)
         self.num_blocks: int
         self.num_params: int
         self.tokens_per_sample: int | None
@@ -131,9 +137,7 @@ class Planner:
             self.num_samples = subject.num_samples
         self._settings = settings
         self.pipeline = self.cost_model.pipeline
-        self._states = StateModel(
-            subject, shape, self.job, settings, self.device_type, self.pipeline
-        )
+        self._states = StateModel(self.parts, self.job, settings, self.device_type, self.pipeline)
         self._peaks: dict[tuple[object, ...], Peak] = {}
         self._beyond: dict[tuple[object, ...], int] = {}
 
@@ -231,10 +235,7 @@ class Planner:
             return []
         profile = None
         if not self.cost_model.uses_formula(candidate.key):
-            assert isinstance(self.subject, Profile)
-            if candidate.checkpoint not in self.subject.traces:
-                raise self._untraced(candidate)
-            profile = self.subject
+            profile = self._profile(candidate)
         shape = self.cost_model.formula
         return rank_memory.input_bytes(profile, shape, candidate, self._every(candidate))
 
@@ -302,12 +303,23 @@ class Planner:
             assert formula is not None
             every_n = self.job.activations.n
             return rank_memory.by_formula(formula, candidate, stage, beyond, every_n)
-        assert isinstance(self.subject, Profile)
-        if candidate.checkpoint not in self.subject.traces:
-            raise self._untraced(candidate)
         cuda = self.device_type == "cuda"
         every = self._every(candidate)
-        return rank_memory.traced(self.subject, candidate, stage, beyond, every=every, cuda=cuda)
+        profile = self._profile(candidate)
+        return rank_memory.traced(profile, candidate, stage, beyond, every=every, cuda=cuda)
+
+    def _profile(self, candidate: Candidate) -> Profile:
+        """Return the trace of what a rank computes.
+
+        Raises:
+            JobError: it was not traced so.
+        """
+        dims = candidate.dims
+        profile = self.parts.traced(dims.tp, sequence=candidate.sequence_parallel)
+        assert profile is not None
+        if candidate.checkpoint not in profile.traces:
+            raise self._untraced(candidate)
+        return profile
 
     def _every(self, candidate: Candidate) -> int:
         """Return of how many blocks one is recomputed."""
@@ -317,27 +329,24 @@ class Planner:
         """Return the bytes that the allocator holds beyond those in use at the peak."""
         if self.cost_model.uses_formula(candidate.key) or candidate.dims.pp > 1:
             return rank_memory.formula_slack(peak.dynamic)
-        assert isinstance(self.subject, Profile)
+        profile = self._profile(candidate)
         late = () if self.device_type == "cuda" else states.moments
         away = rank_memory.moves_inputs(candidate)
         passes = min(2, candidate.accumulation)
-        key = (candidate.checkpoint, candidate.micro, passes, late, away, candidate.init)
+        key = (candidate.key, passes, late, away, candidate.init)
         every = self._every(candidate)
         if key not in self._beyond:
             if self.device_type == "cuda":
-                self._beyond[key] = rank_memory.reserved_beyond(self.subject, candidate, every)
+                self._beyond[key] = rank_memory.reserved_beyond(profile, candidate, every)
             else:
-                self._beyond[key] = rank_memory.heap_beyond(
-                    self.subject, candidate, peak, late, every
-                )
+                self._beyond[key] = rank_memory.heap_beyond(profile, candidate, peak, late, every)
         return self._beyond[key]
 
     def _kernels(self, candidate: Candidate) -> int:
         """Return the bytes of code that a CPU's library makes for the shapes of products."""
         if self.cost_model.uses_formula(candidate.key):
             return 0
-        assert isinstance(self.subject, Profile)
-        return rank_memory.kernel_bytes(self.subject, candidate)
+        return rank_memory.kernel_bytes(self._profile(candidate), candidate)
 
     def outside(self, candidate: Candidate) -> int:
         """Return the bytes of a device outside of its allocator.
@@ -417,7 +426,7 @@ class Planner:
         if isinstance(self.subject, Profile):
             is_ragged = self.subject.is_ragged
             if not self.cost_model.uses_formula(candidate.key):
-                source = self.subject.source_of(candidate.checkpoint)
+                source = self._profile(candidate).source_of(candidate.checkpoint)
         known = ranks
         time = self.time(candidate)
         if source == "guessed":
@@ -571,8 +580,10 @@ class Planner:
     def _untraced(self, candidate: Candidate) -> JobError:
         policy = candidate.checkpoint
         message = f"checkpoint {policy}: the model was not traced with it"
-        if isinstance(self.subject, Profile):
-            why = self.subject.untraced.get(policy)
+        dims = candidate.dims
+        traced = self.parts.traced(dims.tp, sequence=candidate.sequence_parallel)
+        if traced is not None:
+            why = traced.untraced.get(policy)
             if why:
                 message += f": {why}"
         return JobError(message)
@@ -615,11 +626,11 @@ class Planner:
     # Notes
 
     def _notes(self, candidate: Candidate, source: str) -> list[str]:
-        notes = [
-            f"zrun plans {what} and does not train with it yet" for what in candidate.lacking()
-        ]
+        notes = []
+        dims = candidate.dims
         if isinstance(self.subject, Profile):
-            notes += self._notes_of_trace(self.subject, candidate.checkpoint, source)
+            traced = self.parts.traced(dims.tp, sequence=candidate.sequence_parallel)
+            notes += self._notes_of_trace(traced or self.subject, candidate.checkpoint, source)
         if self.hardware.usual_disk and candidate.placement.uses(Tier.DISK):
             rate = f"{self.hardware.disk_read / GB:g} GB/s each way"
             notes.append(f"nobody has measured the disk, which is taken to move {rate}")

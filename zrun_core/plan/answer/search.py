@@ -41,8 +41,8 @@ def search(
 ) -> SearchResult:
     """Search a space for the fastest configuration that fits, or for the cheapest change that does.
 
-    The cheapest change of `space.base` is one that zrun can train with, then the one with the
-    fewest keys changed, then the one that slows a step least.
+    The cheapest change of `space.base` is the one with the fewest keys changed, then the one that
+    slows a step least.
 
     Args:
         subject: the model, or a planner of it.
@@ -216,10 +216,10 @@ class _Search:
         ordered = sorted(fitting, key=lambda each: _cost(base, each))
         return self._result(ordered, fitting, self._nearest(missed))
 
-    def _by_changes(self, base: Candidate) -> dict[tuple[int, int], list[BoundedCandidate]]:
-        """Return all candidates by what zrun lacks for them, and by the keys that differ."""
+    def _by_changes(self, base: Candidate) -> dict[int, list[BoundedCandidate]]:
+        """Return all candidates by the number of keys that differ."""
         elsewhere = self._bounds.placements[1:]
-        groups: dict[tuple[int, int], list[BoundedCandidate]] = {}
+        groups: dict[int, list[BoundedCandidate]] = {}
         for first in self.bounded():
             others = [
                 self._bounds.at(first.number, first.candidate, placement)
@@ -228,8 +228,7 @@ class _Search:
             ]
             for bound in (first, *others):
                 self._considered += 1
-                key = len(bound.candidate.lacking()), changes(base, bound.candidate)
-                groups.setdefault(key, []).append(bound)
+                groups.setdefault(changes(base, bound.candidate), []).append(bound)
         return groups
 
     # Estimates
@@ -315,6 +314,7 @@ def changes(base: Candidate, other: Candidate) -> int:
         lambda c: c.precision,
         lambda c: c.placement,
         lambda c: c.dims.tp,
+        lambda c: c.sequence_parallel,
         lambda c: (c.dims.pp, c.dims.virtual),
         lambda c: c.dims.world_size,
         lambda c: c.stage > 0 and c.dims.shard_size < c.dims.dp,
@@ -323,15 +323,9 @@ def changes(base: Candidate, other: Candidate) -> int:
     return sum(key(base) != key(other) for key in keys)
 
 
-def _cost(base: Candidate, found: Estimate) -> tuple[int, int, float, str]:
-    """Return the price of a change, to be compared: what zrun lacks, keys, seconds."""
-    candidate = found.candidate
-    return (
-        len(candidate.lacking()),
-        changes(base, candidate),
-        found.time.seconds,
-        str(candidate),
-    )
+def _cost(base: Candidate, found: Estimate) -> tuple[int, float, str]:
+    """Return the price of a change, to be compared: keys, seconds."""
+    return changes(base, found.candidate), found.time.seconds, str(found.candidate)
 
 
 def _is_slower(bound: BoundedCandidate, fitting: Sequence[Estimate]) -> bool:

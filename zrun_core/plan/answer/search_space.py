@@ -43,7 +43,6 @@ class SearchSpace:
         base: the candidate that the job asks for; changes are counted from it.
         devices: numbers of devices that may be used; None: as many as the base, and all that the
             hardware has.
-        trainable: only candidates that zrun can train now.
         offloads: states may live in the memory of hosts, and on disks where there are any.
         virtual: parts of a pipeline stage at most.
         most_micro: samples of a micro-batch at most, or as many as the base has.
@@ -59,7 +58,6 @@ class SearchSpace:
     micro: Sequence[int] | None = None
     checkpoints: Sequence[str] | None = None
     precisions: Sequence[str] | None = None
-    trainable: bool = False
     offloads: bool = True
     virtual: int = _MOST_VIRTUAL
     most_micro: int = 64
@@ -75,10 +73,6 @@ class SearchSpace:
             given = getattr(self, name)
             if given is not None and not given:
                 raise JobError(f"the constraints leave nothing to choose {name} from")
-        if self.trainable and 1 not in (self.tp or (1,)):
-            raise JobError(
-                "the constraints contradict each other: zrun does not train with tp above 1 yet"
-            )
 
 
 def candidates(planner: Planner, space: SearchSpace) -> Iterator[Candidate]:
@@ -86,7 +80,7 @@ def candidates(planner: Planner, space: SearchSpace) -> Iterator[Candidate]:
     enumeration = _Enumeration(planner, space)
     seen = set[Candidate]()
     for candidate in enumeration.candidates():
-        if candidate in seen or (space.trainable and candidate.lacking()):
+        if candidate in seen:
             continue
         seen.add(candidate)
         yield candidate
@@ -143,8 +137,10 @@ class _Enumeration:
             count = samples // micro
             if dims.virtual > 1 and count % dims.pp:
                 continue  # interleaved stages take micro-batches in groups, and wait for the last
-            stages = itertools.product(self._space.stages, self._schedules(dims))
-            for stage, schedule in stages:
+            ways = itertools.product(
+                self._space.stages, self._schedules(dims), self._sequences(dims.tp)
+            )
+            for stage, schedule, sequence in ways:
                 for shard in self._shards(dims, stage):
                     yield Candidate(
                         stage,
@@ -153,11 +149,23 @@ class _Enumeration:
                         count,
                         checkpoint,
                         precision,
-                        sequence_parallel=dims.tp > 1,
+                        sequence_parallel=sequence,
                         init=init,
                         schedule=schedule,
                         split=self._split(dims),
                     )
+
+    def _sequences(self, tp: int) -> Sequence[bool]:
+        """Return whether ranks have slices of the sequence: as the base, and where that is possible
+
+        Slices take less memory, and as many bytes are sent.
+        """
+        if tp == 1:
+            return (False,)
+        possible = not self._planner.parts.why_not_divided(tp, sequence=True)
+        if self._base is None or self._base.dims.tp == 1:
+            return (possible,)
+        return tuple(dict.fromkeys((self._base.sequence_parallel, possible)))
 
     def _schedules(self, dims: ParallelDims) -> Sequence[str]:
         """Return the orders of forwards and backwards, that of the base first."""
@@ -219,17 +227,15 @@ class _Enumeration:
 
     def _tps(self) -> list[int]:
         """Return sizes of tensor-parallel groups: within a node, and such that heads divide."""
+        possible = _divisors(self._hardware.devices_per_node)
+        if self._space.tp is not None:
+            possible = [tp for tp in possible if tp in self._space.tp]
         shape = self._planner.cost_model.formula
-        possible = [1]
-        if shape is not None and not self._space.trainable:
-            possible = [
-                tp
-                for tp in _divisors(self._hardware.devices_per_node)
-                if shape.heads % tp == 0 and shape.kv_heads % tp == 0 and shape.ffn % tp == 0
-            ]
-        if self._space.tp is None:
-            return possible
-        return [tp for tp in possible if tp in self._space.tp]
+        if shape is not None:
+            counts = (shape.heads, shape.kv_heads, shape.ffn)
+            possible = [tp for tp in possible if not any(count % tp for count in counts)]
+        parts = self._planner.parts
+        return [tp for tp in possible if not parts.why_not_divided(tp, sequence=False)]
 
     def _micros(self, samples: int) -> list[int]:
         """Return the sizes of micro-batches into which the samples of a rank divide."""

@@ -24,7 +24,7 @@ from zrun_core.plan.memory.states import (
 )
 from zrun_core.plan.question.candidate import Candidate
 from zrun_core.plan.question.pipeline_model import PipelineModel
-from zrun_core.plan.question.transformer import TransformerShape
+from zrun_core.plan.question.subject import Subject
 from zrun_core.plan.trace.module_tree import skeleton_of
 from zrun_core.plan.trace.profile import Profile
 from zrun_core.plan.trace.rows import TracePhase
@@ -61,8 +61,7 @@ class StateModel:
 
     def __init__(
         self,
-        subject: Profile | TransformerShape,
-        formula: TransformerShape | None,
+        subject: Subject,
         job: JobConfig,
         settings: ShardingConfig,
         device_type: str,
@@ -70,15 +69,13 @@ class StateModel:
     ) -> None:
         """
         Args:
-            subject: the model, traced or as a shape.
-            formula: the shape of a traced model, for what tensor parallelism divides.
+            subject: the model, traced or as a shape, and its parts.
             job: whose states they are.
             settings: how the job would be sharded as it is.
             device_type: "cuda" or "cpu".
             pipeline: cuts the model into stages.
         """
         self._subject = subject
-        self._formula = formula
         self._job = job
         self._job_settings = settings
         self._device_type = device_type
@@ -96,6 +93,7 @@ class StateModel:
         key = (
             candidate.stage,
             candidate.dims,
+            candidate.sequence_parallel,
             candidate.precision,
             candidate.checkpoint != "none",
             candidate.placement,
@@ -219,34 +217,38 @@ class StateModel:
 
     def _model_of(self, candidate: Candidate) -> PlannedModel:
         """Return the units of one tensor-parallel rank."""
-        key = (candidate.dims.tp, candidate.precision, self._is_shape(candidate))
+        key = (
+            candidate.dims.tp,
+            candidate.sequence_parallel,
+            candidate.precision,
+            self._profile_of(candidate) is None,
+        )
         found = self._models.get(key)
         if found is None:
             found = self._models[key] = self._plan_model(candidate)
         return found
 
-    def _is_shape(self, candidate: Candidate) -> bool:
-        """Return True if the tree of a shape stands for the model."""
-        if not isinstance(self._subject, Profile) or candidate.dims.tp > 1:
-            return True
-        return candidate.dims.pp > 1 and self._pipeline.uses is None
+    def _profile_of(self, candidate: Candidate) -> Profile | None:
+        """Return the traced model; None: the tree of a shape stands for it."""
+        if candidate.dims.pp > 1 and self._pipeline.uses is None:
+            return None
+        return self._subject.traced(candidate.dims.tp, sequence=candidate.sequence_parallel)
 
     def _plan_model(self, candidate: Candidate) -> PlannedModel:
         tp = candidate.dims.tp
         settings = self._settings_of(candidate)
-        if not self._is_shape(candidate):
-            assert isinstance(self._subject, Profile)
+        profile = self._profile_of(candidate)
+        if profile is not None:
             try:
-                model = skeleton_of(self._subject)
+                model = skeleton_of(profile)
             except ValueError as error:
                 raise JobError(f"the states of this model are not known: {error}") from None
-            return plan_model(model, settings, self._subject.buffer_bytes, uses=self._pipeline.uses)
-        if self._formula is None:
-            raise JobError(
-                f"tp {tp}: how this model is divided is not known: it has no transformer's shape"
-            )
+            uses = self._pipeline.uses
+            return plan_model(model, settings, profile.buffer_bytes, profile.table, uses)
+        if self._subject.formula is None:
+            raise JobError(f"tp {tp}: how this model is divided is not known")
         try:
-            return plan_shape(self._formula, settings, tp)
+            return plan_shape(self._subject.formula, settings, tp)
         except ValueError as error:
             raise JobError(f"tp {tp}: {error}") from None
 

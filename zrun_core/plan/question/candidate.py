@@ -94,13 +94,6 @@ class Candidate:
         """Micro-batches that go through the pipeline before it is drained."""
         return num_flowing(self.schedule, self.dims.pp, self.accumulation)
 
-    def lacking(self) -> tuple[str, ...]:
-        """Return the features that it needs, that zrun plans and does not train with yet."""
-        found = []
-        if self.dims.tp > 1:
-            found.append("tensor parallelism")
-        return tuple(found)
-
     def __str__(self) -> str:
         dims = self.dims
         words = [f"zero {self.stage}", f"dp {dims.dp}"]

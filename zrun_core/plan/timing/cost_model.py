@@ -8,56 +8,51 @@ from zrun_core.hardware.hardware import Hardware
 from zrun_core.pipeline.split import Split
 from zrun_core.plan.question.candidate import Candidate, CandidateKey
 from zrun_core.plan.question.pipeline_model import PipelineModel
-from zrun_core.plan.question.transformer import TransformerShape
+from zrun_core.plan.question.subject import Subject
 from zrun_core.plan.timing.formula_cost import cost_by_formula
 from zrun_core.plan.timing.micro_batch_cost import MicroBatchCost, TimingSettings
 from zrun_core.plan.timing.traced_cost import OpColumns, columns_of, cost_of_trace
-from zrun_core.plan.trace.profile import Profile
 
 
 class CostModel:
     """Computes the cost of each kind of micro-batch once.
 
     Attributes:
-        subject: a traced model, or a shape.
-        formula: the shape that stands for a traced model where tensor parallelism divides it; None:
-            nothing divides it.
+        subject: a traced model, or a shape; and its parts.
         pipeline: cuts the model into stages.
     """
 
     def __init__(
         self,
-        subject: Profile | TransformerShape,
+        subject: Subject,
         hardware: Hardware,
         settings: TimingSettings,
-        formula: TransformerShape | None = None,
     ) -> None:
         self.subject = subject
         self.hardware = hardware
         self.settings = settings
-        self.formula = formula
-        self._columns: dict[str, OpColumns] = {}
-        if isinstance(subject, TransformerShape):
-            self.formula = subject
-        else:
-            for policy, trace in subject.traces.items():
-                self._columns[policy] = columns_of(trace, subject.num_blocks)
-        self.pipeline = PipelineModel(subject, self.formula)
+        self.formula = subject.formula
+        self._columns: dict[tuple[int, bool], dict[str, OpColumns]] = {}
+        self.pipeline = PipelineModel(subject.whole, self.formula)
         self._known: dict[CandidateKey, MicroBatchCost] = {}
 
     def uses_formula(self, key: CandidateKey) -> bool:
-        """Return True if the formulas of a shape answer for this kind of micro-batch."""
-        if isinstance(self.subject, TransformerShape):
+        """Return True if the formulas of a shape answer for this kind of micro-batch.
+
+        Raises:
+            JobError: the model cannot be divided so.
+        """
+        profile = self.subject.traced(key.tp, sequence=key.sequence_parallel)
+        if profile is None:
             return True
-        if self.formula is None:
-            return False
-        return key.tp > 1 or key.checkpoint not in self.subject.traces
+        return self.formula is not None and key.checkpoint not in profile.traces
 
     def micro_batch(self, key: CandidateKey) -> MicroBatchCost:
         """Return the cost of a micro-batch on one rank.
 
         Raises:
             KeyError: neither a timeline nor a formula covers it.
+            JobError: the model cannot be divided so.
         """
         found = self._known.get(key)
         if found is None:
@@ -83,6 +78,12 @@ class CostModel:
         if self.uses_formula(key):
             assert self.formula is not None
             return cost_by_formula(self.formula, key, self.hardware, self.settings)
-        assert isinstance(self.subject, Profile)
-        device = self.hardware.device
-        return cost_of_trace(self.subject, key, device, self.settings, self._columns)
+        profile = self.subject.traced(key.tp, sequence=key.sequence_parallel)
+        assert profile is not None
+        columns = self._columns.get((key.tp, key.sequence_parallel))
+        if columns is None:
+            columns = self._columns[key.tp, key.sequence_parallel] = {
+                policy: columns_of(trace, profile.num_blocks)
+                for policy, trace in profile.traces.items()
+            }
+        return cost_of_trace(profile, key, self.hardware, self.settings, columns)

@@ -12,12 +12,19 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from zrun_core.hardware.hardware import Device
+from zrun_core.hardware.hardware import Device, Hardware
 from zrun_core.plan.question.candidate import CandidateKey
+from zrun_core.plan.timing.link_cost import NOTHING, LinkedGroup, TransferCost
 from zrun_core.plan.timing.micro_batch_cost import MicroBatchCost, SegmentCost, TimingSettings
 from zrun_core.plan.timing.roofline import accumulation_seconds
 from zrun_core.plan.trace.profile import Profile, Trace
-from zrun_core.plan.trace.rows import KIND_NUMBER, PHASE_NUMBER, TracePhase, values_at
+from zrun_core.plan.trace.rows import (
+    KIND_NUMBER,
+    PHASE_NUMBER,
+    Operator,
+    TracePhase,
+    values_at,
+)
 
 Floats: TypeAlias = NDArray[np.float64]
 Indices: TypeAlias = NDArray[np.int64]
@@ -27,6 +34,8 @@ Flags: TypeAlias = NDArray[np.bool_]
 _PRODUCT = 0
 _ATTENTION = 1
 _STREAM = 2
+_SUM = 3  # over the ranks that have slices of the same layers
+_GATHER = 4  # or a reduce-scatter, among them
 _FAMILIES = {"gemm": _PRODUCT, "conv": _PRODUCT, "attention": _ATTENTION}
 # Operations that touch no element: questions about a tensor, and other views of its memory.
 _VIEWS = (
@@ -59,7 +68,7 @@ class OpColumns(NamedTuple):
     Attributes:
         flops: [ops, 2], floating-point operations: a constant, and those of each sample.
         moved: [ops, 2], bytes read and written, in the same way.
-        family: [ops], `_PRODUCT`, `_ATTENTION` or `_STREAM`.
+        family: [ops], `_PRODUCT`, `_ATTENTION`, `_STREAM`, `_SUM` or `_GATHER`.
         dims: [ops, 3], m, n and k of matrix products for the smallest micro-batch; 0 elsewhere.
         owner: [ops], the segment: 0 before the blocks, 1 ... the blocks, last after them.
         is_backward: [ops], runs in backward.
@@ -89,7 +98,7 @@ def columns_of(trace: Trace, num_blocks: int) -> OpColumns:
     """Return the operations of a timeline that take time."""
     operators = trace.operators
     takes_time = np.array([each.name not in _FREE for each in operators], dtype=bool)
-    family = np.array([_FAMILIES.get(each.family, _STREAM) for each in operators], dtype=np.int64)
+    family = np.array([_family_of(each) for each in operators], dtype=np.int64)
     is_wide = np.array([each.dtype in _WIDE_DTYPES for each in operators], dtype=bool)
     is_single = np.array(["bmm" not in each.name for each in operators], dtype=bool)
     no_product = (0, 0, 0)
@@ -111,6 +120,12 @@ def columns_of(trace: Trace, num_blocks: int) -> OpColumns:
         is_wide=is_wide[operator],
         is_single=is_single[operator],
     )
+
+
+def _family_of(operator: Operator) -> int:
+    if operator.family == "collective":
+        return _SUM if operator.name == "summed" else _GATHER
+    return _FAMILIES.get(operator.family, _STREAM)
 
 
 def _owners(block: Indices, is_backward: Flags, num_blocks: int) -> Indices:
@@ -163,7 +178,34 @@ def trace_seconds(columns: OpColumns, micro: int, device: Device, precision: str
     share = np.where(is_attention, device.attention, np.maximum(reached, 1e-6))
     peak = np.where(columns.is_wide, device.flops("fp32"), device.flops(precision))
     computing = np.where(columns.family == _STREAM, 0.0, flops / (share * peak))
-    return np.maximum(computing, streaming) + device.launch_s
+    seconds = np.maximum(computing, streaming) + device.launch_s
+    return np.where(columns.family >= _SUM, 0.0, seconds)  # see `_transfers`
+
+
+def _transfers(
+    columns: OpColumns, micro: int, group: LinkedGroup, count: int
+) -> tuple[list[TransferCost], list[TransferCost]]:
+    """Return what each segment exchanges with the ranks that have slices of the same layers.
+
+    Everyone waits for it: nothing hides it.
+
+    Args:
+        columns: the operations.
+        micro: samples of the micro-batch.
+        group: of the ranks.
+        count: segments.
+
+    Returns:
+        In forward; in backward, with recomputation.
+    """
+    found = [NOTHING] * count, [NOTHING] * count
+    moved = columns.bytes_of(micro)
+    for place in np.flatnonzero(columns.family >= _SUM).tolist():
+        times = 2 if columns.family[place] == _SUM else 1
+        cost = group.gather(float(moved[place])).times(times)
+        segments = found[int(columns.is_backward[place])]
+        segments[int(columns.owner[place])] += cost
+    return found
 
 
 def _product_sizes(columns: OpColumns, flops: Floats) -> tuple[Floats, Floats]:
@@ -185,7 +227,7 @@ def _product_sizes(columns: OpColumns, flops: Floats) -> tuple[Floats, Floats]:
 def cost_of_trace(
     profile: Profile,
     key: CandidateKey,
-    device: Device,
+    hardware: Hardware,
     settings: TimingSettings,
     columns: Mapping[str, OpColumns],
 ) -> MicroBatchCost:
@@ -196,7 +238,7 @@ def cost_of_trace(
     Args:
         profile: the traced model.
         key: the micro-batch, and how it is computed.
-        device: computes it.
+        hardware: computes it.
         settings: the rest that decides its time.
         columns: the operations of each of its timelines, by policy of checkpointing.
 
@@ -204,6 +246,7 @@ def cost_of_trace(
         KeyError: it was not traced with this policy.
     """
     count = profile.num_blocks + 2
+    device = hardware.device
     trace = profile.traces[key.checkpoint].of(key.micro)
     ops = _columns_for(profile, key.checkpoint, key.micro, columns)
     seconds = trace_seconds(ops, key.micro, device, key.precision)
@@ -225,6 +268,8 @@ def cost_of_trace(
     products = is_forward & (ops.family == _PRODUCT) & ops.is_single
     weights = _sums(ops.owner[products], seconds[products], count)
     params, trainable = _params_by_segment(profile, trace)
+    group = LinkedGroup(hardware, key.tp)
+    tp_forward, tp_backward = _transfers(ops, key.micro, group, count)
     segments = []
     for number in range(count):
         accumulate = accumulation_seconds(device, key.precision, trainable[number], settings)
@@ -234,6 +279,8 @@ def cost_of_trace(
             backward=float(backward[number]) + accumulate,
             recompute=max(0.0, float(backward[number] - plain_backward[number])),
             weights=min(float(weights[number]), float(backward[number])) if is_block else 0.0,
+            tp_forward=tp_forward[number],
+            tp_backward=tp_backward[number],
             params=params[number],
             trainable=trainable[number],
             flops=float(min(plain_flops[number], flops[number])),

@@ -30,6 +30,7 @@ from zrun_core.plan.trace.rows import (
     TracePhase,
     Vocabulary,
 )
+from zrun_core.tensor_parallel.logit_slice import LogitSlice
 
 _GEMMS = {"mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm", "mv", "addmv", "dot"}
 _COPIES = {
@@ -197,6 +198,8 @@ class OpRecorder(TorchDispatchMode):
     # What it does
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, LogitSlice) for kind in types):
+            return NotImplemented  # what it does with the tensor that it holds comes here too
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         if self._probes:
@@ -384,8 +387,10 @@ def _describe(
         flops = float(sdpa_backward_flop_count(*(tensor.shape for tensor in args[:4])))
     first = outputs[0] if outputs else inputs[0]
     dtype = str(first.dtype).removeprefix("torch.")
-    family = _family(name)
+    family: Family = _family(name)
     shape = _shape(name, family, args, inputs, first)
+    if func.namespace == "zrun_collective":
+        family = "collective"
     operator = Operator(_named(func, name, args, kwargs), family, dtype, shape)
     return OpCall(operator, flops, float(moved))
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from zrun_core.memory.tensors import ElementRun, TensorPart
 from zrun_core.plan.trace.folding import fold, unfold
 from zrun_core.plan.trace.late_weights import with_late_weights
 from zrun_core.plan.trace.peak import Lifetimes
@@ -32,7 +33,7 @@ from zrun_core.plan.trace.waiting_inputs import without_waiting_inputs
 if TYPE_CHECKING:
     from zrun_core.stages.flow import ModelFlow
 
-FORMAT = 9  # of the JSON
+FORMAT = 10  # of the JSON
 # Columns of the JSON's tables; of the others, all values are those of `EMPTY_ROW`.
 _EVENT_FIELDS = ("tensor", "alloc", "phase", "module", "block", "kind", "accumulates", "size")
 _OP_FIELDS = ("operator", "phase", "module", "block", "size", "flops")
@@ -250,6 +251,8 @@ class Profile:
         flow: what flows through it, by which a pipeline is cut; None: `why_no_flow`, or not known.
         flow_micro: samples of the batch that was followed.
         why_no_flow: why no pipeline can be made of it.
+        table: as of `ShardedModel`, where it is one tensor-parallel rank's part of a model; else
+            empty.
     """
 
     source: Source
@@ -273,6 +276,7 @@ class Profile:
     flow: ModelFlow | None = None
     flow_micro: int = 1
     why_no_flow: str = ""
+    table: Mapping[str, TensorPart] = field(default_factory=dict)
 
     @property
     def num_params(self) -> int:
@@ -311,6 +315,7 @@ class Profile:
                 "flow": None if self.flow is None else asdict(self.flow),
                 "flow_micro": self.flow_micro,
                 "why_no_flow": self.why_no_flow,
+                "table": {name: [*vars(part).values()] for name, part in self.table.items()},
             },
             separators=(",", ":"),
         )
@@ -354,9 +359,25 @@ class Profile:
                 flow=None if found["flow"] is None else _flow_from_json(found["flow"]),
                 flow_micro=found["flow_micro"],
                 why_no_flow=found["why_no_flow"],
+                table={name: _part_from_json(part) for name, part in found["table"].items()},
             )
         except (KeyError, TypeError, IndexError, AttributeError) as error:
             raise ValueError(f"not a profile: {error!r}") from None
+
+
+def _part_from_json(found: Sequence[Any]) -> TensorPart:
+    """Return the part of which `found` are the attributes."""
+    tensor, shape, stride, local_shape, local_stride, runs, replicated_over, partial_over = found
+    return TensorPart(
+        tensor,
+        tuple(shape),
+        tuple(stride),
+        tuple(local_shape),
+        tuple(local_stride),
+        tuple(ElementRun(*run) for run in runs),
+        tuple(replicated_over),
+        tuple(partial_over),
+    )
 
 
 def _flow_from_json(found: Mapping[str, Any]) -> ModelFlow:

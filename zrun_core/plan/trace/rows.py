@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 EventKind = Literal["activation", "temp", "grad"]
-Family = Literal["gemm", "attention", "conv", "norm", "elementwise", "copy", "other"]
+Family = Literal["gemm", "attention", "conv", "norm", "elementwise", "copy", "other", "collective"]
 Rows: TypeAlias = NDArray[np.void]  # of `ROW`
 
 

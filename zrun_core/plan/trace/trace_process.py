@@ -282,6 +282,9 @@ def _last_words(said: Any) -> str:
 def _digest(request: Mapping[str, Any]) -> str:
     """Return what is equal for requests with one answer, but for the user's code."""
     job = {key: value for key, value in request["job"].items() if key in _KEYS}
+    parallel = request["job"].get("parallel", {})
+    if parallel.get("tp", 1) > 1:
+        job["divided"] = [parallel.get(key) for key in ("tp", "plan", "sequence")]
     zero = request["job"].get("zero", {})
     if zero.get("tile") is not None:
         job["tiles"] = [zero["tile"], zero.get("leaf")]

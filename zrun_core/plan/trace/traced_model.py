@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -25,7 +25,9 @@ from zrun_core.activations.kv_cache import omit_cache
 from zrun_core.data.batch import map_tensors
 from zrun_core.errors import UserCodeError, ZrunError
 from zrun_core.memory.layout import dense_stride
+from zrun_core.memory.tensors import TensorPart
 from zrun_core.plan.trace.block_extrapolation import BlocksDifferError, BlockSeries, shortened
+from zrun_core.plan.trace.divided_model import divide_alone
 from zrun_core.plan.trace.module_tree import describe_params
 from zrun_core.plan.trace.op_recorder import OpRecorder
 from zrun_core.plan.trace.rows import Rows, TracePhase, Vocabulary
@@ -50,24 +52,41 @@ class CannotTraceError(Exception):
     """The model does not run on what it is made of now; the text says why."""
 
 
-def build(job: JobConfig, job_dir: Path, *, for_real: bool = False) -> nn.Module:
-    """Return the job's model, tiled as it asks, on the meta device if its factory bears that.
+class BuiltModel(NamedTuple):
+    """A job's model on one rank.
+
+    Attributes:
+        model: with the rank's slices of layers.
+        table: by name of a parameter, its part of a tensor of the whole model; none where layers
+            are not divided.
+    """
+
+    model: nn.Module
+    table: Mapping[str, TensorPart]
+
+
+def build(job: JobConfig, job_dir: Path, device: str, *, for_real: bool = False) -> BuiltModel:
+    """Return the job's model as one rank has it, on the meta device if its factory bears that.
+
+    Its layers are divided and tiled as the job asks.
 
     Args:
         job: that names the factory.
         job_dir: against which it is imported.
+        device: type of what trains, "cpu" or "cuda".
         for_real: whether its tensors must have values.
 
     Raises:
-        JobError: there is no such factory, or what it builds cannot be tiled so.
+        JobError: there is no such factory, or what it builds cannot be divided or tiled so.
         UserCodeError: it raised.
     """
-    model = _untiled(job, job_dir, for_real=for_real)
+    model = _whole(job, job_dir, for_real=for_real)
+    table = divide_alone(model, job.parallel, device, for_real=for_real)
     tile_linears(model, job.zero.tile, Precision.of(job.precision).compute, job.zero.leaf)
-    return model
+    return BuiltModel(model, table)
 
 
-def _untiled(job: JobConfig, job_dir: Path, *, for_real: bool) -> nn.Module:
+def _whole(job: JobConfig, job_dir: Path, *, for_real: bool) -> nn.Module:
     if not for_real:
         try:
             with torch.device("meta"):
@@ -166,7 +185,7 @@ class TracedModel:
                 f"and its {num_bytes / 2**30:.1f} GiB do not fit here"
             )
         self.samples = samples_of(self._job, self._job_dir, values=True)
-        self.model = build(self._job, self._job_dir, for_real=True)
+        self.model = build(self._job, self._job_dir, self._device, for_real=True).model
         if not self.model.training:
             self.model.train()
         self.blocks = repeated_blocks(self.model)

@@ -107,11 +107,11 @@ def trace_job(
         cuda_decompositions.follow_cuda()
     tell(f"building {job.model.call}")
     # What came before may have ended its process while it was built without values.
-    model = build(job, job_dir, for_real=mode == "values")
+    model, table = build(job, job_dir, device, for_real=mode == "values")
     check(model)
     if not model.training:
         model.train()
-    described = replace(_described(model, job, device), why=why)
+    described = replace(_described(model, job, device), table=table, why=why)
     tell(described)
     tell(f"reading the first samples of {job.data.call}")
     subject = TracedModel(job, job_dir, model, loss, samples_of(job, job_dir), device)
@@ -216,8 +216,8 @@ class _PolicyTracer:
             if found.traces:
                 break
         found = self._with_others(found, policies)
-        if found.traces and model.blocks:
-            found = self._followed(found)
+        if found.traces and model.blocks and self._job.parallel.tp == 1:
+            found = self._followed(found)  # of the whole model, as in training
         return replace(found, notes=self._distinct_notes())
 
     def _followed(self, found: Profile) -> Profile:

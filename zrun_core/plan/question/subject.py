@@ -1,0 +1,120 @@
+"""The model of a question: the whole of it, and what one of several tensor-parallel ranks has.
+
+    subject = Subject(profile, divide=lambda tp, sequence: ...)
+    subject.of(2, sequence=True)      # a profile, of the first of two ranks
+
+A traced model is traced once more for each way to divide it, when that is first asked for. Of a
+search's many ways, those of a model whose shape is known are told by formula, which takes no time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from zrun_core.errors import JobError, ZrunError
+from zrun_core.plan.question.transformer import TransformerShape
+from zrun_core.plan.trace.parameters_only import with_guesses
+from zrun_core.plan.trace.profile import Profile
+
+Divide = Callable[[int, bool], Profile]
+
+
+class Subject:
+    """A model that is traced, or a shape, with its parts.
+
+    Attributes:
+        whole: the model as one rank alone has it.
+        formula: the shape of it, where that is known.
+    """
+
+    def __init__(
+        self,
+        whole: Profile | TransformerShape,
+        formula: TransformerShape | None = None,
+        divide: Divide | None = None,
+        asked: tuple[int, bool] = (1, False),
+    ) -> None:
+        """
+        Args:
+            whole: the model.
+            formula: the shape of a traced model.
+            divide: traces what the first of `tp` ranks has of it, with slices of the sequence or
+                without; None: what a formula says is all there is.
+            asked: ranks, and whether they have slices of the sequence, of the job itself: that is
+                traced, also where the formula is known.
+        """
+        self.whole = whole
+        self.formula = whole if isinstance(whole, TransformerShape) else formula
+        self._divide = divide
+        self._asked = asked
+        self._parts: dict[tuple[int, bool], Profile | JobError] = {}
+
+    @property
+    def files(self) -> Mapping[str, str]:
+        """Digests of the files of code that it came from, by path."""
+        found: dict[str, str] = {}
+        for profile in self._profiles():
+            found.update(profile.files)
+        return found
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether time was over before all that was asked for was traced."""
+        return any(profile.is_partial for profile in self._profiles())
+
+    def _profiles(self) -> Sequence[Profile]:
+        parts = [self.whole, *self._parts.values()]
+        return [each for each in parts if isinstance(each, Profile)]
+
+    def traced(self, tp: int, *, sequence: bool) -> Profile | None:
+        """Return what the first of `tp` ranks has; None: only the formula tells.
+
+        Args:
+            tp: tensor-parallel ranks.
+            sequence: whether they have slices of the sequence between divided layers.
+
+        Raises:
+            JobError: it cannot be divided so.
+        """
+        if isinstance(self.whole, TransformerShape):
+            return None
+        if tp == 1:
+            return self.whole
+        key = (tp, sequence)
+        if self.formula is not None and (self._divide is None or key != self._asked):
+            return None
+        if self._divide is None:
+            raise JobError(f"tp {tp}: how this model is divided is not known")
+        if key not in self._parts:
+            self._parts[key] = self._part(self._divide, *key)
+        found = self._parts[key]
+        if isinstance(found, JobError):
+            raise found
+        return found
+
+    def why_not_divided(self, tp: int, *, sequence: bool) -> str:
+        """Return why ranks cannot have parts of it so; "" if they can.
+
+        Args:
+            tp: tensor-parallel ranks.
+            sequence: as of `traced`.
+        """
+        try:
+            self.traced(tp, sequence=sequence)
+        except JobError as error:
+            return str(error)
+        return ""
+
+    def _part(self, divide: Divide, tp: int, sequence: bool) -> Profile | JobError:
+        assert isinstance(self.whole, Profile)
+        try:
+            found = divide(tp, sequence)
+        except JobError as error:
+            return error
+        except ZrunError as error:
+            return JobError(f"tp {tp}: {error}")
+        if found.traces or not self.whole.traces:
+            guessed = self.whole.guessed if self.formula is None else ()
+            return with_guesses(found, [*guessed])
+        why = next(iter(found.untraced.values()), found.why)
+        return JobError(f"tp {tp}: {why}")

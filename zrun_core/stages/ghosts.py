@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from zrun_core.data.batch import map_tensors
 from zrun_core.stages.node_calls import Node
@@ -39,20 +40,22 @@ class Ghosts:
         """
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._device = device
-        self._fakes: dict[int, torch.Tensor] = {}  # of parameters, by identity
+        # Of parameters, by identity, while they live: those that are divided are replaced.
+        self._fakes = WeakTensorKeyDictionary()
         self._hands_on: dict[tuple[type, torch.Size], bool] = {}  # by class and shape
         # By node and what it was given; with the shapes of what it hands out.
         self._handed_out: dict[Hashable, tuple[Any, object]] = {}
 
     def fake_like(self, param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return the fake tensor that stands for a parameter, always the same."""
-        if id(param) not in self._fakes:
+        fake: torch.Tensor | None = self._fakes.get(param)
+        if fake is None:
             with self.mode:
                 fake = torch.empty_strided(
                     param.shape, param.stride(), dtype=dtype, device=self._device
                 )
-            self._fakes[id(param)] = fake
-        return self._fakes[id(param)]
+            self._fakes[param] = fake
+        return fake
 
     def hand_out(self, node: Node, args: Any, kwargs: dict[str, Any]) -> Any:
         """Return what a ghost of `node` hands out.

@@ -158,7 +158,7 @@ AXES: dict[str, tuple[dict[str, Any], dict[str, int]]] = {  # parallel of a job,
 
 
 @pytest.mark.parametrize(
-    ("feature", "axes"), zip(FEATURES, itertools.cycle(AXES), strict=False), ids=str
+    ("feature", "axes"), list(zip(FEATURES, itertools.cycle(AXES), strict=False)), ids=str
 )
 def test_features(ranks, tmp_path: Path, alone: Any, feature: str, axes: str) -> None:
     parallel, dims = AXES[axes]

@@ -16,6 +16,7 @@ JOBS = Path(__file__).parents[2] / "jobs"
 
 PARAMETERS = {
     "stdlib-gpt": 10_720_128,
+    "gpt-3d": 10_720_128,
     "gpt2-124m": 124_439_808,
     "gpt2-xl-1.5b": 1_557_611_200,
     "llama-8b": 8_030_261_248,

@@ -271,3 +271,23 @@ def test_messages(ranks, tmp_path: Path, sequence: bool, checkpoint: str) -> Non
         assert found == {
             key: (PASSES * calls, PASSES * size) for key, (calls, size) in expected.items()
         }
+
+
+def continue_text(context: Any) -> None:
+    """Call the model in a hook, as `sample` does, on the ranks that have it between them."""
+    with context.gathered():
+        if context.runs_model:
+            logits = context.model(torch.zeros(1, LENGTH, dtype=torch.long))
+            context.metric("best", float(logits.float().argmax()))
+
+
+def test_an_evaluation_and_a_hook_that_calls_the_model(ranks, tmp_path: Path) -> None:
+    evaluation = {"data": {"call": "runs.py:Plain", "args": {"length": 12}}, "every": 1}
+    hooks = {"on_eval": "test_tensor_parallel.py:continue_text"}
+    keys = small(model=gpt(), eval=evaluation, hooks=hooks)
+    one = on_axes(keys, tmp_path / "one", ranks)
+    many = on_axes({**keys, "parallel": {"tp": 2}}, tmp_path / "many", ranks, dp=2)
+    ours, theirs = ([e for e in found[0]["events"] if e["type"] == "eval"] for found in (many, one))
+    assert len(ours) == len(theirs) > 0
+    for event, expected in zip(ours, theirs, strict=True):
+        assert event["loss"] == pytest.approx(expected["loss"], rel=1e-6)

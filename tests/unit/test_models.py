@@ -405,9 +405,9 @@ def test_generate_repeats_with_its_generator_and_restores_every_mode() -> None:
 class Context:
     """What the loop gives to a hook."""
 
-    def __init__(self, model: nn.Module, is_main: bool) -> None:
+    def __init__(self, model: nn.Module, runs_model: bool) -> None:
         self.model = model
-        self.is_main = is_main
+        self.runs_model = runs_model
         self.device = torch.device("cpu")
         self.num_gathered = 0
         self.logged: list[str] = []
@@ -423,14 +423,14 @@ class Context:
 
 def test_sample_logs_text_on_the_main_rank_and_gathers_on_all() -> None:
     model = gpt("llama", dim=32, depth=1, heads=2, seq_len=32)
-    main, other = Context(model, is_main=True), Context(model, is_main=False)
+    main, other = Context(model, runs_model=True), Context(model, runs_model=False)
     for context in (main, other):
         sample(context, prompt="def ", num_tokens=10)
     assert (main.num_gathered, other.num_gathered) == (1, 1)
     assert main.logged[0].startswith("def ")
     assert other.logged == []
     with pytest.raises(JobError, match="not by a Linear"):
-        sample(Context(nn.Linear(1, 1), is_main=True))
+        sample(Context(nn.Linear(1, 1), runs_model=True))
 
 
 # BERT and MLP

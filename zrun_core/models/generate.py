@@ -24,7 +24,11 @@ class EvalContext(Protocol):
 
     model: nn.Module
     device: torch.device
-    is_main: bool
+
+    @property
+    def runs_model(self) -> bool:
+        """True on the ranks that call the model together."""
+        ...
 
     def log(self, text: str) -> None:
         """Print on the terminal of the run."""
@@ -92,7 +96,7 @@ def sample(
         kind = type(context.model).__name__
         raise JobError(f"hooks.on_eval: sample continues text by a GPT, not by a {kind}")
     with context.gathered():
-        if not context.is_main:
+        if not context.runs_model:
             return
         encoding = open_tokenizer(tokenizer)
         encoded = encoding.encode(prompt.encode()).astype("int64")

@@ -57,6 +57,14 @@ class HookContext:
     _name: str
     _values: dict[str, float] = field(default_factory=dict)
 
+    @property
+    def runs_model(self) -> bool:
+        """True on rank 0, and on the ranks that have slices of the same layers as rank 0.
+
+        With `parallel.tp` these call the model together; without it there is rank 0 only.
+        """
+        return 0 in self._hooks.sharded.mesh.tensor.ranks
+
     def log(self, text: str) -> None:
         """Print a line above the progress display; only the main rank's lines are shown."""
         self._hooks.recorder.log(text)

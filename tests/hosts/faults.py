@@ -311,7 +311,7 @@ FAULTS = [
         "worker stopped",
         stop_worker,
         6,
-        r"rank 1 of \d is stopped by a signal or a debugger",
+        r"rank 1 of \d \(node2, cpu\) is stopped by a signal or a debugger",
         HANG_S + 8,
         keys=soon_hangs,
     ),

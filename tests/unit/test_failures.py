@@ -79,11 +79,13 @@ def test_status_0_is_a_failure_only_before_the_end() -> None:
 
 
 def failure(end: WorkerExit, found: FailureNote | None) -> Failure:
-    place = RankPlace(rank=1, host="node", local_rank=1, device="cuda:1")
+    places = [
+        RankPlace(rank=rank, host="node", local_rank=rank, device=f"cuda:{rank}")
+        for rank in range(4)
+    ]
     log = tuple(f"line {number}" for number in range(50, 100))
-    return Failure(
-        replace(end, note=found, log=log), place, num_ranks=4, last_step=12, log=Path("rank-1.log")
-    )
+    plan = LaunchPlan(ranks=places)
+    return Failure(replace(end, note=found, log=log), plan, last_step=12, log=Path("rank-1.log"))
 
 
 @pytest.mark.parametrize(
@@ -156,7 +158,8 @@ def test_sentences_of_a_run_that_has_no_step_yet() -> None:
         "stacks": {},
         "logs": {},
     }
-    hang = Hang(frame, LaunchPlan(ranks=[]), Path("run"))
+    places = [RankPlace(rank=0, host="node", local_rank=0, device="cpu")]
+    hang = Hang(frame, LaunchPlan(ranks=places), Path("run"))
     assert (
         "all ranks wait for each other in build\n  rank 0 waits in build, last:" in hang.describe()
     )

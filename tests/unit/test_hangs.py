@@ -171,7 +171,8 @@ def hang(
 
 def test_a_stuck_rank_is_told_with_its_stack_and_the_last_collective_of_each():
     told = hang().describe()
-    assert "no progress for 5 s (limits.hang_s): rank 1 of 2 is stuck in forward of step 5" in told
+    stuck = "rank 1 of 2 (node, cpu) is stuck in forward of step 5"
+    assert f"no progress for 5 s (limits.hang_s): {stuck}" in told
     assert 'File "train.py", line 7 in forward' in told
     assert "_watch" not in told
     assert "rank 0 waits in backward of step 5, last: all_gather 9, 'blocks.0' (1.0 MiB)" in told
@@ -184,13 +185,14 @@ def test_a_rank_that_waits_for_a_message_names_it_and_the_stage_that_sends_it() 
     seen.frame["ranks"][0]["awaits"] = {"what": "gradients of micro-batch 2", "rank": 1}
     places = [place.model_copy(update={"pp": place.rank}) for place in seen.plan.ranks]
     told = replace(seen, plan=LaunchPlan(ranks=places)).describe()
+    assert "rank 1 of 2 (node, cpu, pp 1) is stuck in forward of step 5" in told
     what = "waits for gradients of micro-batch 2 from rank 1 (stage 1)"
-    assert f"rank 0 {what} in backward of step 5, last: all_gather 9" in told
+    assert f"rank 0 (pp 0) {what} in backward of step 5, last: all_gather 9" in told
 
 
 def test_a_stopped_rank_and_ranks_that_wait_for_each_other_are_told_apart():
     assert (
-        "rank 1 of 2 is stopped by a signal or a debugger in forward of step 5"
+        "rank 1 of 2 (node, cpu) is stopped by a signal or a debugger in forward of step 5"
         in hang(does="is stopped").headline
     )
     both = hang(does="waits", reason="all ranks wait in step 5: ...", to_blame=(0, 1))
@@ -272,7 +274,7 @@ def test_a_host_that_does_not_answer_is_to_blame():
     assert investigation.is_over(110.0)
     found = investigation.finding()
     assert (found["to_blame"], found["ranks"][1]["does"]) == ([1], "is silent")
-    assert "rank 1 of 2 is silent" in Hang(found, hang().plan, Path("/runs/a")).headline
+    assert "rank 1 of 2 (node, cpu) is silent" in Hang(found, hang().plan, Path("/runs/a")).headline
 
 
 def test_only_a_single_host_knows_that_all_ranks_wait_for_one_of_them():
@@ -293,7 +295,7 @@ def test_nobody_waits_for_each_other_while_one_rank_works():
     found = investigation.finding()
     assert found["reason"] is None
     told = Hang(found, hang().plan, Path("/runs/a"))
-    assert "rank 1 of 2 is stuck in forward of step 5" in told.headline
+    assert "rank 1 of 2 (node, cpu) is stuck in forward of step 5" in told.headline
     assert told.advice == "see what the stack waits for; if it is merely slow, raise limits.hang_s"
 
 

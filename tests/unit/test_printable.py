@@ -14,7 +14,7 @@ from zrun.launch.failures import Failure, FailureNote, WorkerExit
 from zrun.system.output import say
 from zrun.watch.plain import message_line, start_line
 from zrun_core.spine.printable import printable
-from zrun_core.spine.spec import RankPlace
+from zrun_core.spine.spec import LaunchPlan, RankPlace
 
 EVIL = "\x1b]0;title\x07\x1b[2J\x1b[31mred\x1b[0m\u202etxt"
 SHOWN = "^[]0;title^Gred\\u202etxt"
@@ -58,8 +58,8 @@ def test_a_failure_is_cleaned_where_it_is_told(
     note = FailureNote(
         rank=0, kind="user", type="ValueError", message=EVIL, exit_code=5, traceback=f"a\n{EVIL}"
     )
-    place = RankPlace(rank=0, host="h", local_rank=0, device="cpu")
-    told = Failure(WorkerExit(0, 5, 1.0, note=note), place, 1, 0, Path("log")).describe()
+    plan = LaunchPlan(ranks=[RankPlace(rank=0, host="h", local_rank=0, device="cpu")])
+    told = Failure(WorkerExit(0, 5, 1.0, note=note), plan, 0, Path("log")).describe()
     say(told, sys.stderr)
     said = capsys.readouterr().err
     assert "\x1b" not in said

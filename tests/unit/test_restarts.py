@@ -30,9 +30,8 @@ def failure(status: int, kind: str | None = None, message: str = "boom") -> Fail
         note = FailureNote.model_validate(
             {"rank": 0, "kind": kind, "type": "E", "message": message, "exit_code": 5}
         )
-    return Failure(
-        WorkerExit(0, status, 1.0, note=note), PLACE, num_ranks=1, last_step=12, log=Path("log")
-    )
+    plan = LaunchPlan(ranks=[PLACE])
+    return Failure(WorkerExit(0, status, 1.0, note=note), plan, last_step=12, log=Path("log"))
 
 
 @pytest.mark.parametrize(

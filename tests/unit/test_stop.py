@@ -354,7 +354,7 @@ def test_a_hang_is_found_from_the_boards_of_all_hosts(rundir):
     assert hosts.agents.asked == [StopMode.KILL]
     code, failure = judge(hosts.run, plan(), rundir, LauncherSignals())
     assert code == 6
-    assert "rank 1 of 2 is stuck in forward of step 3" in failure.headline
+    assert "rank 1 of 2 (node, cpu) is stuck in forward of step 3" in failure.headline
 
 
 def test_the_launcher_asks_once_per_level():

@@ -146,15 +146,19 @@ class Failure:
     """The first failing rank, and what is known about it.
 
     Attributes:
+        plan: of the run.
         last_step: that any event told of; 0: none.
         log: on the rank's host.
     """
 
     end: WorkerExit
-    place: RankPlace
-    num_ranks: int
+    plan: LaunchPlan
     last_step: int
     log: Path
+
+    @property
+    def place(self) -> RankPlace:
+        return self.plan.ranks[self.end.rank]
 
     @property
     def note(self) -> FailureNote | None:
@@ -179,7 +183,8 @@ class Failure:
 
     @property
     def headline(self) -> str:
-        who = f"rank {self.place.rank} of {self.num_ranks} ({self.place.host}, {self.place.device})"
+        rank = self.end.rank
+        who = f"rank {rank} of {self.plan.world_size} ({self.plan.place_in_words(rank)})"
         if self.note is not None and self.note.type == JobError.__name__:
             return f"a fault of the job, which {who} has found{self._where()}"
         return f"{who} {self._what()}{self._where()}"
@@ -245,9 +250,7 @@ class Failure:
         """Return the content of failure.json."""
         note = self.note
         return {
-            "rank": self.place.rank,
-            "host": self.place.host,
-            "device": self.place.device,
+            **_who(self.place),
             "step": self.step,
             "phase": note.phase if note else None,
             "exit_code": int(self.exit_code),
@@ -298,9 +301,10 @@ class Hang:
         if self._waits_for_tier:
             who = f"rank {blamed[0]} of {self.plan.world_size}"
             return f"{limit}: {who} {self.first['does']} in {_place(self.first)}"
-        ranks = ", ".join(str(rank) for rank in blamed)
-        who = f"rank {ranks} of {self.plan.world_size} is"
+        where = self.plan.place_in_words(blamed[0])
+        who = f"rank {blamed[0]} of {self.plan.world_size} ({where}) is"
         if len(blamed) > 1:
+            ranks = ", ".join(str(rank) for rank in blamed)
             who = f"ranks {ranks} of {self.plan.world_size} are"
         does = _DOES.get(self.first["does"], "stuck")
         return f"{limit}: {who} {does} in {_place(self.first)}"
@@ -354,7 +358,8 @@ class Hang:
     def describe(self) -> str:
         """Return the last words on the terminal."""
         ranks = [
-            f"  rank {told['rank']} {self._doing(told)} in {_place(told)}, last: {told['last']}"
+            f"  {self._named(told['rank'])} {self._doing(told)} in {_place(told)}, "
+            f"last: {told['last']}"
             for told in self.frame["ranks"]
         ]
         stack = [line for line in self.stack if line.strip()][:_SHOWN_LINES]
@@ -364,6 +369,11 @@ class Hang:
         files = [f"  stacks: {self.run_dir}/stacks", f"  next: {self.advice}"]
         text = "\n".join([*stack, "", self.headline, *reasons, *ranks, *files])
         return text.lstrip("\n")
+
+    def _named(self, rank: int) -> str:
+        """Return a rank in words, with its place along the axes."""
+        where = self.plan.along_axes(rank)
+        return f"rank {rank} ({where})" if where else f"rank {rank}"
 
     def _doing(self, told: dict[str, Any]) -> str:
         """Return what a rank does, with the message that it waits for."""
@@ -377,9 +387,7 @@ class Hang:
         """Return the content of failure.json."""
         place = self.plan.ranks[self.first["rank"]]
         return {
-            "rank": place.rank,
-            "host": place.host,
-            "device": place.device,
+            **_who(place),
             "step": self.first["step"],
             "phase": self.first["phase"],
             "exit_code": int(ExitCode.HANG),
@@ -396,6 +404,18 @@ class Hang:
             "what_to_do": self.advice,
             "time": time.time(),
         }
+
+
+def _who(place: RankPlace) -> dict[str, Any]:
+    """Return what failure.json says of a rank."""
+    return {
+        "rank": place.rank,
+        "host": place.host,
+        "device": place.device,
+        "pp": place.pp,
+        "dp": place.dp,
+        "tp": place.tp,
+    }
 
 
 def _place(told: dict[str, Any]) -> str:

@@ -476,8 +476,7 @@ def judge(
         host, why = next(iter(run.lost.items()))
         return ExitCode.HANG, LostHost(host, why, run.last_step)
     if end is not None:
-        place = plan.ranks[end.rank]
-        failure = Failure(end, place, plan.world_size, run.last_step, rundir.log(end.rank))
+        failure = Failure(end, plan, run.last_step, rundir.log(end.rank))
         return failure.exit_code, failure
     if not was_asked:
         return ExitCode.OK, None

@@ -260,7 +260,7 @@ class Comm:
         self.sent_bytes[key] += sent
         self.received_bytes[key] += received
         if self._flight_recorder is not None:
-            self._flight_recorder.issue(kind, group, name, sent)
+            self._flight_recorder.issue(kind, group, name, sent or received)
 
     # Of all ranks of a group
 

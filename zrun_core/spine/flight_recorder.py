@@ -143,7 +143,7 @@ class IssuedOp(NamedTuple):
         number: from 1, per kind and group.
         over: the group in words; nothing where it is all ranks.
         order: from 1, over all operations of the rank.
-        num_bytes: that this rank sends; other ranks may send another number.
+        num_bytes: that this rank sends, or only receives; those of other ranks may differ.
         name: of the unit, or of what else it is about.
     """
 
@@ -482,7 +482,7 @@ class FlightRecorder(FlightRecorderView):
             kind: a collective, or send or receive.
             group: of a message the sender and the receiver, in this order.
             name: what it is about, the same on all ranks of `group`.
-            num_bytes: that this rank sends.
+            num_bytes: that this rank sends, or only receives.
         """
         record = self._own.get((kind, group.ranks))
         if record is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,7 @@ class LaunchPlan(Section):
         ranks = [place.rank for place in self.ranks if place.host == host]
         return range(ranks[0], ranks[-1] + 1)
 
-    @property
+    @cached_property
     def dims(self) -> ParallelDims:
         """Return the number of ranks along each axis."""
         places = [place.coordinates for place in self.ranks]
@@ -75,6 +76,23 @@ class LaunchPlan(Section):
             tp=1 + max(place.tp for place in places),
             pp=1 + max(place.pp for place in places),
         )
+
+    def along_axes(self, rank: int) -> str:
+        """Return the place of a rank along the axes in words, as in "pp 1 dp 0 tp 1".
+
+        Axes with one rank are left out; nothing is returned where all ranks are data-parallel.
+        """
+        dims = self.dims
+        if dims.pp * dims.tp == 1:
+            return ""
+        place = self.ranks[rank]
+        axes = {"pp": (place.pp, dims.pp), "dp": (place.dp, dims.dp), "tp": (place.tp, dims.tp)}
+        return " ".join(f"{axis} {index}" for axis, (index, size) in axes.items() if size > 1)
+
+    def place_in_words(self, rank: int) -> str:
+        """Return the host and device of a rank, and its place along the axes."""
+        place = self.ranks[rank]
+        return ", ".join(filter(None, (place.host, place.device, self.along_axes(rank))))
 
     def shard_size(self, zero: ZeroConfig) -> int:
         """Return the size of the shard group.

@@ -23,6 +23,7 @@ from zrun_core.data.loader import eval_batches
 from zrun_core.distributed import rng
 from zrun_core.distributed.named_vector import HostCopy, NamedVector
 from zrun_core.errors import UserCodeError
+from zrun_core.guards.batches import BatchDigest, BatchGuard
 from zrun_core.spine.spec import RunSpec
 from zrun_core.telemetry.recorder import Evaluated, checked_name
 from zrun_core.train.micro_batches import MicroBatchRunner
@@ -88,6 +89,7 @@ class Evaluator:
         self._mesh = sharded.mesh
         self._world = sharded.mesh.world
         self._device = self._comm.device
+        self._batches = BatchGuard(self._mesh, self._comm, spec.plan)
 
     def run(self) -> Evaluated | None:
         """Evaluate each set in turn; modules get their modes back.
@@ -101,6 +103,7 @@ class Evaluator:
         Raises:
             UserCodeError: the user's model, loss, metrics or data raised, or the metrics have
                 other names on another rank.
+            JobError: ranks that compute the same samples have read different ones.
         """
         start = time.monotonic()
         streams = rng.capture(self._device)
@@ -133,13 +136,16 @@ class Evaluator:
             self._device,
         )
         for micro in batches:
-            vote = self._vote_on_stop()
+            read = self._batches.digest([micro])
+            vote = self._vote_on_stop(read)
             micro = micro.to(self._device)
             numbers = self._numbers(micro)
             if numbers:
                 sums.add(micro, numbers)
             self._phase.tick()
-            if vote.read()["asked"]:
+            found = vote.read()
+            self._batches.check(found.get("batches", 0.0), read, "an evaluation")
+            if found["asked"]:
                 return False
         return True
 
@@ -169,14 +175,16 @@ class Evaluator:
         with user_code("evaluation failed"):
             return compute_loss(model, micro.batch, self._held_out.loss, micro.num_samples)
 
-    def _vote_on_stop(self) -> HostCopy:
-        """Count the ranks that were asked to stop.
+    def _vote_on_stop(self, read: BatchDigest) -> HostCopy:
+        """Count the ranks that were asked to stop, and compare what ranks have read.
 
         It is read after the batch, so that a device has the batch to compute meanwhile.
         """
-        own = torch.tensor([self._asked_to_stop()], dtype=torch.float64, device=self._device)
-        asked = self._comm.all_reduce_small(own, self._world, name="evaluation")
-        return HostCopy.of(NamedVector(["asked"], asked))
+        asked = float(self._asked_to_stop())
+        own = NamedVector.of(self._device, asked=asked, **self._batches.first_sums)
+        self._batches.add(read, own)
+        summed = self._comm.all_reduce_small(own.values, self._world, name="evaluation")
+        return HostCopy.of(NamedVector(own.names, summed))
 
     def _over_ranks(self, sums: _Sums) -> tuple[dict[str, float], list[float]]:
         """Return every number over all ranks, and how many samples and tokens there were.

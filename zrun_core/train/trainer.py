@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,6 +24,7 @@ from zrun_core.errors import (
     SaveError,
     StoppedError,
 )
+from zrun_core.guards.batches import BatchDigest, BatchGuard
 from zrun_core.guards.numeric import NumericGuard
 from zrun_core.guards.oom import MemoryGuard
 from zrun_core.guards.replicas import ReplicaGuard
@@ -74,7 +76,7 @@ class Trainer:
         Evaluations         held-out data, early stop
         RunSaves            checkpoints, with the counters and places of RunState
         EndRequests         signals, hooks and early stops that end the run
-        guards              skips, memory, replicas
+        guards              skips, memory, replicas, batches
     """
 
     def __init__(
@@ -172,6 +174,7 @@ class Trainer:
         )
 
         self._replicas = ReplicaGuard(sharded)
+        self._batches = BatchGuard(sharded.mesh, self.comm, spec.plan)
         self._numeric = NumericGuard(job, sharded, emitter, is_main=self.recorder.is_main)
         self._numeric_problem: str | None = None  # found within a step, which is to end first
         self.steps = StepRunner(sharded)
@@ -180,6 +183,7 @@ class Trainer:
         self._issued: IssuedStep | None = None  # the step that `steps` holds the totals of
         self._issued_losses: list[torch.Tensor] = []  # its micro-batches, on this rank
         self._issued_samples = range(0)  # its positions in the data
+        self._issued_batches = BatchDigest()  # what this rank has read for it
         self._has_measured = False  # the memory of a step
         phase.enter("start")
 
@@ -191,8 +195,8 @@ class Trainer:
             NumericError: too many steps in a row were not finite.
             DivergedError: ranks hold different values of what must be equal.
             StoppedError: a signal asked for the end.
-            JobError: the job counts tokens, and the data has none; or it names a metric that no
-                evaluation has.
+            JobError: the job counts tokens, and the data has none; it names a metric that no
+                evaluation has; or ranks that must read the same do not.
             SaveError: this rank could not save.
             PeerError: another rank could not, or has ended.
         """
@@ -325,7 +329,8 @@ class Trainer:
         self.comm.drain()
         self.comm.take_waited()  # what came before the step is not its own
         passes.begin_step()
-        sums = self._first_sums()
+        read = self._batches.digest(micro_batches)
+        sums = self._first_sums(read)
         self.sharded.begin_step()
         actions = passes.order(len(micro_batches))
         losses = passes.run(actions, micro_batches, sums, self.progress.steps)
@@ -342,6 +347,7 @@ class Trainer:
         passes.waited[StepPhase.OPTIM] += self.comm.take_waited()
         self._issued_losses = losses
         self._issued_samples = self.loader.last_step
+        self._issued_batches = read
         self._issued = IssuedStep(
             step=self.progress.steps,
             lr=lr,
@@ -375,7 +381,11 @@ class Trainer:
         def lr_of(number: int) -> float:
             return self.job.optim.lr * self.schedule(before.updates + number)
 
-        ended = windows.run(steps, before.steps + 1, lr_of, self._first_sums)
+        read = self._batches.digest([step.batch for step in steps])
+        first = before.steps + 1
+        ended = windows.run(steps, first, lr_of, partial(self._first_sums, read))
+        when = f"steps {first} to {before.steps + len(steps)}"
+        self._batches.check(ended[-1].totals.batches, read, when)
         self.saves.update(ended[-1].totals)
         for step in ended:
             self.progress.steps += 1
@@ -394,10 +404,10 @@ class Trainer:
             self.check_replicas(self._next_lr())
         return True
 
-    def _first_sums(self) -> NamedVector:
+    def _first_sums(self, read: BatchDigest) -> NamedVector:
         """Return the numbers of `StepTotals` that ranks sum, as this one begins the step with."""
         consensus = self.saves.contribution(self.stop.take_save())
-        return NamedVector.of(
+        sums = NamedVector.of(
             self.comm.device,
             weight=0.0,
             loss=0.0,
@@ -407,7 +417,10 @@ class Trainer:
             end=float(bool(self.hooks.wish)),
             dropped=0.0,
             **consensus._asdict(),
+            **self._batches.first_sums,
         )
+        self._batches.add(read, sums)
+        return sums
 
     def _divisor(self, sums: NamedVector) -> torch.Tensor:
         """Return what the gradient is to be divided by, 0-d; 0 skips the step.
@@ -428,6 +441,7 @@ class Trainer:
             between_steps: no gradient of the next step is there yet.
 
         Raises:
+            JobError: ranks that compute the same samples have read different ones.
             HangError: the ranks gathered different modules.
             NumericError: too many steps in a row were not finite. Not within a step: it ends
                 first, since only between two steps is there a state to save.
@@ -438,6 +452,7 @@ class Trainer:
             return
         issued = self._issued
         assert issued is not None
+        self._batches.check(totals.batches, self._issued_batches, f"step {issued.step}")
         self.saves.update(totals)
         if not totals.agreed:
             raise modules_differ(f"step {issued.step}", "zero.leaf")

@@ -9,6 +9,8 @@ import re
 from pathlib import Path
 
 import pytest
+from modules_page import PAGE as MODULES
+from modules_page import page as modules_page
 
 from zrun.cli import COMMANDS
 from zrun.job.load import load_job
@@ -106,6 +108,11 @@ def test_links_lead_somewhere(page: Path) -> None:
         linked = (page.parent / path).resolve() if path else page
         assert linked.exists(), target
         assert not anchor or anchor in anchors(linked), target
+
+
+def test_every_module_has_its_line() -> None:
+    is_current = MODULES.read_text(encoding="utf-8") == modules_page()
+    assert is_current, "write it again: .venv/bin/python tests/unit/modules_page.py"
 
 
 def test_named_modules_exist() -> None:

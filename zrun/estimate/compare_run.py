@@ -1,6 +1,4 @@
-"""Was the estimate of a run right? What is predicted of its job now, beside what the run has
-measured.
-"""
+"""Compare a run with its estimate: what is predicted of its job now, and what it has measured."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""One sentence on a configuration that does not fit: which memory lacks how much, and what would
-fit.
+"""One sentence on what does not fit: which memory lacks how much, and what would fit.
 
 Pure: estimates to text.
 """

@@ -1,4 +1,4 @@
-"""What all ranks of a group have alike, kept as a slice on each (P_a).
+"""Activations that all ranks of a group have alike, kept as a slice on each (P_a).
 
 Rajbhandari et al. 2020, "ZeRO", section 6.1. The elements are taken in the order of their memory,
 whatever the shape, and padded to equal slices:

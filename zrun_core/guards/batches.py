@@ -55,7 +55,7 @@ class Field(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class BatchDigest:
-    """What a rank has read for a step.
+    """A digest of the samples that a rank has read for a step.
 
     Attributes:
         fields: of each micro-batch.

@@ -1,4 +1,4 @@
-"""Where activations become slices, and where they become whole again.
+"""The borders at which activations become slices, and whole again: Megatron's f and g.
 
     f     forward: nothing                  backward: sum over ranks of the gradient of x
     g     forward: sum over ranks of y      backward: nothing

@@ -23,7 +23,7 @@ _GPU_CHUNK_BYTES = 1 << 26
 
 
 class Target(NamedTuple):
-    """What the logits of N positions should be.
+    """The targets of N positions.
 
     Attributes:
         labels: int64 [N].
@@ -96,7 +96,7 @@ class _Losses(torch.autograd.Function):
 
 
 class _Ends(NamedTuple):
-    """What of each position's logits goes into its loss, of this rank's entries. All are [N].
+    """Sums over this rank's entries that the loss of each position is made of. All are [N].
 
     Attributes:
         largest: of the logits, finite.

@@ -1,4 +1,4 @@
-"""Whether a divided model computes what the whole one does: two forwards without values tell.
+"""Check that a divided model computes what the whole one does, by forwards without values.
 
 The first runs the whole model, and looks at the borders of its regions: what comes in other than by
 the inputs of their modules, or goes on beside their linears. The second runs with the slices of one

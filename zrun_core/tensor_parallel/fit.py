@@ -1,4 +1,4 @@
-"""Whether a model's heads and widths divide over the ranks, and what would go wrong unseen."""
+"""Check that a model's heads and widths divide over the ranks; refuse what goes wrong unseen."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _HEAD_COUNTS = {
 
 
 class _Count(NamedTuple):
-    """What each rank must have equally many of.
+    """A number that the ranks must divide, such as heads.
 
     Attributes:
         name: of the linear or attribute that has them.

@@ -1,4 +1,4 @@
-"""Which ranks have which slices of a model's layers. Pure: on a tree of modules, without values.
+"""Plan which slices of a model's layers each rank has. Pure: on a tree of modules, without values.
 
     plan = plan_model(model, None, degree=2)
     plan.regions[0]         # columns q_proj, k_proj and v_proj, and row o_proj, of model.layers.0
@@ -29,7 +29,7 @@ _KEY = "parallel.plan"
 
 
 class Cut(NamedTuple):
-    """How a parameter is divided.
+    """The division of a parameter.
 
     Attributes:
         dim: along which.
@@ -50,7 +50,7 @@ class _Tensor(NamedTuple):
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """How a model is divided over the ranks of a tensor group.
+    """The division of a model over the ranks of a tensor group.
 
     Attributes:
         degree: ranks of the group.

@@ -19,7 +19,7 @@ _KEY = "parallel.plan"
 
 @dataclass(frozen=True)
 class Roles:
-    """What is said of a model.
+    """Roles of a model's modules, and of their parameters and attributes.
 
     Attributes:
         entries: by the name of a module, of a parameter, or of an attribute that is divided.

@@ -1,4 +1,4 @@
-"""What torch's operators make of a slice along a vocabulary: a slice again, where they can.
+"""Operators of torch's on slices along a vocabulary: the result is a slice again, where it can be.
 
     elementwise, with numbers, with other slices, with what is whole     each on its slice
     copies, casts                                                        likewise
@@ -307,7 +307,7 @@ def _select_backward(func: Any, one: Any, sizes: Sequence[int], dim: int, index:
 
 
 def _new_zeros(func: Any, one: Slice, size: Sequence[int], *, dtype: Any = None, **kw: Any) -> Any:
-    """Zeros, of which only the shape is known: where it fits, they are a slice."""
+    """Return zeros, of which only the shape is known: where it fits, they are a slice."""
     dtype = dtype or one.dtype
     if len(size) < -one.dim or size[one.dim] != one.vocabulary.size:
         return func(one.local, size, dtype=dtype, **kw)

@@ -119,7 +119,7 @@ def divide_head(module: nn.Module, vocabulary: Vocabulary, enter: Border | None 
 
 
 class _Lookups(TorchFunctionMode):
-    """What a forward looks up in the weight of its module is found by `embed`."""
+    """A mode in which lookups in the weight of a module are made by `embed`."""
 
     def __init__(self, module: nn.Module, vocabulary: Vocabulary, leave: Border | None) -> None:
         super().__init__()

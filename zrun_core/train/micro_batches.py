@@ -38,7 +38,7 @@ class _UnderWay(NamedTuple):
 
 @dataclass(frozen=True)
 class RunnerContext:
-    """What every runner of micro-batches works with.
+    """The parts of a rank that every runner of micro-batches works with.
 
     Attributes:
         spec: of the run.

@@ -1,6 +1,4 @@
-"""The configurations that a search chooses from: its constraints, and every candidate that they
-allow.
-"""
+"""The configurations that a search chooses from: every candidate that its constraints allow."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class Subject:
 
     @property
     def files(self) -> Mapping[str, str]:
-        """Digests of the files of code that it came from, by path."""
+        """Return digests of the files of code that it came from, by path."""
         found: dict[str, str] = {}
         for profile in self._profiles():
             found.update(profile.files)
@@ -59,7 +59,7 @@ class Subject:
 
     @property
     def is_partial(self) -> bool:
-        """Whether time was over before all that was asked for was traced."""
+        """Return True if time was over before all that was asked for was traced."""
         return any(profile.is_partial for profile in self._profiles())
 
     def _profiles(self) -> Sequence[Profile]:

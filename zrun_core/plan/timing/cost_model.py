@@ -1,6 +1,4 @@
-"""The cost of micro-batches on some hardware, for every way to compute them that a search
-considers.
-"""
+"""The cost of micro-batches on some hardware, in every way that a search considers."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""The cost of a transformer's micro-batch, from its shape alone (Korthikanti et al. 2022, section
-4).
+"""The cost of a transformer's micro-batch, from its shape alone.
 
-Matrix products count by their sizes, attention by its own rate, and what lies between them by the
-bytes that it reads and writes.
+Korthikanti et al. 2022, section 4. Matrix products count by their sizes, attention by its own rate,
+and what lies between them by the bytes that it reads and writes.
 """
 
 from __future__ import annotations

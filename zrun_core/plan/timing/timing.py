@@ -1,5 +1,4 @@
-"""The time of a step: passes over streams, pipelines replayed, the update; and the bytes on each
-link.
+"""The time of a step, from its passes, pipelines and updates, and the bytes on each link.
 
 A step is the passes of its micro-batches, then the update. On each rank a pass computes the
 segments of the model in order while another stream gathers and reduces (`stream_replay.run_pass`);

@@ -1,4 +1,4 @@
-"""What a job may say of a module in `parallel.plan`: its role in tensor parallelism.
+"""The roles that a job may give modules in `parallel.plan`, for tensor parallelism.
 
 "*.q_proj": colwise            rows of the weight, whose results are slices
 "*.o_proj": rowwise            columns of the weight; the results are summed over ranks
@@ -22,7 +22,7 @@ _SECTIONS = re.compile(r"\d{1,7}(:\d{1,7})*")
 
 
 class Role(StrEnum):
-    """What becomes of a module, a parameter or an attribute where layers are divided."""
+    """The part of a module, a parameter or an attribute in the division of layers."""
 
     COLWISE = "colwise"
     ROWWISE = "rowwise"

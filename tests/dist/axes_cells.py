@@ -1,0 +1,243 @@
+"""Every feature on every shape of a mesh: cells, what each is held to, and few that cover all.
+
+A cell trains a small GPT for a few steps. Whatever the axes are, it must come to what one process
+comes to; and with the same axes, neither recomputing nor keeping states elsewhere may change a bit.
+"""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import numpy as np
+import pydantic
+from runs import job, losses, run
+from test_offload import late_copies
+from test_pipelines import gpt, whole
+
+from zrun_core.spine.config import JobConfig
+from zrun_core.zero.sharded_model import ShardedModel
+
+STEPS = 4
+AXES: Mapping[str, Mapping[str, int]] = {
+    "dp 4": {"dp": 4},
+    "tp 2, dp 2": {"tp": 2, "dp": 2},
+    "pp 2, dp 2": {"pp": 2, "dp": 2},
+    "tp 4": {"tp": 4, "dp": 1},
+    "pp 4": {"pp": 4, "dp": 1},
+    "tp 2, pp 2": {"tp": 2, "pp": 2, "dp": 1},
+    "tp 2, pp 2, dp 2": {"tp": 2, "pp": 2, "dp": 2},
+}
+STAGES = (0, 1, 2, 3)
+PRECISIONS: Mapping[str, Any] = {
+    "fp32": "fp32",
+    "bf16": "bf16",
+    "fp16": {"compute": "fp16", "loss_scale": {"init": 2.0**21}},  # its first steps overflow
+}
+OPTIMIZERS = ("adamw", "lamb")
+RECOMPUTED: Mapping[str, Mapping[str, Any]] = {
+    "none": {},
+    "full": {"checkpoint": "full"},
+    "Pa": {"checkpoint": "full", "partition": True},
+}
+STATES = ("device", "apart", "disk")
+
+# How far losses, and values as a share of the largest of their tensor, may be from one process's.
+CLOSE: Mapping[str, float] = {"fp32": 2e-6, "bf16": 1e-2, "fp16": 2e-3}
+
+Found = list[dict[str, Any]]
+
+
+class Cell(NamedTuple):
+    """A job, and the shape of its mesh.
+
+    Attributes:
+        axes: one of `AXES`.
+        stage: of ZeRO.
+        precision: one of `PRECISIONS`.
+        optimizer: one of `OPTIMIZERS`.
+        recomputed: one of `RECOMPUTED`.
+        states: where they are between uses; apart: in a host's memory that is apart from the CPU
+            which trains, with copies that come late.
+    """
+
+    axes: str
+    stage: int
+    precision: str
+    optimizer: str
+    recomputed: str
+    states: str
+
+    @property
+    def alone(self) -> Cell:
+        """Return what one process trains, to compare with."""
+        return Cell("dp 1", 0, self.precision, self.optimizer, "none", "device")
+
+    @property
+    def base(self) -> Cell:
+        """Return what must have the same bits."""
+        return self._replace(recomputed="none", states="device")
+
+    @property
+    def why_not(self) -> str:
+        """Return words of the refusal that holds; empty: the cell trains."""
+        if self.optimizer == "lamb" and self.states == "disk":
+            return "proposes the updates of all layers before"
+        if self.recomputed == "Pa" and "tp" not in self.dims:
+            return "with parallel.tp 1 none do"
+        return ""
+
+    @property
+    def refusal(self) -> str:
+        """Return what zrun says of its job; empty: it is a good one."""
+        try:
+            JobConfig.model_validate(self.keys)
+        except pydantic.ValidationError as error:
+            return str(error.errors()[0]["msg"]).removeprefix("Value error, ")
+        return ""
+
+    @property
+    def dims(self) -> dict[str, int]:
+        """Return the sizes of the axes."""
+        return dict(AXES.get(self.axes, {"dp": 1}))
+
+    @property
+    def num_ranks(self) -> int:
+        """Return the number of ranks that the axes have."""
+        return int(np.prod(list(self.dims.values())))
+
+    @property
+    def keys(self) -> dict[str, Any]:
+        """Return the keys of its job."""
+        keys = job(
+            model=gpt(heads=4),
+            data={"call": "runs.py:Plain", "shuffle": True},
+            steps=STEPS,
+            batch={"global": 8, "micro": 1},
+            optim={"name": self.optimizer, "lr": 1e-2, "eps": 1e-3, "clip": 1.0},
+            precision=PRECISIONS[self.precision],
+            zero=self.stage,
+            parallel={axis: size for axis, size in self.dims.items() if axis != "dp"},
+            activations=dict(RECOMPUTED[self.recomputed]),
+            hooks={},
+            checkpoint=None,
+        )
+        tier = "host" if self.states == "apart" else self.states
+        if tier != "device":
+            keys["offload"] = {"optimizer": tier, "grad": tier}
+            if self.stage == 3:
+                keys["offload"]["param"] = tier
+        return keys
+
+
+def all_cells() -> Iterator[Cell]:
+    """Yield every cell."""
+    factors = (AXES, STAGES, PRECISIONS, OPTIMIZERS, RECOMPUTED, STATES)
+    return itertools.starmap(Cell, itertools.product(*factors))
+
+
+def covering(cells: Sequence[Cell]) -> list[Cell]:
+    """Return few cells in which every pair of values occurs that occurs in the given ones.
+
+    Args:
+        cells: to choose from. Greedily: each next one has the most pairs that are still missing.
+    """
+    missing = set().union(*map(_pairs, cells))
+    chosen = []
+    while missing:
+        best = max(cells, key=lambda cell: len(missing & _pairs(cell)))
+        missing -= _pairs(best)
+        chosen.append(best)
+    return chosen
+
+
+def _pairs(cell: Cell) -> set[tuple[tuple[str, Any], ...]]:
+    return set(itertools.combinations(cell._asdict().items(), 2))
+
+
+def train(cell: Cell, folder: str) -> dict[str, Any]:
+    """Train a cell, on one of its ranks."""
+    if cell.states != "apart":
+        return run(cell.keys, folder, dims=cell.dims)
+    init = ShardedModel.__init__
+
+    def init_apart(self: ShardedModel, *args: Any, **options: Any) -> None:
+        init(self, *args, **{**options, "apart": late_copies()})
+
+    with patch.object(ShardedModel, "__init__", init_apart):
+        return run(cell.keys, folder, dims=cell.dims)
+
+
+def on_ranks(pool: Any, cell: Cell) -> Found:
+    """Train a cell on the ranks of a pool, with files in a folder that goes."""
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
+        found: Found = pool.run(train, cell, f"{folder}/run")
+    return found
+
+
+class Distance(NamedTuple):
+    """How far apart two runs are, as shares of what they are apart from.
+
+    Attributes:
+        of_losses: the largest of a step.
+        of_values: the largest of parameters and moments, of the largest value of the tensor.
+    """
+
+    of_losses: float
+    of_values: float
+
+    def is_close(self, precision: str) -> bool:
+        """Return whether they are as close as rounding in a precision lets them be."""
+        close = CLOSE[precision]
+        return self.of_losses <= close and self.of_values <= 10 * close
+
+
+def distance(many: Found, one: Found) -> Distance:
+    """Return how far a run is from another one of as many steps.
+
+    Raises:
+        AssertionError: they have other steps, tensors or skipped steps.
+    """
+    ours, theirs = losses(many[0]), losses(one[0])
+    assert ours.keys() == theirs.keys()
+    assert len(theirs) == STEPS
+    assert skipped(many) == skipped(one)
+    here, there = _values(many), _values(one)
+    assert here.keys() == there.keys()
+    return Distance(
+        max(abs(ours[step] / loss - 1) for step, loss in theirs.items()),
+        max(
+            float(np.abs(here[key] - value).max() / max(np.abs(value).max(), 1e-2))
+            for key, value in there.items()
+        ),
+    )
+
+
+def skipped(found: Found) -> list[int]:
+    """Return the steps that overflowed."""
+    steps = [event for event in found[0]["events"] if event["type"] == "step"]
+    return [event["step"] for event in steps if event.get("skipped")]
+
+
+def _values(found: Found) -> dict[tuple[str, str], Any]:
+    """Put together what all ranks would save, each tensor in the order of its shape."""
+    orders = {name: order for of_rank in found for name, order in of_rank["orders"].items()}
+    ordered = {}
+    for key, flat in whole(found).items():
+        shape, stride = orders[key[0]]
+        strides = [step * flat.itemsize for step in stride]
+        ordered[key] = np.lib.stride_tricks.as_strided(flat, shape, strides)
+    return ordered
+
+
+def same_bits(ours: Found, theirs: Found) -> bool:
+    """Return whether two runs have the same losses, parameters and moments."""
+    here, there = whole(ours), whole(theirs)
+    return (
+        losses(ours[0]) == losses(theirs[0])
+        and here.keys() == there.keys()
+        and all(np.array_equal(here[key], there[key]) for key in there)
+    )

@@ -10,13 +10,16 @@ import pytest
 import test_early_stop
 import test_keep_best
 import torch
+from runs import PoolWorker, make_spec
 from test_pipelines import GPT, gpt, in_stages, small
 from torch import nn
+from toys import world
 
 from zrun_core.models.gpt import gpt as make_gpt
 from zrun_core.train.user_hooks import HookContext
 
 DIMS = [{"dp": 1, "pp": 2}, {"dp": 2, "pp": 2}]
+TIED = {"model": gpt(tied=True)}
 
 
 # Evaluations
@@ -91,6 +94,49 @@ def test_the_run_ends_early(ranks, tmp_path: Path) -> None:
     assert test_early_stop.ends(found[0]) == [(6, "early stop", test_early_stop.WHY)]
 
 
+# Names of collectives
+
+
+class Names:
+    """Stands for a flight recorder; has what was issued by kind and ranks of a group."""
+
+    def __init__(self) -> None:
+        self.issued: dict[tuple[str, tuple[int, ...]], list[str]] = {}
+
+    def issue(self, kind: str, group: Any, name: str, num_bytes: int) -> None:
+        if kind not in ("send", "receive"):
+            self.issued.setdefault((kind, group.ranks), []).append(name)
+
+    def waiting(self, is_waiting: bool) -> None:
+        pass
+
+
+def names(keys: dict[str, Any], run_dir: str, dims: dict[str, int]) -> Any:
+    """Return what this rank has issued in a run."""
+    rank, _ = world()
+    worker = PoolWorker(make_spec(keys, run_dir, None, dims), rank)
+    trainer = worker.prepare()
+    recorder = Names()
+    trainer.comm._flight_recorder = recorder  # type: ignore[assignment]
+    trainer.stop.ignore = lambda: None  # type: ignore[method-assign]  # the process lives on
+    trainer.run()
+    trainer.loader._steps.close()
+    worker.close()
+    return recorder.issued
+
+
+def test_all_ranks_of_a_group_call_a_collective_the_same(ranks, tmp_path: Path) -> None:
+    """Else ranks that wait are told to disagree on it."""
+    dims = {"pp": 2, "dp": 2, "tp": 2}
+    parallel = {"pp": 2, "tp": 2, "sequence": True}
+    keys = small(steps=2, zero=3, parallel=parallel, **TIED)
+    issued: dict[Any, list[str]] = {}
+    for found in ranks(8).run(names, keys, str(tmp_path), dims):
+        for key, own in found.items():
+            assert issued.setdefault(key, own) == own, key
+    assert {"all_reduce", "small"} <= {kind for kind, _ in issued}
+
+
 # Replicas
 
 
@@ -100,9 +146,6 @@ def flip(context: HookContext, ranks: list[int], name: str) -> None:
         if context.step == 2 and context.rank in ranks:
             flat = model.get_parameter(name).view(-1)
             flat.view(torch.int16 if flat.dtype == torch.bfloat16 else torch.int32)[7] ^= 1
-
-
-TIED = {"model": gpt(tied=True)}
 
 
 @pytest.mark.parametrize(

@@ -142,8 +142,10 @@ class Reducer:
         def all_reduce(
             comm: Comm, unit: FlatUnit, recv_buffer: torch.Tensor, part: torch.Tensor
         ) -> Handle:
-            tag = reduce_tag(numbers[unit.index])  # other ranks may number their units otherwise
-            return comm.all_reduce(part, recv_buffer, group, tag=tag, name=unit.name)
+            # Other ranks may number and name their units otherwise.
+            tag = reduce_tag(numbers[unit.index])
+            name = unit.layout.slots[0].part.tensor
+            return comm.all_reduce(part, recv_buffer, group, tag=tag, name=name)
 
         self._all_reduce_parts(units, all_reduce)
 

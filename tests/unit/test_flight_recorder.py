@@ -380,18 +380,34 @@ def test_a_rank_waits_for_the_message_that_nobody_has_sent_yet(tmp_path):
         recorders[first].waiting(True)
     recorders[3].issue("send", over(3, 1, axis="pipe_back"), "gradients of micro-batch 0")
     view = FlightRecorderView(tmp_path / "board", range(4))
-    awaited = view.awaited(0)
-    assert awaited is not None
-    assert (awaited.name, awaited.peer) == ("gradients of micro-batch 0", 2)
-    assert [view.awaited(rank) for rank in (1, 2, 3)] == [None] * 3
+    ((rank, awaited),) = view.awaited().items()
+    assert (rank, awaited.op.name, awaited.ranks) == (0, "gradients of micro-batch 0", (2,))
     recorders[0].waiting(False)
-    assert view.awaited(0) is None
+    assert view.awaited() == {}
     assert view.disagreement() is None
     recorders[2].issue("receive", over(0, 2, axis="pipe"), "activations of micro-batch 1")
     recorders[2].waiting(True)
-    awaited = view.awaited(2)
-    assert awaited is not None
-    assert (awaited.name, awaited.peer) == ("activations of micro-batch 1", 0)
+    awaited = view.awaited()[2]
+    assert (awaited.op.name, awaited.ranks) == ("activations of micro-batch 1", (0,))
+
+
+def test_a_rank_waits_for_the_first_collective_that_another_one_does_not_come_to(tmp_path):
+    """What it has issued last may be over, or wait for the same rank."""
+    recorders = [FlightRecorder(tmp_path / "board", rank, range(4), 4) for rank in range(4)]
+    view = FlightRecorderView(tmp_path / "board", range(4))
+    for rank, recorder in enumerate(recorders):
+        tensor = over(0, 1, axis="tensor") if rank < 2 else over(2, 3, axis="tensor")
+        data = over(rank % 2, rank % 2 + 2, axis="data")
+        recorder.issue("reduce_scatter", data, "blocks.1")
+        if rank != 2:
+            recorder.issue("reduce_scatter", data, "blocks.0")
+        recorder.issue("all_reduce", tensor, "output of blocks.0")
+    assert view.awaited() == {}, "all compute"
+    for rank in (0, 1):
+        recorders[rank].waiting(True)
+    ((rank, awaited),) = view.awaited().items()  # all have come to what rank 1 waits for
+    assert str(awaited.op) == "reduce_scatter 2 over data (ranks 0, 2), 'blocks.0' (0 B)"
+    assert (rank, awaited.ranks) == (0, (2,))
 
 
 def test_messages_in_another_order_are_no_disagreement(recorders):

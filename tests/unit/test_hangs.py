@@ -182,12 +182,23 @@ def test_a_stuck_rank_is_told_with_its_stack_and_the_last_collective_of_each():
 
 def test_a_rank_that_waits_for_a_message_names_it_and_the_stage_that_sends_it() -> None:
     seen = hang()
-    seen.frame["ranks"][0]["awaits"] = {"what": "gradients of micro-batch 2", "rank": 1}
+    seen.frame["ranks"][0]["awaits"] = {
+        "what": "gradients of micro-batch 2",
+        "ranks": [1],
+        "is_message": True,
+    }
     places = [place.model_copy(update={"pp": place.rank}) for place in seen.plan.ranks]
     told = replace(seen, plan=LaunchPlan(ranks=places)).describe()
     assert "rank 1 of 2 (node, cpu, pp 1) is stuck in forward of step 5" in told
     what = "waits for gradients of micro-batch 2 from rank 1 (stage 1)"
     assert f"rank 0 (pp 0) {what} in backward of step 5, last: all_gather 9" in told
+
+
+def test_a_rank_that_waits_for_a_collective_names_it_and_who_does_not_come() -> None:
+    seen = hang()
+    what = "all_gather 9, 'blocks.0' (1.0 MiB)"
+    seen.frame["ranks"][0]["awaits"] = {"what": what, "ranks": [1], "is_message": False}
+    assert f"rank 0 waits for rank 1 in backward of step 5: {what}\n" in seen.describe()
 
 
 def test_a_stopped_rank_and_ranks_that_wait_for_each_other_are_told_apart():

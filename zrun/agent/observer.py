@@ -18,7 +18,7 @@ from zrun.system import processes
 from zrun.system.processes import Process
 from zrun.system.tail_file import last_lines
 from zrun.transport.frames import Frame
-from zrun_core.spine.flight_recorder import FlightRecorderView, RankProgress
+from zrun_core.spine.flight_recorder import Awaited, FlightRecorderView, RankProgress
 
 _STACKS_S = 1.0  # that ranks get for writing their stacks
 _LARGEST_NOTE = 1 << 18  # characters
@@ -60,6 +60,7 @@ class Observer:
     def report_hang(self, leaders: Mapping[int, Process]) -> Frame:
         """Return the frame that says what the running workers do, with stacks and ends of logs."""
         halted = [rank for rank, leader in leaders.items() if leader.state in ("T", "t")]
+        awaited = self._view.awaited()
         told = []
         for rank in leaders:
             state = self._view.state(rank)
@@ -70,7 +71,7 @@ class Observer:
                     "phase": state.phase,
                     "does": "is stopped" if rank in halted else self._does(rank, state),
                     "last": str(self._view.last(rank) or "no collective"),
-                    "awaits": self._awaits(rank),
+                    "awaits": _in_frame(awaited.get(rank)),
                 }
             )
         return {
@@ -90,11 +91,6 @@ class Observer:
         if own_wait is not None:
             return str(own_wait)
         return "waits" if state.waiting else "runs"
-
-    def _awaits(self, rank: int) -> dict[str, Any] | None:
-        """Return which message a rank waits for, and from which rank."""
-        message = self._view.awaited(rank)
-        return None if message is None else {"what": message.name, "rank": message.peer}
 
     def _log(self, rank: int) -> Path:
         return self._run_dir / "logs" / f"rank-{rank}.log"
@@ -119,3 +115,12 @@ class Observer:
             sizes = now
             time.sleep(_STACKS_S / 20)
         return {rank: file.read_text(errors="replace") for rank, file in files.items()}
+
+
+def _in_frame(awaited: Awaited | None) -> dict[str, Any] | None:
+    """Return what a rank waits for, and which ranks do not come."""
+    if awaited is None:
+        return None
+    is_message = awaited.op.kind == "receive"
+    what = awaited.op.name if is_message else str(awaited.op)
+    return {"what": what, "ranks": list(awaited.ranks), "is_message": is_message}

@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from zrun.transport.frames import GRACE_S
 from zrun_core.errors import PEER_IS_GONE, ExitCode, JobError, OutOfMemoryError
 from zrun_core.spine import tracebacks
+from zrun_core.spine.flight_recorder import listed
 from zrun_core.spine.spec import LaunchPlan, RankPlace
 
 _DOES = {
@@ -358,9 +359,7 @@ class Hang:
     def describe(self) -> str:
         """Return the last words on the terminal."""
         ranks = [
-            f"  {self._named(told['rank'])} {self._doing(told)} in {_place(told)}, "
-            f"last: {told['last']}"
-            for told in self.frame["ranks"]
+            f"  {self._named(told['rank'])} {self._doing(told)}" for told in self.frame["ranks"]
         ]
         stack = [line for line in self.stack if line.strip()][:_SHOWN_LINES]
         reasons = self.links[1:]
@@ -376,12 +375,17 @@ class Hang:
         return f"rank {rank} ({where})" if where else f"rank {rank}"
 
     def _doing(self, told: dict[str, Any]) -> str:
-        """Return what a rank does, with the message that it waits for."""
-        message = told.get("awaits")
-        if message is None:
-            return str(told["does"])
-        sender = self.plan.ranks[message["rank"]]
-        return f"waits for {message['what']} from rank {sender.rank} (stage {sender.pp})"
+        """Return what a rank does, with what it waits for and who does not come."""
+        where = f"in {_place(told)}"
+        awaits = told.get("awaits")
+        if awaits is None:
+            return f"{told['does']} {where}, last: {told['last']}"
+        if awaits["is_message"]:
+            sender = self.plan.ranks[awaits["ranks"][0]]
+            source = f"from rank {sender.rank} (stage {sender.pp})"
+            return f"waits for {awaits['what']} {source} {where}, last: {told['last']}"
+        ranks = "rank" if len(awaits["ranks"]) == 1 else "ranks"
+        return f"waits for {ranks} {listed(awaits['ranks'])} {where}: {awaits['what']}"
 
     def to_json(self) -> dict[str, Any]:
         """Return the content of failure.json."""

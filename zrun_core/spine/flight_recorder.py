@@ -167,6 +167,18 @@ class IssuedOp(NamedTuple):
         return int(self.over.rpartition(" ")[2])
 
 
+class Awaited(NamedTuple):
+    """What a rank waits for.
+
+    Attributes:
+        op: a message that nobody has sent yet, or a collective.
+        ranks: that have not come to it.
+    """
+
+    op: IssuedOp
+    ranks: tuple[int, ...]
+
+
 class FlightRecord(NamedTuple):
     """The operations of one kind over one group that a rank issued.
 
@@ -283,18 +295,16 @@ class FlightRecorderView:
         ops = [op for record in self.records(rank).values() for op in record.ops.values()]
         return max(ops, key=lambda op: op.order, default=None)
 
-    def awaited(self, rank: int) -> IssuedOp | None:
-        """Return the message that `rank` waits for; None: there is none, or it has been sent."""
-        last = self.last(rank)
-        if last is None or last.kind != "receive" or not self.state(rank).waiting:
-            return None
-        if last.peer in self.ranks:
-            records = self.records(rank).values()
-            key = next(record.key for record in records if last in record.ops.values())
-            sent = self.records(last.peer).get(("send", key))
-            if _last_number(sent) >= last.number:
-                return None
-        return last
+    def awaited(self) -> dict[int, Awaited]:
+        """Return what ranks wait for: a message, or else the first collective, as far as known."""
+        records = {rank: self.records(rank) for rank in self.ranks}
+        found = {}
+        for rank in self.ranks:
+            if self.state(rank).waiting:
+                first = _awaited_message(rank, records) or _awaited_collective(rank, records)
+                if first is not None:
+                    found[rank] = first
+        return found
 
     def disagreement(self) -> str | None:
         """Return the first collective on which two ranks differ, in words; None: there is none."""
@@ -369,6 +379,32 @@ def _text(raw: bytes) -> str:
 def _last_number(record: FlightRecord | None) -> int:
     """Return the number of what was issued last."""
     return 0 if record is None else max(record.ops, default=0)
+
+
+def _awaited_message(rank: int, records: _Records) -> Awaited | None:
+    """Return the message that a rank waits for; None: there is none, or it has been sent."""
+    ops = [op for record in records[rank].values() for op in record.ops.values()]
+    last = max(ops, key=lambda op: op.order, default=None)
+    if last is None or last.kind != "receive":
+        return None
+    if last.peer in records:
+        own = next(record for record in records[rank].values() if last in record.ops.values())
+        if _last_number(records[last.peer].get(("send", own.key))) >= last.number:
+            return None
+    return Awaited(last, (last.peer,))
+
+
+def _awaited_collective(rank: int, records: _Records) -> Awaited | None:
+    """Return the first collective to which a rank has come and another one has not."""
+    found = []
+    for at, record in records[rank].items():
+        if record.kind not in _COLLECTIVES:
+            continue
+        last = {peer: _last_number(records[peer].get(at)) for peer in record.members}
+        op = record.ops.get(min(last.values(), default=0) + 1)
+        if op is not None:
+            found.append(Awaited(op, tuple(peer for peer in last if last[peer] < op.number)))
+    return min(found, key=lambda each: each.op.order, default=None)
 
 
 def _missed_collectives(records: _Records) -> Iterator[tuple[IssuedOp, int, int]]:

@@ -405,9 +405,9 @@ def with_other_data(keys: dict[str, Any], run_dir: str, what: str) -> list[str |
 @pytest.mark.parametrize(
     ("what", "words"),
     [
-        ("order", "rank 2 has order of samples "),
-        ("position", "rank 2 has position in the data 1, rank 0 has 0;"),
-        ("length", "rank 2 has dataset length 41, rank 0 has 40;"),
+        ("order", "rank 2 (host, cpu) has order of samples "),
+        ("position", "rank 2 (host, cpu) has position in the data 1, rank 0 has 0;"),
+        ("length", "rank 2 (host, cpu) has dataset length 41, rank 0 has 40;"),
     ],
 )
 def test_ranks_that_follow_another_order_of_samples_are_found(ranks, tmp_path, what, words):

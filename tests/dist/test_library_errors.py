@@ -255,12 +255,12 @@ def test_steps_that_are_never_finite_end_on_every_rank_and_name_the_culprit(rank
         assert skipped == [True] * 4
         assert told.startswith(
             "step(): 5 skipped in a row: "
-            "the gradient of first.weight (layer first) is nan on rank 1; look at"
+            "the gradient of last.bias (layer last) is nan on rank 1; look at"
         )
         assert not after
     assert first[1] == [
-        "step(): skipped on all ranks: the gradient of first.weight (layer first) is nan",
-        "step(): skipped on all ranks: the gradient of first.weight (layer first) is nan on rank 1",
+        "step(): skipped on all ranks: the gradient of last.bias (layer last) is nan",
+        "step(): skipped on all ranks: the gradient of last.bias (layer last) is nan on rank 1",
     ]
     assert second[1] == []
 
@@ -274,9 +274,9 @@ def test_a_skip_that_is_read_late_names_the_unit_and_the_next_one_the_parameter(
     first, second = ranks(2).run(never_finite_late, 2)
     for skipped, _, told, after in (first, second):
         assert skipped == [True] * 4
-        assert "5 skipped in a row: the gradient of first.weight (layer first) is nan on" in told
+        assert "5 skipped in a row: the gradient of last.bias (layer last) is nan on" in told
         assert not after
     assert [text.removeprefix("step(): skipped on all ranks: ") for text in first[1]] == [
-        "a gradient in {first,table} is not finite",
-        "the gradient of first.weight (layer first) is nan",
+        "a gradient in last is not finite",
+        "the gradient of last.bias (layer last) is nan",
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import test_keep_best
 import torch
 from runs import PoolWorker, make_spec
 from test_pipelines import GPT, gpt, in_stages, small
+from test_tensor_parallel import on_axes
 from torch import nn
 from toys import world
 
@@ -151,11 +153,26 @@ def flip(context: HookContext, ranks: list[int], name: str) -> None:
 @pytest.mark.parametrize(
     ("keys", "dp", "flipped", "words"),
     [
-        ({"zero": 0}, 2, [3], "rank 3 has another parameter blocks.3.mlp.up.weight"),
+        ({"zero": 0}, 2, [3], "rank 3 (host, cpu, pp 1 dp 1) has another parameter blocks.3.m"),
         # Both ranks of an end have the same, and the ends differ.
-        ({"zero": 0, **TIED}, 1, [1], "rank 1 has another parameter tokens.weight"),
-        ({"zero": 1, **TIED}, 2, [2, 3], "rank 2 has another parameter tokens.weight"),
-        ({"zero": 3, "precision": "bf16", **TIED}, 2, [0, 1], "rank 2 has another parameter tok"),
+        (
+            {"zero": 0, **TIED},
+            1,
+            [1],
+            "rank 1 (host, cpu, pp 1) has another parameter tokens.weight",
+        ),
+        (
+            {"zero": 1, **TIED},
+            2,
+            [2, 3],
+            "rank 2 (host, cpu, pp 1 dp 0) has another parameter tokens.weight",
+        ),
+        (
+            {"zero": 3, "precision": "bf16", **TIED},
+            2,
+            [0, 1],
+            "rank 2 (host, cpu, pp 1 dp 0) has another parameter tok",
+        ),
     ],
 )
 def test_one_bit_is_found(
@@ -174,13 +191,12 @@ def test_one_bit_is_found(
 
 class _NanGrad(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
-        ctx.shape = weight.shape
-        return weight.new_zeros(())
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return grad.new_full(ctx.shape, float("nan"))
+        return grad * float("nan")
 
 
 def poisoned(rank: int, what: str) -> nn.Module:
@@ -192,7 +208,7 @@ def poisoned(rank: int, what: str) -> nn.Module:
         if next(passes) < 10 or torch.distributed.get_rank() != rank:
             return args
         if what == "gradient":
-            return args[0] + _NanGrad.apply(module.bias)
+            return _NanGrad.apply(args[0])  # and of all that lies in front of it
         return args[0] * float("nan")
 
     model.blocks[2].mlp.up.register_forward_pre_hook(spoil)
@@ -200,30 +216,38 @@ def poisoned(rank: int, what: str) -> nn.Module:
 
 
 @pytest.mark.parametrize("what", ["gradient", "activation"])
-@pytest.mark.parametrize(("zero", "dims"), [(0, DIMS[0]), (0, DIMS[1]), (3, DIMS[1])])
+@pytest.mark.parametrize(
+    ("zero", "dims"), [(0, DIMS[0]), (0, DIMS[1]), (3, {"dp": 2, "pp": 2, "tp": 2})]
+)
 def test_what_is_not_finite_is_named(
     ranks, tmp_path: Path, what: str, zero: int, dims: dict[str, int]
 ) -> None:
-    """By the name that it has in the whole model, with its stage and its rank."""
-    last = dims["dp"] * dims["pp"] - 1
+    """By the name that it has in the whole model, with its stage and its rank.
+
+    Of a first bad step the ranks are told whose sum it is; later ones inspect what is summed.
+    """
+    last = math.prod(dims.values()) - 1
     keys = small(
         model={
             "call": "test_pipeline_guards.py:poisoned",
             "args": {"rank": last, "what": what},
         },
+        steps=6,
         zero=zero,
-        guards={"max_skips": 2},
-        parallel={"pp": 2},
+        parallel={"pp": 2, "tp": dims.get("tp", 1)},
     )
-    found = in_stages(keys, tmp_path, ranks, **dims)
-    words = (
-        "2 steps in a row were skipped: the gradient of blocks.2.mlp.up.bias "
-        f"(layer blocks.2.mlp.up, stage 1) is nan on rank {last}"
-    )
+    found = on_axes(keys, tmp_path, ranks, **dims)
+    bias = "the gradient of blocks.2.mlp_norm.bias (layer blocks.2.mlp_norm, stage 1) is nan on"
+    # Within its region rank 7 spoils the gradient of what both ranks of its group have.
+    first, later = {1: ("1", "1"), 3: ("2 or 3", "3"), 7: ("4 or 5 or 6 or 7", "6 or 7")}[last]
+    told = [f"{bias} rank {first}", f"{bias} rank {later}"]
     if what == "activation":  # then everything is, behind it and before it
-        words = (
-            f"2 steps in a row were skipped: the loss is nan on rank {last}, and the gradient of "
-            "tokens.weight (layer tokens, stage 0) is nan"
-        )
+        first_of_group = last - ("tp" in dims)
+        told = [f"the loss is nan on rank {first_of_group}, and the gradient of norm.bias"] * 2
+    warnings = [e["message"] for each in found for e in each["events"] if e["type"] == "warning"]
+    skips = [text.partition(" on all ranks: ")[2] for text in warnings if "was skipped" in text]
+    assert len(skips) == 2
+    for text, expected in zip(skips, told, strict=True):
+        assert text.startswith(expected), text
     for each in found:
-        assert words in each["error"]
+        assert f"3 steps in a row were skipped: {told[1]}" in each["error"]

@@ -370,7 +370,7 @@ def test_a_closure_is_called_before_the_update() -> None:
 @pytest.mark.parametrize(
     ("factor", "weight", "why"),
     [
-        (math.inf, 1.0, "the gradient of 0.weight (layer 0) is "),
+        (math.inf, 1.0, "the gradient of 2.bias (layer 2) is "),
         (1.0, 0.0, "the weights of all ranks are 0"),
         (1.0, torch.tensor(math.nan), "a weight is not finite"),
     ],

@@ -18,7 +18,14 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from zrun.transport.frames import GRACE_S
-from zrun_core.errors import PEER_IS_GONE, ExitCode, JobError, OutOfMemoryError
+from zrun_core.errors import (
+    PEER_IS_GONE,
+    DivergedError,
+    ExitCode,
+    JobError,
+    NumericError,
+    OutOfMemoryError,
+)
 from zrun_core.spine import tracebacks
 from zrun_core.spine.flight_recorder import listed
 from zrun_core.spine.spec import LaunchPlan, RankPlace
@@ -27,6 +34,8 @@ _DOES = {
     "is stopped": "stopped by a signal or a debugger",
     "is silent": "silent, as is the agent of its host",
 }
+# Errors that all ranks raise together: they may be about another rank.
+_FOUND_BY_ALL = {DivergedError.__name__, NumericError.__name__}
 _SHOWN_LINES = 15  # of a log, on screen, where there is no traceback
 
 # How far an exit is from being the cause of a failed run.
@@ -188,6 +197,8 @@ class Failure:
         who = f"rank {rank} of {self.plan.world_size} ({self.plan.place_in_words(rank)})"
         if self.note is not None and self.note.type == JobError.__name__:
             return f"a fault of the job, which {who} has found{self._where()}"
+        if self.note is not None and self.note.type in _FOUND_BY_ALL:
+            return f"found by {who}{self._where()}"
         return f"{who} {self._what()}{self._where()}"
 
     def _what(self) -> str:

@@ -152,7 +152,7 @@ class BatchGuard:
 
     def _name(self, ranks: Sequence[int]) -> str:
         """Return some ranks in words, with their places."""
-        shown = [f"{rank} ({self._plan.place_in_words(rank)})" for rank in ranks[:4]]
+        shown = [self._plan.named(rank) for rank in ranks[:4]]
         if len(ranks) > 4:
             shown.append("...")
         return f"rank{'s' * (len(ranks) > 1)} {', '.join(shown)}"

@@ -30,6 +30,7 @@ import xxhash
 
 from zrun_core.distributed.transport import Group
 from zrun_core.errors import DivergedError
+from zrun_core.spine.spec import LaunchPlan
 from zrun_core.zero.sharded_model import ShardedModel
 from zrun_core.zero.unit import FlatUnit, Values
 
@@ -97,8 +98,14 @@ class _Replica:
 class ReplicaGuard:
     """Compares replicas, and names the tensor and the ranks where they differ."""
 
-    def __init__(self, sharded: ShardedModel) -> None:
+    def __init__(self, sharded: ShardedModel, plan: LaunchPlan | None = None) -> None:
+        """
+        Args:
+            sharded: this rank's model.
+            plan: says where each rank is; None: that is not known.
+        """
         self._sharded = sharded
+        self._plan = plan
         self._comm = sharded.comm
         self._mesh = sharded.mesh
         mesh = sharded.mesh
@@ -199,7 +206,7 @@ class ReplicaGuard:
                 bits = struct.pack("<2q", table[odd[0]][place], table[other][place])
                 value, theirs = struct.unpack("<2d", bits)
                 return (
-                    f"{_begin(step, odd)} has {name} {value:.17g}, rank {other} has "
+                    f"{self._begin(step, odd)} has {name} {value:.17g}, rank {other} has "
                     f"{theirs:.17g}{_END}"
                 )
         return _changed_again(step)
@@ -222,11 +229,18 @@ class ReplicaGuard:
         table = self._exchange(own, self._group(axis))
         for place, slot in enumerate(layout.slots):
             if again := _odd_ones(table, place, self._holders(axis)):
-                who = _begin(step, again)
+                who = self._begin(step, again)
                 tensor = slot.part.tensor
                 return f"{who} has another {replica.what} {tensor} than the other ranks{_END}"
-        who = _begin(step, odd)
+        who = self._begin(step, odd)
         return f"{who} has another {replica.what} unit {layout.name} than the other ranks{_END}"
+
+    def _begin(self, step: int, odd: Sequence[int]) -> str:
+        """Name the ranks that differ. Of two, nobody can say which one is right."""
+        named = map(str, odd)
+        if self._plan is not None:
+            named = map(self._plan.named, odd)
+        return f"step {step}: replicas diverged: rank {' and '.join(named)}"
 
 
 def _odd_ones(
@@ -249,11 +263,6 @@ def _odd_ones(
 
 
 _END = "; go on from the last checkpoint, on another machine if it happens again"
-
-
-def _begin(step: int, odd: list[int]) -> str:
-    """Name the ranks that differ. Of two, nobody can say which one is right."""
-    return f"step {step}: replicas diverged: rank {' and '.join(str(rank) for rank in odd)}"
 
 
 def _changed_again(step: int) -> str:

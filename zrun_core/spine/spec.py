@@ -94,6 +94,10 @@ class LaunchPlan(Section):
         place = self.ranks[rank]
         return ", ".join(filter(None, (place.host, place.device, self.along_axes(rank))))
 
+    def named(self, rank: int) -> str:
+        """Return the number of a rank, and where it is: "5 (node2, cuda:1, pp 1 tp 0)"."""
+        return f"{rank} ({self.place_in_words(rank)})"
+
     def shard_size(self, zero: ZeroConfig) -> int:
         """Return the size of the shard group.
 

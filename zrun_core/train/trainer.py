@@ -173,7 +173,7 @@ class Trainer:
             self._clock,
         )
 
-        self._replicas = ReplicaGuard(sharded)
+        self._replicas = ReplicaGuard(sharded, spec.plan)
         self._batches = BatchGuard(sharded.mesh, self.comm, spec.plan)
         self._numeric = NumericGuard(job, sharded, emitter, is_main=self.recorder.is_main)
         self._numeric_problem: str | None = None  # found within a step, which is to end first

@@ -34,7 +34,7 @@ class ModelGrad:
         self._reducer = reducer
         self._device = comm.device
         self._never: set[str] | None = None  # parameters without a gradient in any step so far
-        self.inspector = Inspector(units, comm, mesh.world, mesh.pipe)
+        self.inspector = Inspector(units, comm, mesh)
 
     def begin_step(self) -> None:
         """Forget the last step's gradients."""

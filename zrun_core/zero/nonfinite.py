@@ -10,19 +10,25 @@ Each rank puts what it found into a row of numbers, and one small all-reduce mak
     kind, micro      unit, parameter, kind    unit, parameter, kind    finite: unit, parameter, size
 
 Kinds are 0 finite, 1 inf, 2 nan. Units and parameters are counted from 1: 0 is none.
+
+Named is the last parameter in the order of units, which is that of a forward in most models: what
+goes wrong in a backward spoils the gradients of all layers in front of it.
 """
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from zrun_core.distributed.comm import Comm
-from zrun_core.distributed.transport import Group
+from zrun_core.distributed.mesh import Mesh
 from zrun_core.memory.layout import UnitLayout
+from zrun_core.memory.tensors import TIED
 from zrun_core.zero.unit import FlatUnit
 
 _KINDS = (None, "inf", "nan")
@@ -30,19 +36,21 @@ _LOSS = slice(0, 2)
 _OWN = slice(2, 5)
 _SUMMED = slice(5, 8)
 _LARGEST = slice(8, 11)
-_Found = tuple[int, int, float]  # unit, parameter, and its kind or size
+_Found = tuple[int, int, float]  # number of the unit, parameter, and its kind or size
 UnitNorms = list[tuple[list[FlatUnit], torch.Tensor]]  # with each unit, that of it or of a part
-_STAGE = 1 << 20  # units of one stage of a pipeline, at most: those of an earlier one come first
+_CHUNK = 1 << 20  # units of a chunk of a pipeline, at most: those of an earlier one come first
+_NAMED = 4  # ranks at most, of which one has spoiled a sum
 
 
 @dataclass(frozen=True)
 class Culprit:
-    """The first parameter, in the order of units, whose gradient is not finite; or such a loss.
+    """The last parameter, in the order of units, whose gradient is not finite; or such a loss.
 
     Attributes:
         parameter: None if every gradient is finite.
         kind: inf or nan.
         rank: whose gradient or loss it is; None where only the sum over ranks is known.
+        ranks: whose sum it is, where that are not all.
         loss: inf or nan where a rank's loss was not finite already.
         micro: in which micro-batch of the step that loss is, from 0.
         size: of the gradient's largest element, where only the norm of all is not finite.
@@ -58,6 +66,7 @@ class Culprit:
     size: float | None = None
     unit: str | None = None
     pipeline_stage: int | None = None
+    ranks: tuple[int, ...] = ()
 
     @property
     def layer(self) -> str | None:
@@ -71,6 +80,8 @@ class Culprit:
         if self.unit is not None:
             return f"a gradient in {self.unit}{on_stage} is not finite"
         on_rank = "" if self.rank is None else f" on rank {self.rank}"
+        if self.rank is None and 0 < len(self.ranks) <= _NAMED:
+            on_rank = f" on rank {' or '.join(map(str, self.ranks))}"
         loss = "" if self.loss is None else f"the loss is {self.loss}{on_rank}"
         if self.parameter is None:
             return loss or "the gradient is not finite"
@@ -93,10 +104,30 @@ def kind_of(value: float) -> int:
     return 1 if math.isinf(value) else 0
 
 
-def _first_row(rows: Sequence[Sequence[float]], part: slice) -> tuple[float, ...] | None:
-    """Return the first find in this part of the rows, and its rank; None: there is none."""
-    found = ((*row[part], rank) for rank, row in enumerate(rows) if any(row[part]))
-    return min(found, default=None)
+class _Last(NamedTuple):
+    """The last find of all ranks.
+
+    Attributes:
+        number: of the unit, in the order of all stages.
+        place: of the parameter in the unit, from 1.
+        kind: or the size, of the first of `ranks`.
+        ranks: that have found it, each in what it updates.
+    """
+
+    number: int
+    place: int
+    kind: float
+    ranks: tuple[int, ...]
+
+
+def _last_row(rows: Sequence[Sequence[float]], part: slice) -> _Last | None:
+    """Return the last find in this part of the rows; None: there is none."""
+    found = {rank: tuple(row[part]) for rank, row in enumerate(rows) if any(row[part])}
+    if not found:
+        return None
+    last = max(own[:2] for own in found.values())
+    ranks = tuple(rank for rank, own in found.items() if own[:2] == last)
+    return _Last(int(last[0]), int(last[1]), found[ranks[0]][2], ranks)
 
 
 def _first_loss(losses: Sequence[float]) -> list[float]:
@@ -107,8 +138,8 @@ def _first_loss(losses: Sequence[float]) -> list[float]:
     return [0.0, 0.0]
 
 
-def first_nonfinite(layout: UnitLayout, flat: torch.Tensor, start: int) -> tuple[int, int] | None:
-    """Find the first parameter that is not finite in a range of a unit.
+def last_nonfinite(layout: UnitLayout, flat: torch.Tensor, start: int) -> tuple[int, int] | None:
+    """Find the last parameter that is not finite in a range of a unit.
 
     Args:
         layout: of the unit.
@@ -120,7 +151,7 @@ def first_nonfinite(layout: UnitLayout, flat: torch.Tensor, start: int) -> tuple
     """
     if bool(torch.isfinite(flat).all()):
         return None
-    for piece in layout.pieces(start, start + flat.numel()):
+    for piece in reversed(list(layout.pieces(start, start + flat.numel()))):
         part = flat[piece.start : piece.stop]
         if not bool(torch.isfinite(part).all()):
             kind = 2 if bool(torch.isnan(part).any()) else 1
@@ -128,18 +159,16 @@ def first_nonfinite(layout: UnitLayout, flat: torch.Tensor, start: int) -> tuple
     return None
 
 
+def _in_row(found: _Found | None) -> list[float]:
+    """Return a find as numbers of a row."""
+    if found is None:
+        return [0.0, 0.0, 0.0]
+    return [float(found[0]), found[1] + 1.0, found[2]]
+
+
 def _unpadded(unit: FlatUnit, local: torch.Tensor) -> torch.Tensor:
     """Return `local` [updated range] without the padding at the unit's end."""
     return local[: max(0, unit.layout.numel - unit.updated_range[0])]
-
-
-def _first(held: Iterable[tuple[FlatUnit, torch.Tensor]]) -> tuple[int, int, int] | None:
-    """Return unit, parameter and kind of the first find in what a rank updates."""
-    for unit, local in held:
-        found = first_nonfinite(unit.layout, local, unit.updated_range[0])
-        if found is not None:
-            return unit.index, *found
-    return None
 
 
 class Inspector:
@@ -149,20 +178,20 @@ class Inspector:
         norms: of the last step, lists of units with a norm of each, or of a part of each.
     """
 
-    def __init__(self, units: Sequence[FlatUnit], comm: Comm, world: Group, pipe: Group) -> None:
+    def __init__(self, units: Sequence[FlatUnit], comm: Comm, mesh: Mesh) -> None:
         """
         Args:
             units: of this rank's model.
             comm: its collectives.
-            world: all ranks.
-            pipe: the stages of a pipeline, with other units each.
+            mesh: the groups of this rank.
         """
         self._units = [unit for unit in units if unit.trainable]
         self._comm = comm
-        self._world = world
-        self._pipe = pipe
-        self._first_number = 1 + pipe.index * _STAGE  # of a unit, in a row
-        self._own: tuple[int, int, int] | None = None  # unit, parameter, kind
+        self._world = mesh.world
+        self._data = mesh.data
+        self._pipe = mesh.pipe
+        self._numbered = {self._number(unit): unit for unit in self._units}
+        self._own: _Found | None = None
         self.norms: UnitNorms = []
 
     def begin_step(self) -> None:
@@ -171,11 +200,24 @@ class Inspector:
 
     def inspect(self, unit: FlatUnit, unsharded_grad: torch.Tensor) -> None:
         """Inspect this rank's gradient [padded_numel] of `unit`, which is about to be summed."""
-        found = first_nonfinite(unit.layout, unsharded_grad[: unit.layout.numel], 0)
-        if found is None:
-            return
-        if self._own is None or unit.index < self._own[0]:
-            self._own = (unit.index, *found)
+        found = last_nonfinite(unit.layout, unsharded_grad[: unit.layout.numel], 0)
+        if found is not None:
+            own = (self._number(unit), *found)
+            self._own = own if self._own is None else max(self._own, own)
+
+    def _number(self, unit: FlatUnit) -> int:
+        """Return the number of a unit in a row, in the order of all stages."""
+        chunk = unit.layout.chunk * self._pipe.size + self._pipe.index
+        return 1 + chunk * _CHUNK + unit.index
+
+    def _last(self, held: Iterable[tuple[FlatUnit, torch.Tensor]]) -> _Found | None:
+        """Return the last find in what this rank updates."""
+        found = []
+        for unit, local in held:
+            in_unit = last_nonfinite(unit.layout, local, unit.updated_range[0])
+            if in_unit is not None:
+                found.append((self._number(unit), *in_unit))
+        return max(found, default=None)
 
     def find(self, losses: Sequence[float]) -> Culprit | None:
         """Find what was not finite in the step that has just been skipped. Collective.
@@ -183,13 +225,13 @@ class Inspector:
         Args:
             losses: of this rank's micro-batches.
         """
-        summed = _first(self._grads())
+        summed = self._last(self._grads())
         largest = None
         if self._own is None and summed is None and all(map(math.isfinite, losses)):
             largest = self._largest()
         row = _first_loss(losses)
         for found in (self._own, summed, largest):
-            row += self._in_row(found)
+            row += _in_row(found)
         return self._judge(self._all_gather(row))
 
     def find_unit(self, losses: Sequence[float]) -> Culprit | None:
@@ -204,28 +246,29 @@ class Inspector:
         for units, norms in self.norms:
             finite = torch.isfinite(norms).tolist()
             bad += [
-                unit.index for unit, is_finite in zip(units, finite, strict=True) if not is_finite
+                self._number(unit)
+                for unit, is_finite in zip(units, finite, strict=True)
+                if not is_finite
             ]
-        number = min(bad) + self._first_number if bad else 0
-        rows = self._all_gather([*_first_loss(losses), number])
-        for rank, (kind, micro, _) in enumerate(rows):
+        rows = self._all_gather([*_first_loss(losses), max(bad, default=0), 0.0, 0.0])
+        for rank, (kind, micro, *_) in enumerate(rows):
             if kind:
                 return Culprit(None, None, rank, _KINDS[int(kind)], int(micro))
-        first = _first_row(rows, slice(2, 3))
-        if first is None:
+        last = _last_row(rows, slice(2, 5))
+        if last is None:
             return None
-        unit = self._name_known_to(int(first[-1]), lambda: self._unit(first[0]).name)
-        return Culprit(None, None, None, unit=unit, pipeline_stage=self._stage(first[0]))
+        unit, _ = self._told(last)
+        return Culprit(None, None, None, unit=unit, pipeline_stage=self._stage(last.number))
 
     def find_parameter(self) -> tuple[str, str] | None:
-        """Return name and kind of the first parameter that is not finite itself. Collective."""
-        found = _first(self._params())
-        first = _first_row(self._all_gather(self._in_row(found)), slice(0, 3))
-        if first is None:
+        """Return name and kind of the last parameter that is not finite itself. Collective."""
+        rows = self._all_gather(_in_row(self._last(self._params())))
+        last = _last_row(rows, slice(0, 3))
+        if last is None:
             return None
-        kind = _KINDS[int(first[2])]
+        kind = _KINDS[int(last.kind)]
         assert kind is not None
-        return self._name(first), kind
+        return self._told(last)[0], kind
 
     def _all_gather(self, row: Sequence[float]) -> list[list[float]]:
         """Return every rank's row, by rank."""
@@ -245,7 +288,7 @@ class Inspector:
                 unit.updated_range[0], unit.updated_range[0] + held.numel()
             ):
                 size = torch.linalg.vector_norm(held[piece.start : piece.stop], math.inf)
-                found.append((unit.index, piece.index, float(size)))
+                found.append((self._number(unit), piece.index, float(size)))
         largest = max(found, key=lambda each: each[2], default=None)
         num_elements = sum(unit.layout.numel for unit in self._units)
         too_large = torch.finfo(torch.float32).max  # in which norms are taken
@@ -269,72 +312,66 @@ class Inspector:
             finally:
                 unit.param.drop()
 
-    def _in_row(self, found: _Found | None) -> list[float]:
-        if found is None:
-            return [0.0, 0.0, 0.0]
-        return [found[0] + self._first_number, found[1] + 1.0, found[2]]
-
-    def _name(self, found: Sequence[float]) -> str:
-        """Return the name of the tensor that a rank has found.
-
-        Args:
-            found: (unit, parameter, ..., rank), as `_first_row` returns it.
-        """
-
-        def of_unit() -> str:
-            slot = self._unit(found[0]).layout.slots[int(found[1]) - 1]
-            return slot.part.tensor
-
-        return self._name_known_to(int(found[-1]), of_unit)
-
-    def _unit(self, number: float) -> FlatUnit:
-        index = int(number) - self._first_number
-        return next(unit for unit in self._units if unit.index == index)
-
-    def _stage(self, number: float) -> int | None:
+    def _stage(self, number: int) -> int | None:
         """Return the stage that has a unit, given its number in a row; None: no pipeline."""
-        return None if self._pipe.size == 1 else int(number) // _STAGE
+        return None if self._pipe.size == 1 else (number - 1) // _CHUNK % self._pipe.size
 
-    def _name_known_to(self, rank: int, name_of: Callable[[], str]) -> str:
-        """Return a name that `rank` knows; ranks of other stages may not have that unit.
+    def _told(self, last: _Last) -> tuple[str, tuple[int, ...]]:
+        """Return the name of what ranks have found, and the ranks whose sum it is. Collective.
 
-        Args:
-            rank: that has found it.
-            name_of: returns the name, on that rank.
+        Without a parameter it is that of the unit. Ranks that have not found it may not have it.
+
+        Returns:
+            The name, and ranks where they are known, and not all.
         """
-        if self._pipe.size == 1:
-            return name_of()
-        name = name_of().encode() if rank == self._world.index else b""
-        return self._comm.all_gather_bytes(name, self._world, name="skipped step")[rank].decode()
+        if self._data.size == self._world.size:
+            return self._name(last), ()
+        told = ""
+        if self._world.index in last.ranks:
+            is_tied = TIED in self._numbered[last.number].layout.replicated_over
+            told = json.dumps([self._name(last), () if is_tied else self._data.ranks])
+        everyones = self._comm.all_gather_bytes(told.encode(), self._world, name="skipped step")
+        names, summed = zip(*(json.loads(everyones[rank]) for rank in last.ranks), strict=True)
+        return names[0], tuple(sorted({rank for ranks in summed for rank in ranks}))
+
+    def _name(self, last: _Last) -> str:
+        unit = self._numbered[last.number]
+        return unit.layout.slots[last.place - 1].part.tensor if last.place else unit.name
 
     def _judge(self, rows: list[list[float]]) -> Culprit | None:
         """Return the culprit that all rows together show; the same on every rank."""
-        own = _first_row(rows, _OWN)
-        first = own or _first_row(rows, _SUMMED)
+        own = _last_row(rows, _OWN)
+        last = own or _last_row(rows, _SUMMED)
         parameter = None
         kind = None
-        rank = None
         stage = None
-        if first is not None:
-            parameter = self._name(first)
-            kind = _KINDS[int(first[2])]
-            stage = self._stage(first[0])
-            if own or len(rows) == 1:  # a sum does not say whose addend it was
-                rank = int(first[3])
+        ranks: tuple[int, ...] = ()
+        if last is not None:
+            parameter, ranks = self._told(last)
+            kind = _KINDS[int(last.kind)]
+            stage = self._stage(last.number)
+        if own is not None:  # of ranks that train different slices, one has spoiled the others'
+            is_same = self._data.size == self._world.size
+            ranks = own.ranks[:1] if is_same else own.ranks
+        elif len(rows) == 1:
+            ranks = (0,)
+        rank = ranks[0] if len(ranks) == 1 else None
         for each, row in enumerate(rows):
             loss, micro = row[_LOSS]
             if loss:
                 return Culprit(
                     parameter, kind, each, _KINDS[int(loss)], int(micro), pipeline_stage=stage
                 )
-        if first is not None:
-            return Culprit(parameter, kind, rank, pipeline_stage=stage)
+        if last is not None:
+            return Culprit(parameter, kind, rank, pipeline_stage=stage, ranks=ranks)
         return self._judge_largest(rows)
 
     def _judge_largest(self, rows: list[list[float]]) -> Culprit | None:
-        found = [(*row[_LARGEST], rank) for rank, row in enumerate(rows) if any(row[_LARGEST])]
-        if not found:
+        sizes = {rank: row[_LARGEST][2] for rank, row in enumerate(rows)}
+        rank = max(sizes, key=sizes.__getitem__)
+        if not sizes[rank]:
             return None
-        largest = max(found, key=lambda each: each[2])
-        stage = self._stage(largest[0])
-        return Culprit(self._name(largest), None, None, size=largest[2], pipeline_stage=stage)
+        number, place, size = rows[rank][_LARGEST]
+        largest = _Last(int(number), int(place), size, (rank,))
+        name, _ = self._told(largest)
+        return Culprit(name, None, None, size=size, pipeline_stage=self._stage(largest.number))

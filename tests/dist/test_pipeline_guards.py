@@ -119,8 +119,8 @@ def names(keys: dict[str, Any], run_dir: str, dims: dict[str, int]) -> Any:
     worker = PoolWorker(make_spec(keys, run_dir, None, dims), rank)
     trainer = worker.prepare()
     recorder = Names()
-    trainer.comm._flight_recorder = recorder  # type: ignore[assignment]
-    trainer.stop.ignore = lambda: None  # type: ignore[method-assign]  # the process lives on
+    trainer.comm._flight_recorder = recorder
+    trainer.stop.ignore = lambda: None  # the process lives on
     trainer.run()
     trainer.loader._steps.close()
     worker.close()

@@ -455,6 +455,10 @@ def test_own_losses_of_models(ranks: Ranks, num_ranks: int) -> None:
             assert calls == MODELS[kind][2], kind
 
 
+def own_values(_: str, param: Tensor) -> Tensor:
+    return param.detach()
+
+
 def shard(kind: str, stage: int) -> Any:
     """Gradient norms and losses of three steps, divided and sharded, and of a plain loop."""
     rank, size = world()
@@ -486,8 +490,7 @@ def shard(kind: str, stage: int) -> Any:
         clip=None,
         no_decay=(),
     )
-    read = lambda name, param: param.detach()  # noqa: E731
-    sharded = ShardedModel(model, read, settings, mesh, comm, table=table)
+    sharded = ShardedModel(model, own_values, settings, mesh, comm, table=table)
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
     given = {"input_ids": labels(131).clamp_min(0), "labels": labels(131)}
     norms, losses = [], []

@@ -20,7 +20,7 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
         if self.number == 3 and self.calls == int(os.environ.get("SLEEP_AT", "0")):
-            time.sleep(600)
+            time.sleep(600)  # for ever: the test ends the run within seconds
         return x + torch.relu(self.linear(x))
 
 

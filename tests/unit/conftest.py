@@ -1,11 +1,15 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
 import torch
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))  # as Python does for its scripts
 
 _DEFAULTS = {
     "deadline": None,

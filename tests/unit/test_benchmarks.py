@@ -9,36 +9,34 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import gpu
+import gpu_offload
+import gpu_offload_cases
+import gpu_planner
+import hybrid
+import launch
+import offload
+import offload_disk
+import offload_saves
+import offload_step
+import offload_update
+import offload_worker
+import pipeline_worker
+import pipelines
+import planner_time
 import pytest
+import render
+import step
+import step_profile
+import systems
+import table
+from cases import PARTS, SYSTEMS, Case, cases_of
+from table import Spread, Verdict
+
+from zrun_core.spine.config import JobConfig
+from zrun_core.tiers.swap_file import Span
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-sys.path.append(str(BENCHMARKS))  # as Python does for its scripts
-
-import gpu  # noqa: E402
-import gpu_offload  # noqa: E402
-import gpu_offload_cases  # noqa: E402
-import gpu_planner  # noqa: E402
-import hybrid  # noqa: E402
-import launch  # noqa: E402
-import offload  # noqa: E402
-import offload_disk  # noqa: E402
-import offload_saves  # noqa: E402
-import offload_step  # noqa: E402
-import offload_update  # noqa: E402
-import offload_worker  # noqa: E402
-import pipeline_worker  # noqa: E402
-import pipelines  # noqa: E402
-import planner_time  # noqa: E402
-import render  # noqa: E402
-import step  # noqa: E402
-import step_profile  # noqa: E402
-import systems  # noqa: E402
-import table  # noqa: E402
-from cases import PARTS, SYSTEMS, Case, cases_of  # noqa: E402
-from table import Spread, Verdict  # noqa: E402
-
-from zrun_core.spine.config import JobConfig  # noqa: E402
-from zrun_core.tiers.swap_file import Span  # noqa: E402
 
 
 def record(times: list[float], *, number: int = 0, clean: int = 9, **fields: Any) -> launch.Record:

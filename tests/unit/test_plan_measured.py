@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
+import planner
+
+from zrun_core.plan.trace.trace_process import trace_job
+from zrun_core.spine.config import JobConfig
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-sys.path.append(str(BENCHMARKS))  # as Python does for its scripts
-
-import planner  # noqa: E402
-
-from zrun_core.plan.trace.trace_process import trace_job  # noqa: E402
-from zrun_core.spine.config import JobConfig  # noqa: E402
 
 
 def test_the_peak_of_a_rank_is_foretold_to_one_percent() -> None:

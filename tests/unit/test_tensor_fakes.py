@@ -65,7 +65,7 @@ class Residual(Attention):
 class InList(Attention):
     """Gets its input in a list."""
 
-    def forward(self, x: list[Tensor]) -> Tensor:  # type: ignore[override]
+    def forward(self, x: list[Tensor]) -> Tensor:
         return super().forward(x[0])
 
 

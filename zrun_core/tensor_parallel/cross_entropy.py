@@ -66,7 +66,7 @@ class _Losses(torch.autograd.Function):
         aimed = comm.all_reduce(ends.aimed, f"{name}: logits of labels")
         mass = _mass(target, vocabulary, total.dtype)
         ctx.save_for_backward(local.detach(), largest, total, mass, target.labels, target.weight)
-        ctx.target = target._replace(labels=None, weight=None)  # type: ignore[arg-type]
+        ctx.ignored, ctx.smoothing = target.ignored, target.smoothing
         ctx.vocabulary = vocabulary
         return (mass * total.log() - aimed).where(target.counts, 0.0)
 
@@ -74,7 +74,7 @@ class _Losses(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         local, largest, total, mass, labels, weight = ctx.saved_tensors
-        target = ctx.target._replace(labels=labels, weight=weight)
+        target = Target(labels, ctx.ignored, weight, ctx.smoothing)
         vocabulary = ctx.vocabulary
         num_own = vocabulary.num_own
         out = local if _is_ours(local, largest) else torch.empty_like(local)

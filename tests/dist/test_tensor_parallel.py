@@ -37,8 +37,26 @@ MODELS: dict[str, dict[str, Any]] = {
     "transformers mistral": transformer("MistralForCausalLM"),
     "transformers gpt2": transformer("GPT2LMHeadModel", **NO_DROPOUT),
     "transformers bert": transformer("BertForMaskedLM", **BERT),
+    "transformers mixtral": transformer("MixtralForCausalLM"),
+    "torch": {"model": "test_tensor_parallel.py:Translator"},
 }
 MODELS["bert"]["model"]["args"]["dropout"] = 0.0
+
+
+class Translator(nn.Module):
+    """torch's own encoder and decoder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, 8)
+        self.layers = nn.Transformer(8, 2, 2, 2, 16, dropout=0.0, batch_first=True)
+        self.out = nn.Linear(8, 16)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, **_: Any) -> torch.Tensor:
+        x = self.embed(input_ids)
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+        hidden = self.layers(x, x, tgt_mask=mask, src_key_padding_mask=input_ids == 3)
+        return nn.functional.cross_entropy(self.out(hidden).flatten(0, 1), labels.flatten())
 
 
 def small(**keys: Any) -> dict[str, Any]:
@@ -143,13 +161,20 @@ FEATURES: dict[str, dict[str, Any]] = {  # what test_axes.py has not
     "every other": {"activations": {"checkpoint": "every_n"}, "parallel": IN_STAGES},
     "sequence, stage 3": {"zero": 3, "activations": {"checkpoint": "full"}, "parallel": IN_STAGES},
     "sequence, disk": {"zero": 3, "offload": DISK, "parallel": {**TP, "sequence": True}},
+    "gathered widths": {**transformer("Olmo2ForCausalLM"), "parallel": TP},
+    "experts, stage 3": {
+        **transformer("MixtralForCausalLM"),
+        "zero": 3,
+        "activations": {"checkpoint": "full"},
+        "parallel": TP,
+    },
     "sequence, bf16": {"precision": "bf16", "parallel": IN_STAGES},
 }
 
 
 @pytest.mark.parametrize("feature", FEATURES)
 def test_features(ranks, tmp_path: Path, alone: Any, feature: str) -> None:
-    keys = small(model=gpt(), **FEATURES[feature])
+    keys = small(**{"model": gpt(), **FEATURES[feature]})
     close = 1e-2 if "bf16" in feature else 2e-6
     assert_close(on_axes(keys, tmp_path / "run", ranks), alone(keys), close)
 

@@ -607,7 +607,8 @@ PIPEDREAM = "parallel: {pp: 2, schedule: pipedream}"
         (
             'parallel: {tp: 2, plan: {"*.qkv": columnwise}}',
             "parallel.plan: '*.qkv': there is no role 'columnwise': write one of colwise, rowwise, "
-            "fused, vocabulary, head, summed, divide, whole",
+            "fused, vocabulary, head, summed, divide, whole, attention, experts, once, "
+            "colwise_gather_output, rowwise_split_input",
         ),
         (
             'parallel: {tp: 2, plan: {"*.qkv": colwise 3}}',

@@ -16,7 +16,7 @@ from zrun_core.errors import JobError
 from zrun_core.memory.tensors import TensorPart
 from zrun_core.models.bert import bert
 from zrun_core.models.gpt import gpt
-from zrun_core.tensor_parallel.known import REFUSED_ROLES, TRANSFORMERS_ROLES
+from zrun_core.tensor_parallel.known import TRANSFORMERS_ROLES
 from zrun_core.tensor_parallel.plan import TensorPlan, plan_model
 
 GQA: dict[str, Any] = {
@@ -100,10 +100,11 @@ def test_the_parts_of_all_ranks_are_each_tensor_once(name: str, degree: int) -> 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_each_block_has_a_region_of_attention_and_one_of_its_mlp(name: str) -> None:
-    plan = plan_model(made(name), None, 2)
+    model = made(name)
+    plan = plan_model(model, None, 2)
     assert len(plan.regions) == 4
     assert all(len(region.entries) == 1 for region in plan.regions)
-    assert all(not region.rejects_sequence for region in plan.regions)
+    assert all(not region.rejects_sequence(model) for region in plan.regions)
     linears = [linear for region in plan.regions for linear in (*region.columns, region.row)]
     assert len(set(linears)) == len(linears)
 
@@ -240,17 +241,18 @@ ENDS = {"embed": "vocabulary", "head": "head"}
 
 
 def test_a_job_says_the_roles_of_modules_that_zrun_does_not_know() -> None:
-    plan = plan_model(Net(), {**ROLES, **MLP, **ENDS}, 2)
+    model = Net()
+    plan = plan_model(model, {**ROLES, **MLP, **ENDS, "*.attention": "whole"}, 2)
     attention, mlp = plan.regions[:2]
     assert (attention.columns, attention.row) == (("blocks.0.q", "blocks.0.kv"), "blocks.0.o")
     assert (mlp.columns, mlp.row) == (("blocks.0.up",), "blocks.0.down")
     # Each column begins it: they share their block with a norm.
     assert attention.entries == attention.columns
-    assert attention.rejects_sequence == (
+    assert attention.rejects_sequence(model) == (
         "no module has the inputs of blocks.0.q, blocks.0.kv as its own, where a sequence could be "
         "gathered: put them into one module with blocks.0.o"
     )
-    assert mlp.rejects_sequence == ""
+    assert mlp.rejects_sequence(model) == ""
     rows = torch.arange(16 * 16).view(16, 16)
     for rank, ours in enumerate(slices(plan, "blocks.1.kv.weight")):
         assert ours.equal(torch.cat([part.chunk(2)[rank] for part in rows.split((12, 4))]))
@@ -276,13 +278,66 @@ def test_a_parameter_may_have_a_role_of_its_own() -> None:
     assert slices(plan, "blocks.0.sinks")[1].tolist() == [2, 3]
 
 
-def test_of_torchs_own_layers_the_mlp_is_divided() -> None:
-    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
-    plan = plan_model(nn.TransformerEncoder(layer, 2), None, 2)
-    assert [region.row for region in plan.regions] == ["layers.0.linear2", "layers.1.linear2"]
-    assert plan.regions[0].entries == ("layers.0.linear1",)
-    parts = plan.parts(0)
-    assert parts["layers.0.self_attn.in_proj_weight"].local_shape == (48, 16)
+def test_of_torchs_own_layers_heads_and_mlp_are_divided() -> None:
+    plan = plan_model(nn.Transformer(16, 2, 1, 1, 32), None, 2)
+    rows = ("self_attn.out_proj", "linear2")
+    cross = "multihead_attn.out_proj"
+    assert [region.row for region in plan.regions] == [
+        *(f"encoder.layers.0.{row}" for row in rows),
+        *(f"decoder.layers.0.{row}" for row in (rows[0], cross, rows[1])),
+    ]
+    prefix = "encoder.layers.0.self_attn"
+    assert plan.regions[0].entries == (prefix,)
+    assert plan.regions[1].entries == ("encoder.layers.0.linear1",)
+    whole = torch.arange(48 * 16).view(48, 16)
+    for rank, ours in enumerate(slices(plan, f"{prefix}.in_proj_weight")):
+        assert ours.equal(torch.cat([third.chunk(2)[rank] for third in whole.chunk(3)]))
+    columns = torch.arange(16 * 16).view(16, 16).chunk(2, dim=1)
+    for ours, theirs in zip(slices(plan, f"{prefix}.out_proj.weight"), columns, strict=True):
+        assert ours.equal(theirs)
+    assert plan.parts(0)[f"{prefix}.out_proj.bias"].replicated_over == ("tensor",)
+
+
+def test_attention_stays_whole_where_a_job_says_so_or_it_adds_keys() -> None:
+    layer = nn.TransformerEncoderLayer(16, 2, 32)
+    model = nn.TransformerEncoder(layer, 1)
+    assert len(plan_model(model, {"*.self_attn": "whole"}, 4).regions) == 1
+    model.layers[0].self_attn = nn.MultiheadAttention(16, 2, add_zero_attn=True)
+    assert len(plan_model(model, None, 4).regions) == 1
+
+
+@pytest.mark.parametrize("name", ["Mixtral", "Qwen3Moe", "AriaText", "Llama4"])
+def test_of_each_expert_ranks_have_a_slice_of_the_width(name: str) -> None:
+    config = {
+        "AriaText": lambda: transformers.AriaTextConfig(**GQA, moe_num_experts=4),
+        "Llama4": lambda: transformers.Llama4TextConfig(**GQA, num_local_experts=4),
+    }
+    sizes = GQA | {"num_experts": 4, "moe_intermediate_size": 96}
+    with torch.device("meta"):
+        made = getattr(transformers, f"{name}ForCausalLM")(
+            config.get(name, lambda: getattr(transformers, f"{name}Config")(**sizes))()
+        )
+    plan = plan_model(made, None, 2)
+    (experts,) = (r for r in plan.regions if r.role == "experts" and ".layers.0." in r.row)
+    assert experts.entries == (experts.row,)
+    up, down = f"{experts.row}.gate_up_proj", f"{experts.row}.down_proj"
+    dims = (2, 1) if name in ("AriaText", "Llama4") else (1, 2)  # [experts, in, out] or not
+    for key, dim, sections in ((up, dims[0], 2), (down, dims[1], 1)):
+        shape = plan.parts(0)[key].shape
+        whole = torch.arange(torch.Size(shape).numel()).view(shape)
+        for rank, ours in enumerate(slices(plan, key)):
+            section = [part.chunk(2, dim)[rank] for part in whole.chunk(sections, dim)]
+            assert ours.equal(torch.cat(section, dim))
+    others = [key for key in plan.parts(0) if "router" in key or ".mlp.gate." in key]
+    assert others
+    assert all(plan.parts(0)[key].replicated_over for key in others)
+
+
+def without_attention() -> Net:
+    model = Net()
+    for block in model.blocks:
+        del block.attention
+    return model
 
 
 def with_batch_norm() -> Net:
@@ -306,12 +361,11 @@ def with_own_forward() -> Net:
     ("model", "plan", "message"),
     [
         (
-            Net,
+            without_attention,
             None,
             "parallel.tp: zrun does not know how to divide Net; write their roles in "
             'parallel.plan, as in {"*.q_proj": colwise, "*.o_proj": rowwise}, or tp: 1: its '
-            'linears are "blocks.*.q", "blocks.*.kv", "blocks.*.o", "blocks.*.up", '
-            '"blocks.*.down", "blocks.*.attention.out_proj"',
+            'linears are "blocks.*.q", "blocks.*.kv", "blocks.*.o", "blocks.*.up", "blocks.*.down"',
         ),
         (Net, {"q": "colwise"}, "parallel.plan: no module matches 'q': a pattern speaks of a whole "
         "name; write '*.q'"),
@@ -336,9 +390,13 @@ def with_own_forward() -> Net:
         "one parameter, and only the first is divided so: give both modules a role, for example "
         "head: head or vocabulary, or head and embed: whole"),
         (Net, {**ROLES, "*.attention.out_proj": "rowwise"}, "parallel.plan: blocks.0.attention is "
-        "an nn.MultiheadAttention, which computes with its weights as a whole: leave "
-        "blocks.0.attention.out_proj out, or write an attention with linears for queries, keys, "
-        "values and its output, around F.scaled_dot_product_attention"),
+        "an nn.MultiheadAttention, which computes with its weights as a whole: write "
+        "blocks.0.attention: attention, in place of blocks.0.attention.out_proj"),
+        (Net, {**ROLES, "embed": "attention"}, "parallel.plan: embed is of Embedding, and "
+        "attention divides an nn.MultiheadAttention; write embed: whole"),
+        (Net, {**ROLES, "*.norm": "experts"}, "parallel.plan: blocks.0.norm.weight is whole, and "
+        "blocks.0.norm sums what ranks make with it; write blocks.0.norm.weight: colwise, fused 2 "
+        "or rowwise, once where it is added to their results, or summed where it scales slices"),
         (with_batch_norm, MLP, "parallel.tp: blocks.1.between is a BatchNorm1d, whose running "
         "statistics would be of slices, between blocks.1.up and blocks.1.down; write a norm "
         "without them, or blocks.1.up: whole and blocks.1.down: whole"),
@@ -357,13 +415,13 @@ def test_what_cannot_be_divided_is_refused(
 
 def test_widths_and_attributes_that_do_not_divide_are_refused() -> None:
     with pytest.raises(JobError) as error:
-        plan_model(Net(), MLP, 4)
+        plan_model(Net(), {**MLP, "*.attention": "whole"}, 4)
     assert str(error.value) == (
         "parallel.tp: blocks.0.up has 30 rows, and 30 / tp 4 = 7.5 is not whole; write tp: 1, 2, "
         "3, 5, 6, 10, 15 or 30"
     )
     with pytest.raises(JobError) as error:
-        plan_model(Net(), {**ROLES, "n_head": "divide"}, 4)
+        plan_model(Net(), {**ROLES, "n_head": "divide", "*.attention": "whole"}, 4)
     assert str(error.value) == (
         "parallel.tp: n_head has the value 2 to divide, fewer than tp 4; write tp: 1 or 2"
     )
@@ -403,32 +461,20 @@ def planned_configs() -> Iterator[type[transformers.PretrainedConfig]]:
                 yield found
 
 
-def test_each_role_of_transformers_means_one_of_ours_or_is_refused() -> None:
+def test_each_role_of_transformers_means_one_of_ours() -> None:
     by_config = [set((config.base_model_tp_plan or {}).values()) for config in planned_configs()]
-    roles = set.union(*by_config)
-    divided = [found for found in by_config if not found & REFUSED_ROLES.keys()]
-    # Of transformers 5.23, 80 of 146: the others are mixtures of experts.
-    assert len(divided) / len(by_config) > 0.5
-    assert roles <= TRANSFORMERS_ROLES.keys() | REFUSED_ROLES.keys()
-    assert len(roles) >= 14
-    assert not TRANSFORMERS_ROLES.keys() & REFUSED_ROLES.keys()
+    assert len(by_config) > 100
+    assert set.union(*by_config) <= TRANSFORMERS_ROLES.keys()
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("Mixtral", "transformers gives model.layers.0.mlp.experts of MixtralForCausalLM the role "
-         "moe_tp_experts: the experts of a mixture, which zrun does not divide; write tp: 1"),
-        ("Doge", "model.layers.0.self_attn.o_proj is rowwise, and no column linear before it"),
-    ],
-)  # fmt: skip
-def test_models_whose_plan_has_no_meaning_here_are_refused(name: str, said: str) -> None:
-    config = getattr(transformers, f"{name}Config")(**GQA)
+def test_a_model_whose_plan_has_no_meaning_here_is_refused() -> None:
     with torch.device("meta"):
-        model = getattr(transformers, f"{name}ForCausalLM")(config)
+        model = transformers.DogeForCausalLM(transformers.DogeConfig(**GQA))
     with pytest.raises(JobError) as error:
         plan_model(model, None, 2)
+    said = "model.layers.0.self_attn.o_proj is rowwise, and no column linear before it"
     assert said in str(error.value)
+    assert plan_model(model, {"*.self_attn.*": "whole"}, 2).regions
 
 
 DENSE = [

@@ -12,7 +12,7 @@ at a time, and cut: see `Divided.read`.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,8 +21,9 @@ from torch import nn
 from zrun_core.errors import JobError
 from zrun_core.memory.tensors import TENSOR, TensorPart
 from zrun_core.spine.sections.tensor_roles import Role
+from zrun_core.tensor_parallel.lone_linears import ALONE, divide_lone
 from zrun_core.tensor_parallel.plan import TensorPlan
-from zrun_core.tensor_parallel.regions import Regions
+from zrun_core.tensor_parallel.regions import Regions, count_once
 from zrun_core.tensor_parallel.sequence import slice_between
 from zrun_core.tensor_parallel.tensor_comm import TensorComm
 from zrun_core.tensor_parallel.vocabulary import Vocabulary
@@ -87,7 +88,7 @@ def divide(
     Raises:
         JobError: sequences cannot be divided in a region.
     """
-    regions = Regions(comm, slices_sequence=bool(chunks))
+    regions = Regions(comm)
     here = dict(model.named_parameters())  # a stage of a pipeline has not all
     table = {name: part for name, part in plan.parts(comm.index).items() if name in here}
     sizes = {
@@ -103,16 +104,23 @@ def divide(
         module = model.get_submodule(owner)
         if not lacks_params(module):  # else it is a ghost, which hands out whole tensors
             setattr(module, attribute, value)
-    for region in plan.regions:
-        if chunks and region.rejects_sequence:
-            raise JobError(f"parallel.sequence: {region.rejects_sequence}; write sequence: false")
-        if not lacks_params(model.get_submodule(region.row)):
-            regions.install(model, region)
+    for name, entry in plan.entries.items():
+        if entry.role is Role.ONCE:
+            count_once(model, name, comm.size)
+    blocks = {name for span in spans(chunks) for name in span}
+    if chunks and not blocks:
+        raise JobError(
+            f"parallel.sequence: {type(model).__name__} has no repeated blocks, between which a "
+            "sequence could be slices: write sequence: false"
+        )
+    _install_regions(model, plan, regions, blocks)
     _divide_vocabulary(model, plan, sizes, comm)
+    _divide_lone(model, plan, comm)
     in_blocks = set()
     for span in spans(chunks):
         slice_between(model, span, comm)
         for name in span:
+            _check_alone(plan, name)
             regions.draw_in(model.get_submodule(name))
             in_blocks |= {param for param in table if param.startswith(f"{name}.")}
     for name, part in table.items():
@@ -121,6 +129,45 @@ def divide(
     for name in plan.summed & table.keys() - in_blocks:
         model.get_parameter(name).register_hook(_summed(comm, name))
     return Divided(table, regions, whole)
+
+
+def _install_regions(
+    model: nn.Module, plan: TensorPlan, regions: Regions, blocks: Collection[str]
+) -> None:
+    """Let regions begin and end in a model.
+
+    Args:
+        model: with the parameters of this rank.
+        plan: of it.
+        regions: on this rank.
+        blocks: names of those where it has a slice of the sequence.
+
+    Raises:
+        JobError: sequences cannot be divided in one.
+    """
+    for region in plan.regions:
+        is_sliced = any(region.row.startswith(f"{block}.") for block in blocks)
+        if is_sliced and (reason := region.rejects_sequence(model)):
+            raise JobError(f"parallel.sequence: {reason}; write sequence: false")
+        if not lacks_params(model.get_submodule(region.row)):
+            regions.install(model, region, is_sliced=is_sliced)
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = False  # only its layers' fused kernel knows nested ones
+
+
+def _check_alone(plan: TensorPlan, block: str) -> None:
+    """Check that nothing in a block gathers widths, where each rank has a slice of the sequence.
+
+    Raises:
+        JobError: something does.
+    """
+    for name, entry in plan.entries.items():
+        if entry.role in ALONE and name.startswith(f"{block}."):
+            raise JobError(
+                f"parallel.sequence: {name} is {entry.role}, between whole activations, and {block}"
+                " has slices of the sequence there: write sequence: false"
+            )
 
 
 def spans(chunks: Sequence[Sequence[str]]) -> list[list[str]]:
@@ -178,6 +225,16 @@ def _divide_vocabulary(
         vocabulary = Vocabulary(size, comm, name)
         divides = divide_head if plan.entries[name].role is Role.HEAD else divide_embedding
         divides(model.get_submodule(name), vocabulary)
+
+
+def _divide_lone(model: nn.Module, plan: TensorPlan, comm: TensorComm) -> None:
+    """Let linears that stand alone compute with their slices."""
+    for name, entry in plan.entries.items():
+        if entry.role not in ALONE:
+            continue
+        linear = model.get_submodule(name)
+        if isinstance(linear, nn.Linear) and not lacks_params(linear):
+            divide_lone(linear, entry.role, comm, name)
 
 
 def _local(param: nn.Parameter, part: TensorPart) -> nn.Parameter:

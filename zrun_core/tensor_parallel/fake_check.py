@@ -26,9 +26,11 @@ from zrun_core.errors import JobError, UserCodeError
 from zrun_core.spine.sections.tensor_roles import Role
 from zrun_core.spine.tracebacks import raised_at
 from zrun_core.tensor_parallel.fit import counting_attributes
+from zrun_core.tensor_parallel.lone_linears import ALONE
 from zrun_core.tensor_parallel.plan import TensorPlan
 from zrun_core.tensor_parallel.region import Region
 from zrun_core.tensor_parallel.roles import any_number
+from zrun_core.tensor_parallel.torch_attention import replace_forward
 from zrun_core.zero.fakes import fake_parameters, kept_buffers
 from zrun_core.zero.module_hooks import tensors_in
 
@@ -41,6 +43,7 @@ def check_on_fakes(
     forward: Callable[[], object],
     dtype: torch.dtype,
     device: torch.device,
+    blocks: Sequence[str] = (),
 ) -> TensorPlan:
     """Return the plan, mended where it can be.
 
@@ -54,16 +57,19 @@ def check_on_fakes(
         forward: runs the loss of a batch, with autocast as in training.
         dtype: that parameters have in training.
         device: that trains.
+        blocks: names of those where ranks will have slices of the sequence.
 
     Raises:
         JobError: a rank would compute something else, or fail.
     """
-    whole = _Watch(model, plan)
+    whole = _Watch(model, plan, blocks)
     try:
         with kept_buffers(model), whole.installed(), fake_parameters(model, dtype, device):
             forward()
     except _ERRORS:
         return plan  # it needs the values
+    for block, operation in whole.mixing.items():
+        raise _mixes(block, operation)
     for region in plan.regions:
         if region.row in whole.open:
             raise JobError(
@@ -97,10 +103,10 @@ def check_on_fakes(
 def _local_shapes(model: nn.Module, plan: TensorPlan) -> dict[int, tuple[int, ...]]:
     """Return shapes of slices within regions, by identity of the parameter.
 
-    Embeddings and heads stay whole: what they make is.
+    Embeddings, heads and linears that stand alone stay whole: what they make is.
     """
     parts = plan.parts(0)
-    ends = (Role.VOCABULARY, Role.HEAD)
+    ends = (Role.VOCABULARY, Role.HEAD, *ALONE)
     whole = {
         id(param)
         for name, entry in plan.entries.items()
@@ -155,6 +161,14 @@ def _failed(
         f"parallel.tp: with the slices of {', '.join(region.columns)} the forward of "
         f"{region.around or 'the model'} fails{where}: {reason}; "
         + _what_to_write(model, plan, region)
+    )
+
+
+def _mixes(block: str, operation: str) -> JobError:
+    return JobError(
+        f"parallel.sequence: {operation.strip('_')} in {block} looks at several tokens outside of "
+        "what parallel.plan divides, where each rank has a slice of the sequence: write sequence: "
+        "false"
     )
 
 
@@ -216,15 +230,19 @@ class _Watch(TorchDispatchMode):
         running: the region that the forward is in.
         summed: names of whole parameters that are used on slices.
         bypassed: rows of regions into which more comes than by their modules.
+        mixing: outside of regions, by block: an operation that looks at several tokens.
     """
 
-    def __init__(self, model: nn.Module, plan: TensorPlan) -> None:
+    def __init__(self, model: nn.Module, plan: TensorPlan, blocks: Sequence[str] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.sums: dict[str, list[_Sum]] = defaultdict(list)
         self.open: set[str] = set()
         self.running: Region | None = None
         self.summed: set[str] = set()
         self.bypassed: set[str] = set()
+        self.mixing: dict[str, str] = {}
+        self._blocks = blocks
+        self._block = ""  # that the forward is in
         self._model = model
         self._plan = plan
         self._inputs: dict[str, list[torch.Tensor]] = {}  # by row: that a region has begun with
@@ -246,10 +264,29 @@ class _Watch(TorchDispatchMode):
         """Watch the forwards inside."""
         with ExitStack() as stack:
             for region in self._plan.regions:
-                for handle in self._hooks(region):
+                if region.role is Role.ATTENTION:
+                    attention: Any = self._model.get_submodule(region.around)
+                    stack.callback(replace_forward(attention, None, region.around))
+                hooks = self._hooks if region.role is None else self._hooks_of_module
+                for handle in hooks(region):
+                    stack.callback(handle.remove)
+            for name in self._blocks:
+                for handle in self._hooks_of_block(name):
                     stack.callback(handle.remove)
             stack.enter_context(self)
             yield
+
+    def _hooks_of_block(self, name: str) -> Iterator[Any]:
+        block = self._model.get_submodule(name)
+
+        def enter(_: nn.Module, args: Any) -> None:
+            self._block = name
+
+        def leave(_: nn.Module, args: Any, out: Any) -> None:
+            self._block = ""
+
+        yield block.register_forward_pre_hook(enter)
+        yield block.register_forward_hook(leave)
 
     def _hooks(self, region: Region) -> Iterator[Any]:
         for name in region.entries:
@@ -286,6 +323,28 @@ class _Watch(TorchDispatchMode):
 
         yield row.register_forward_pre_hook(end)
         yield row.register_forward_hook(ended)
+
+    def _hooks_of_module(self, region: Region) -> Iterator[Any]:
+        """Yield the hooks of a region that is a module, which begins with it."""
+        module = self._model.get_submodule(region.around)
+        row = self._model.get_submodule(region.row)
+
+        def enter(_: nn.Module, args: Any, kwargs: Any) -> Any:
+            self.open.add(region.row)
+            return self._enter(region, args, kwargs)
+
+        def end(_: nn.Module, args: Any) -> None:
+            self._end(region, args)
+
+        def leave(_: nn.Module, args: Any, out: Any) -> None:
+            if row is module:
+                self._end(region, out)
+            self._inputs.pop(region.row, None)
+
+        yield module.register_forward_pre_hook(enter, with_kwargs=True)
+        yield module.register_forward_hook(leave)
+        if row is not module:
+            yield row.register_forward_pre_hook(end)
 
     def _enter(self, region: Region, args: Any, kwargs: Any) -> Any:
         self.running = region
@@ -349,11 +408,21 @@ class _Watch(TorchDispatchMode):
                     self.bypassed.add(region.row)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._grouped_mm.default and args[1].dim() == 3:
+            # Tokens times the weight of each one's expert: the kernels take more kinds of floats
+            # than torch's rule for shapes does.
+            return args[0].new_empty(*args[0].shape[:-1], args[1].shape[-1])
         out = func(*args, **(kwargs or {}))
         if self.running is not None:
             name = func.overloadpacket.__name__
+            if self.running.role is Role.EXPERTS and name in _PRODUCTS:
+                return out  # with the weights: over slices of the width
             for size in _summed_over(name, args, out):
                 self.sums[self.running.row].append(_Sum(name, size))
+        elif self._block and self._block not in self.mixing:
+            name = func.overloadpacket.__name__
+            if _looks_at_tokens(name, args, out):
+                self.mixing[self._block] = name
         return out
 
 
@@ -390,6 +459,7 @@ def _made_of(value: Any, stops: Sequence[Any]) -> tuple[set[int], set[Any]]:
 
 # Where an operation has the dimension along which it goes; -1 if it is not said.
 _DIMS = {"_softmax": 1, "_log_softmax": 1, "cumsum": 1, "cumprod": 1, "sort": 1, "topk": 2}
+_PRODUCTS = ("bmm", "baddbmm")
 _NORMS = ("native_layer_norm", "_fused_rms_norm")
 _REDUCTIONS = {
     *("sum", "mean", "var", "var_mean", "std", "prod", "amax", "amin", "max", "min"),
@@ -397,9 +467,30 @@ _REDUCTIONS = {
 }
 
 
+_MIXERS = ("convolution", "native_batch_norm", "_native_batch_norm_legit", *_PRODUCTS)
+
+
+def _looks_at_tokens(name: str, args: Any, out: Any) -> bool:
+    """Return whether an operation makes something of more than one token.
+
+    Tokens are [batch, sequence, width] or [batch * sequence, width], so what goes along the last
+    dimension does not.
+    """
+    if name in _MIXERS or name.startswith("_scaled_dot_product"):
+        return True
+    if name in _DIMS:
+        position = _DIMS[name]
+        dim = args[position] if len(args) > position else -1
+        return dim not in (-1, args[0].dim() - 1)
+    if name in _REDUCTIONS and args[0].dim() > 1:
+        rows = args[0].numel() // args[0].shape[-1]
+        return bool(tensors_in(out)[0].numel() != rows)
+    return False
+
+
 def _summed_over(name: str, args: Any, out: Any) -> Iterator[int]:
     """Yield over how many values an operation sums, beside products with parameters."""
-    if name in ("bmm", "baddbmm"):
+    if name in _PRODUCTS:
         yield args[-2].shape[-1]
     elif name.startswith("_scaled_dot_product"):
         query, key, value = args[:3]

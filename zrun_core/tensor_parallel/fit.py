@@ -9,9 +9,12 @@ from typing import NamedTuple
 from torch import nn
 
 from zrun_core.errors import JobError
-from zrun_core.spine.sections.tensor_roles import Entry, Role
+from zrun_core.spine.sections.tensor_roles import Role
+from zrun_core.tensor_parallel.cuts import Cut
 from zrun_core.tensor_parallel.region import COLUMNS, Region
 from zrun_core.tensor_parallel.roles import Roles, any_number
+
+_ROWS = (Role.ROWWISE, Role.ROWWISE_SPLIT_INPUT)
 
 # Attributes of attention modules, as models call them.
 _HEAD_WIDTHS = (
@@ -45,13 +48,26 @@ class _Count(NamedTuple):
     unit: str
 
 
-def check_fit(model: nn.Module, roles: Roles, regions: Sequence[Region], degree: int) -> None:
+def check_fit(
+    model: nn.Module,
+    roles: Roles,
+    regions: Sequence[Region],
+    cuts: Mapping[int, Cut],
+    degree: int,
+) -> None:
     """Check that a model divides over `degree` ranks, and that it computes the same so.
+
+    Args:
+        model: to divide.
+        roles: of its modules.
+        regions: of it.
+        cuts: of its parameters, by identity.
+        degree: ranks of a tensor group.
 
     Raises:
         JobError: it does not, with the equation and what to write.
     """
-    counts = list(_counts(model, roles, regions))
+    counts = list(_counts(model, roles, regions, cuts))
     for count in counts:
         if count.number % degree:
             raise _does_not_divide(count, counts, degree)
@@ -75,34 +91,44 @@ def _does_not_divide(count: _Count, counts: Sequence[_Count], degree: int) -> Jo
     )
 
 
-def _counts(model: nn.Module, roles: Roles, regions: Sequence[Region]) -> Iterator[_Count]:
+def _counts(
+    model: nn.Module, roles: Roles, regions: Sequence[Region], cuts: Mapping[int, Cut]
+) -> Iterator[_Count]:
+    in_regions: set[str] = set()
     for region in regions:
         for column in region.columns:
-            yield from _heads(model, column, roles.entries[column], region)
-        row = model.get_submodule(region.row)
-        yield _Count(region.row, _width(row, rows=False), "", "columns")
+            cut = cuts[id(weight_of(model, column))]
+            yield from _heads(model, column, cut, roles.entries[column].grain, region)
+        if region.role is None:
+            cut = cuts[id(weight_of(model, region.row))]
+            yield _Count(region.row, sum(cut.sections), "", "columns")
+        in_regions |= {*region.columns, region.row}
     for name, entry in roles.entries.items():
         prefix, _, key = name.rpartition(".")
         if entry.role is Role.DIVIDE:
             value: int = getattr(model.get_submodule(prefix), key)
             yield _Count(name, value, "the value ", "to divide")
-        elif entry.role in COLUMNS and key in model.get_submodule(prefix)._parameters:
-            yield _Count(
-                name, model.get_parameter(name).shape[0] // len(entry.sections), "", "rows"
-            )
+        elif entry.role in (*COLUMNS, *_ROWS) and name not in in_regions:
+            cut = cuts[id(weight_of(model, name))]
+            yield _Count(name, cut.sections[0], "", "columns" if entry.role in _ROWS else "rows")
 
 
-def _heads(model: nn.Module, column: str, entry: Entry, region: Region) -> Iterator[_Count]:
-    rows = _width(model.get_submodule(column), rows=True)
-    total = sum(entry.sections)
-    grain = entry.grain if entry.grain > 1 else _head_width(model, column, region)
-    of = "rows" if total == 1 else "rows of a section"
-    for section in sorted(set(entry.sections), reverse=True):
-        length = rows * section // total
+def _heads(model: nn.Module, column: str, cut: Cut, grain: int, region: Region) -> Iterator[_Count]:
+    if grain == 1:
+        grain = _head_width(model, column, region)
+    of = "rows" if len(cut.sections) == 1 else "rows of a section"
+    for length in sorted(set(cut.sections), reverse=True):
         if grain > 1 and length % grain == 0:
             yield _Count(column, length // grain, f"{length} {of} / {grain} of a head = ", "heads")
         else:
             yield _Count(column, length, "", of)
+
+
+def weight_of(model: nn.Module, name: str) -> nn.Parameter:
+    """Return the parameter that a role is of: the one of this name, or the weight of a linear."""
+    prefix, _, key = name.rpartition(".")
+    param = model.get_submodule(prefix)._parameters.get(key)
+    return model.get_submodule(name).get_parameter("weight") if param is None else param
 
 
 def _width(linear: nn.Module, *, rows: bool) -> int:
@@ -189,6 +215,8 @@ def counting_attributes(
         divided: attributes that are divided already.
         region: the region.
     """
+    if region.role is not None:
+        return
     sizes = {_width(model.get_submodule(region.row), rows=False)}
     sizes |= {_width(model.get_submodule(column), rows=True) for column in region.columns}
     seen: set[str] = set()

@@ -2,7 +2,7 @@
 
 Modules of zrun and of transformers' GPT-2 and BERT are known by their class, also inside of a model
 of the user's own. Other models of transformers say themselves how they are divided
-(`base_model_tp_plan`), in roles that mean one of ours, or stay whole where they gather at once.
+(`base_model_tp_plan`), in roles that mean one of ours.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ from torch import nn
 
 from zrun_core.errors import JobError
 from zrun_core.spine.sections.tensor_roles import Entry, Role, read_entry
+from zrun_core.tensor_parallel.cuts import why_whole
 
 _ZRUN = "zrun_core.models"
 _GPT2 = "transformers.models.gpt2.modeling_gpt2"
 _BERT = "transformers.models.bert.modeling_bert"
-_TORCH = "torch.nn.modules.transformer"
+_GPT_OSS = "transformers.models.gpt_oss.modeling_gpt_oss"
+_TORCH = "torch.nn.modules"
 _MLP = {"up": "colwise", "down": "rowwise"}
-_TORCH_MLP = {"linear1": "colwise", "linear2": "rowwise"}  # its attention stays whole
+_TORCH_MLP = {"linear1": "colwise", "linear2": "rowwise"}
 _BERT_ATTENTION = {"query": "colwise", "key": "colwise", "value": "colwise"}
 
 # By class, what its children and attributes are.
@@ -32,8 +34,9 @@ _CLASSES: Mapping[str, Mapping[str, str]] = {
     f"{_ZRUN}.attention.Attention": {"qkv": "colwise", "out": "rowwise"},
     f"{_ZRUN}.layers.GeluMLP": _MLP,
     f"{_ZRUN}.layers.SwiGLU": {"gate": "colwise", **_MLP},
-    f"{_TORCH}.TransformerEncoderLayer": _TORCH_MLP,
-    f"{_TORCH}.TransformerDecoderLayer": _TORCH_MLP,
+    f"{_TORCH}.activation.MultiheadAttention": {"": "attention"},
+    f"{_TORCH}.transformer.TransformerEncoderLayer": _TORCH_MLP,
+    f"{_TORCH}.transformer.TransformerDecoderLayer": _TORCH_MLP,
     f"{_GPT2}.GPT2Model": {"wte": "vocabulary"},
     f"{_GPT2}.GPT2LMHeadModel": {"lm_head": "head"},
     f"{_GPT2}.GPT2DoubleHeadsModel": {"lm_head": "head"},
@@ -43,6 +46,22 @@ _CLASSES: Mapping[str, Mapping[str, str]] = {
         "c_proj": "rowwise",
         "num_heads": "divide",
         "split_size": "divide",
+    },
+    f"{_GPT_OSS}.GptOssModel": {"embed_tokens": "vocabulary"},
+    f"{_GPT_OSS}.GptOssForCausalLM": {"lm_head": "head"},
+    f"{_GPT_OSS}.GptOssAttention": {
+        "q_proj": "colwise",
+        "k_proj": "colwise",
+        "v_proj": "colwise",
+        "o_proj": "rowwise",
+        "sinks": "colwise",
+    },
+    f"{_GPT_OSS}.GptOssExperts": {
+        "": "experts",
+        "gate_up_proj": "colwise transposed",  # gates and what they gate in turn
+        "gate_up_proj_bias": "colwise transposed",
+        "down_proj": "rowwise transposed",
+        "down_proj_bias": "once",
     },
     f"{_BERT}.BertModel": {"embeddings.word_embeddings": "vocabulary"},
     f"{_BERT}.BertSelfAttention": _BERT_ATTENTION,
@@ -60,19 +79,16 @@ TRANSFORMERS_ROLES: Mapping[str, str] = {
     "packed_colwise": "fused 2",
     "embedding_rowwise": "vocabulary",
     "replicated_with_grad_allreduce": "summed",
-    "colwise_gather_output": "whole",  # what follows takes whole activations
-    "rowwise_split_input": "whole",  # it takes whole activations
+    "colwise_gather_output": "colwise_gather_output",
+    "rowwise_split_input": "rowwise_split_input",
+    "moe_tp_experts": "experts",
+    "moe_identity_expert": "once",
+    "all_reduce": "experts",
+    "packed_rowwise": "fused 2 transposed",
+    "embedding_colwise": "whole",
     "mla_kv_a_proj": "summed",  # and what else latent attention has beside its heads
     "replicate": "whole",
     "local_params": "whole",  # of a module whose parameters have entries of their own
-}
-_EXPERTS = "the experts of a mixture, which zrun does not divide"
-REFUSED_ROLES: Mapping[str, str] = {
-    "moe_tp_experts": _EXPERTS,
-    "moe_identity_expert": _EXPERTS,
-    "packed_rowwise": _EXPERTS,
-    "all_reduce": _EXPERTS,
-    "embedding_colwise": "columns of an embedding, which zrun does not divide",
 }
 
 
@@ -102,6 +118,8 @@ def _entries_of_class(module: nn.Module) -> Iterator[tuple[str, Entry]]:
         found = _CLASSES.get(f"{base.__module__}.{base.__qualname__}")
         if found is None:
             continue
+        if isinstance(module, nn.MultiheadAttention) and why_whole(module):
+            return
         of_class: Any = module
         for child, text in found.items():
             entry = read_entry(text)
@@ -143,22 +161,53 @@ def _entries_of_pretrained(model: nn.Module) -> dict[str, Entry]:
         wanted = re.compile(re.escape(pattern).replace(r"\*", r"\d+"))
         for name in filter(wanted.fullmatch, names):
             if role not in TRANSFORMERS_ROLES:
-                raise _refused(model, name, role)
+                raise JobError(
+                    f"parallel.tp: transformers gives {name} of {type(model).__name__} the role "
+                    f"{role}, which zrun does not know; write tp: 1"
+                )
             is_head = name in heads and role == "colwise_gather_output"
             entries[name] = read_entry("head" if is_head else TRANSFORMERS_ROLES[role])
             if role == "mla_kv_a_proj":
                 latent.append(name.rpartition(".")[0])
     for name in latent:
         entries |= _latent_attention(name, model.get_submodule(name), entries)
-    return entries | _gated_mlps(entries)
+    entries |= _gated_mlps(entries)
+    for name in [name for name, entry in entries.items() if entry.role is Role.EXPERTS]:
+        entries |= _experts(name, model.get_submodule(name), entries)
+    return {name: entry for name, entry in entries.items() if not _is_unfit(model, name, entry)}
 
 
-def _refused(model: nn.Module, name: str, role: str) -> JobError:
-    reason = REFUSED_ROLES.get(role, "which zrun does not know")
-    return JobError(
-        f"parallel.tp: transformers gives {name} of {type(model).__name__} the role {role}: "
-        f"{reason}; write tp: 1"
-    )
+def _is_unfit(model: nn.Module, name: str, entry: Entry) -> bool:
+    """Return whether a module that would stand alone, between whole activations, is no linear."""
+    is_alone = entry.role in (Role.COLWISE_GATHER_OUTPUT, Role.ROWWISE_SPLIT_INPUT)
+    return is_alone and not isinstance(dict(model.named_modules()).get(name), nn.Linear)
+
+
+def _experts(name: str, experts: nn.Module, entries: Mapping[str, Entry]) -> dict[str, Entry]:
+    """Return entries of the parameters of packed experts.
+
+    transformers says along which dimension they are divided, and not whether gates and what they
+    gate are one after the other or in turn.
+
+        [experts, 2 * width, in]  rows: out of the projection up
+        [experts, in, 2 * width]  columns: the same, transposed
+    """
+    found: dict[str, Entry] = {}
+    for key in experts._parameters:
+        param = _join(name, key)
+        if param not in entries:
+            continue
+        is_row = key == "down_proj"
+        divides_columns = entries[param].role is Role.ROWWISE or entries[param].is_transposed
+        transposed = divides_columns != is_row
+        if is_row:
+            found[param] = Entry(Role.ROWWISE, is_transposed=transposed)
+        elif key == "gate_up_proj" and vars(experts).get("is_concatenated", True):
+            found[param] = Entry(Role.FUSED, (1, 1), is_transposed=transposed)
+        else:
+            grain = 2 if key == "gate_up_proj" else 1
+            found[param] = Entry(Role.COLWISE, grain=grain, is_transposed=transposed)
+    return found
 
 
 def _latent_attention(
@@ -190,8 +239,8 @@ def _gated_mlps(entries: Mapping[str, Entry]) -> dict[str, Entry]:
     for name in entries:
         parent, _, child = name.rpartition(".")
         row = _join(parent, "down_proj")
-        is_whole = all(key in entries and entries[key].role is Role.WHOLE for key in (name, row))
-        if child == "gate_up_proj" and is_whole:
+        is_gathered = entries[name].role is Role.COLWISE_GATHER_OUTPUT
+        if child == "gate_up_proj" and is_gathered and row in entries:
             found |= {name: read_entry("fused 2"), row: read_entry("rowwise")}
     return found
 

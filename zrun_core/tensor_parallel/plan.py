@@ -20,26 +20,13 @@ from zrun_core.errors import JobError
 from zrun_core.memory.layout import dense_stride
 from zrun_core.memory.tensors import Shape, TensorPart, full_part, sliced_part
 from zrun_core.spine.sections.tensor_roles import Entry, Role
+from zrun_core.tensor_parallel.cuts import Cut, find_cuts, is_linear, is_transposed
 from zrun_core.tensor_parallel.fit import check_fit
 from zrun_core.tensor_parallel.region import COLUMNS, Region, find_regions
 from zrun_core.tensor_parallel.roles import any_number, find_roles
 
 _AXES = ("tensor",)
 _KEY = "parallel.plan"
-
-
-class Cut(NamedTuple):
-    """The division of a parameter.
-
-    Attributes:
-        dim: along which.
-        sections: their lengths along it; of each, a rank has a slice.
-        is_padded: slices are as long as the first one, whatever they hold.
-    """
-
-    dim: int
-    sections: tuple[int, ...]
-    is_padded: bool = False
 
 
 class _Tensor(NamedTuple):
@@ -105,11 +92,11 @@ def plan_model(model: nn.Module, plan: Mapping[str, str] | None, degree: int) ->
         JobError: it cannot be divided so; says what to write.
     """
     roles = find_roles(model, plan)
-    cuts = _cuts(model, roles.entries)
+    cuts = find_cuts(model, roles.entries)
     regions = find_regions(model, roles.entries)
     if plan is None and not regions:
         raise _unknown(model)
-    check_fit(model, roles, regions, degree)
+    check_fit(model, roles, regions, cuts, degree)
     tensors = {
         name: _Tensor(tuple(param.shape), tuple(dense_stride(param)), cuts.get(id(param)))
         for name, param in model.named_parameters()
@@ -143,145 +130,6 @@ def _unknown(model: nn.Module) -> JobError:
     )
 
 
-def is_linear(module: nn.Module) -> bool:
-    """Return whether a module is a linear layer: torch's, or the Conv1D of transformers."""
-    return isinstance(module, nn.Linear) or is_transposed(module)
-
-
-def is_transposed(module: nn.Module) -> bool:
-    """Return whether a linear layer has its weight as [in, out]."""
-    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
-
-
-# Parameters
-
-
-def _cuts(model: nn.Module, entries: Mapping[str, Entry]) -> dict[int, Cut]:
-    """Return how parameters are divided, by identity.
-
-    Raises:
-        JobError: a role does not suit its module, or tied parameters are divided in two ways.
-    """
-    cuts: dict[int, Cut] = {}
-    holders: dict[int, list[tuple[str, Cut | None]]] = {}
-    for prefix, module in model.named_modules():
-        of_module = entries.get(prefix)
-        if of_module is not None:
-            _check_role(prefix, module, of_module)
-            _check_parent(prefix, model.get_submodule(prefix.rpartition(".")[0]))
-        for key, param in module._parameters.items():
-            if param is None:
-                continue
-            name = f"{prefix}.{key}" if prefix else key
-            entry = entries.get(name)
-            if entry is not None:
-                cut = _cut_of_param(name, tuple(param.shape), entry)
-            elif of_module is not None:
-                cut = _cut(name, module, key, tuple(param.shape), of_module)
-            else:
-                cut = None
-            holders.setdefault(id(param), []).append((name, cut))
-            if cut is not None:
-                cuts[id(param)] = cut
-    for key_of_param, cut in cuts.items():
-        for name, other in holders[key_of_param]:
-            if other != cut:
-                raise _tied_otherwise(holders[key_of_param], name, cut)
-    return cuts
-
-
-def _tied_otherwise(holders: list[tuple[str, Cut | None]], name: str, cut: Cut) -> JobError:
-    divided = next(holder for holder, of_holder in holders if of_holder == cut)
-    module = name.rpartition(".")[0]
-    return JobError(
-        f"{_KEY}: {divided} and {name} are one parameter, and only the first is divided so: give "
-        f"both modules a role, for example {module}: head or vocabulary, or {module} and "
-        f"{divided.rpartition('.')[0]}: whole"
-    )
-
-
-def _check_role(name: str, module: nn.Module, entry: Entry) -> None:
-    """Check that a module can have its role.
-
-    Raises:
-        JobError: it cannot.
-    """
-    role = entry.role
-    kind = type(module).__name__
-    if role is Role.VOCABULARY:
-        if not isinstance(module, nn.Embedding):
-            raise JobError(f"{_KEY}: {name} is of {kind}, and vocabulary divides an nn.Embedding")
-        if module.max_norm is not None:
-            raise JobError(
-                f"{_KEY}: {name} renormalises the rows that it looks up (max_norm), of which each "
-                f"rank would have some; write {name}: whole"
-            )
-    if role in (*COLUMNS, Role.ROWWISE, Role.HEAD):
-        if not is_linear(module) or (role is Role.HEAD and is_transposed(module)):
-            raise JobError(
-                f"{_KEY}: {name} is of {kind}, and {role} divides an nn.Linear; name the linears "
-                "in it, or leave it out"
-            )
-        others = module._parameters.keys() - {"weight", "bias"}
-        if "weight" not in module._parameters or others:
-            have = ", ".join(sorted(name for name, _ in module.named_parameters()))
-            raise JobError(
-                f"{_KEY}: {name} has the parameters {have}, and {role} divides a linear with a "
-                "weight and a bias alone; leave it out"
-            )
-
-
-def _check_parent(name: str, parent: nn.Module) -> None:
-    """Check that a module is not one whose parent uses its weights without calling it.
-
-    Raises:
-        JobError: it is.
-    """
-    if isinstance(parent, nn.MultiheadAttention):
-        around = name.rpartition(".")[0]
-        raise JobError(
-            f"{_KEY}: {around} is an nn.MultiheadAttention, which computes with its weights as a "
-            f"whole: leave {name} out, or write an attention with linears for queries, keys, "
-            "values and its output, around F.scaled_dot_product_attention"
-        )
-
-
-def _cut(name: str, module: nn.Module, key: str, shape: Shape, entry: Entry) -> Cut | None:
-    role = entry.role
-    if role in (Role.VOCABULARY, Role.HEAD):
-        return Cut(0, (shape[0],), is_padded=True)
-    out_dim = len(shape) - 1 if is_transposed(module) else 0
-    if role is Role.ROWWISE:
-        in_dim = 1 - out_dim
-        return None if key == "bias" else Cut(in_dim, (shape[in_dim],))
-    if role in COLUMNS:
-        return Cut(out_dim, _sections(name.rpartition(".")[0], shape[out_dim], entry))
-    return None
-
-
-def _cut_of_param(name: str, shape: Shape, entry: Entry) -> Cut | None:
-    """Return the cut of a parameter that has a role of its own, such as one number per head."""
-    if entry.role in COLUMNS:
-        return Cut(0, _sections(name, shape[0], entry))
-    if entry.role is Role.HEAD:
-        return Cut(0, (shape[0],), is_padded=True)
-    if entry.role in (Role.SUMMED, Role.WHOLE):
-        return None
-    raise JobError(f"{_KEY}: {name} is a parameter, which cannot be {entry.role}: write colwise")
-
-
-def _sections(name: str, length: int, entry: Entry) -> tuple[int, ...]:
-    total = sum(entry.sections)
-    unit, rest = divmod(length, total)
-    if rest:
-        said = ":".join(map(str, entry.sections))
-        raise JobError(
-            f"{_KEY}: {name} has {length} rows, and {length} / ({said}) = {length / total:.2f} "
-            "is not whole: write the sections in the proportions that they have"
-        )
-    return tuple(unit * section for section in entry.sections)
-
-
 # What else changes
 
 
@@ -302,5 +150,5 @@ def _attributes(
 def _summed(model: nn.Module, entries: Mapping[str, Entry]) -> Iterator[str]:
     for name, _ in model.named_parameters():
         keys = (name, name.rpartition(".")[0])
-        if any(key in entries and entries[key].role is Role.SUMMED for key in keys):
+        if any(key in entries and entries[key].role in (Role.SUMMED, Role.ONCE) for key in keys):
             yield name

@@ -8,7 +8,8 @@ A row linear takes what the column linears make that lie with it under one modul
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ from zrun_core.errors import JobError
 from zrun_core.spine.sections.tensor_roles import Entry, Role
 
 COLUMNS = (Role.COLWISE, Role.FUSED)
+_MODULES = (Role.ATTENTION, Role.EXPERTS)
 
 _Pair = tuple[tuple[str, ...], str]  # names of columns, and of the row that takes what they make
 
@@ -32,16 +34,29 @@ class Region:
         columns: names of its column linears.
         row: name of the row linear that takes what they make, where it ends.
         around: name of the deepest module that all of them lie in.
+        role: attention or experts, of a module whose columns are parameters of its own. Experts
+            are their own row: what they return is summed.
     """
 
     entries: tuple[str, ...]
     columns: tuple[str, ...]
     row: str
     around: str
+    role: Role | None = None
 
-    @property
-    def rejects_sequence(self) -> str:
+    def rejects_sequence(self, model: nn.Module) -> str:
         """Return why activations cannot be divided along the sequence there; empty: they can."""
+        if self.role is Role.EXPERTS:
+            experts = model.get_submodule(self.row)
+            if len(inspect.signature(experts.forward).parameters) == 1:
+                return f"{self.row} is given tokens by expert, and not how they are routed"
+            config = vars(experts).get("config")
+            if getattr(config, "output_router_logits", False):
+                return (
+                    "each rank would have the router's logits of its slice only, for the loss "
+                    "that balances experts (output_router_logits)"
+                )
+            return ""
         if len(self.entries) == 1:
             return ""
         names = ", ".join(self.columns)
@@ -62,6 +77,7 @@ def find_regions(model: nn.Module, entries: Mapping[str, Entry]) -> tuple[Region
         JobError: a row linear has no columns, or a column no row.
     """
     names = [name for name, _ in model.named_modules()]
+    of_modules = list(_module_regions(model, entries))
     left = [name for name in names if name in entries and _is_inside(entries[name].role)]
     fed: list[_Pair] = []
     for around in sorted(names, key=_depth, reverse=True):
@@ -72,11 +88,22 @@ def find_regions(model: nn.Module, entries: Mapping[str, Entry]) -> tuple[Region
     fed = _joined(fed, left, entries)
     own = _own_parameters(model, entries)
     order = {name: number for number, name in enumerate(names)}
-    fed.sort(key=lambda pair: order[pair[1]])
-    return tuple(
+    found = [
         _region(model, tuple(sorted(columns, key=order.__getitem__)), row, own)
         for columns, row in fed
-    )
+    ]
+    return tuple(sorted([*found, *of_modules], key=lambda region: order[region.row]))
+
+
+def _module_regions(model: nn.Module, entries: Mapping[str, Entry]) -> Iterator[Region]:
+    """Yield the regions that are a module each, which uses parameters of its own."""
+    for name, module in model.named_modules():
+        role = entries[name].role if name in entries else None
+        if role in _MODULES:
+            keys = [f"{name}.{key}" if name else key for key in module._parameters]
+            columns = tuple(key for key in keys if key in entries and entries[key].role in COLUMNS)
+            row = name if role is Role.EXPERTS else f"{name}.out_proj".lstrip(".")
+            yield Region((name,), columns, row, name, role)
 
 
 def _is_inside(role: Role) -> bool:
@@ -150,12 +177,14 @@ def _unpaired(name: str, role: Role) -> JobError:
 
 
 def _own_parameters(model: nn.Module, entries: Mapping[str, Entry]) -> AbstractSet[str]:
-    """Return the names of parameters that may be used on slices."""
+    """Return the names of parameters that may be used on slices, but those of module regions."""
     inside = (*COLUMNS, Role.ROWWISE, Role.SUMMED)
+    modules = [f"{name}." for name, entry in entries.items() if entry.role in _MODULES]
     return {
         name
         for name, _ in model.named_parameters(remove_duplicate=False)
-        if any(
+        if not name.startswith(tuple(modules))
+        and any(
             key in entries and entries[key].role in inside
             for key in (name, name.rpartition(".")[0])
         )

@@ -25,10 +25,12 @@ import torch
 from torch import nn
 
 from zrun_core.distributed.rng import Streams
+from zrun_core.spine.sections.tensor_roles import Role
 from zrun_core.tensor_parallel.borders import copy_in, sum_out
 from zrun_core.tensor_parallel.region import Region
 from zrun_core.tensor_parallel.sequence import gather_in, scatter_out
 from zrun_core.tensor_parallel.tensor_comm import TensorComm
+from zrun_core.tensor_parallel.torch_attention import replace_forward
 
 
 class Regions:
@@ -36,39 +38,56 @@ class Regions:
 
     Attributes:
         comm: of the ranks that have slices of the same layers.
-        slices_sequence: outside of regions, blocks have slices of the sequence: see `sequence.py`.
         streams: of this rank; None: regions draw from the model's.
     """
 
-    def __init__(self, comm: TensorComm, *, slices_sequence: bool = False) -> None:
+    def __init__(self, comm: TensorComm) -> None:
         self.comm = comm
-        self.slices_sequence = slices_sequence
         self.streams: Streams | None = None
         self._leave: Callable[[], None] | None = None
 
-    def install(self, model: nn.Module, region: Region) -> None:
+    def install(self, model: nn.Module, region: Region, *, is_sliced: bool) -> None:
         """Put f and g where a region begins and ends, by hooks and in place of its row's forward.
 
         Args:
             model: whose linears are divided already.
             region: of it.
+            is_sliced: around it, each rank has a slice of the sequence: see `sequence.py`.
         """
+        send = torch.compiler.disable(functools.partial(self._send_out, is_sliced=is_sliced))
         row = model.get_submodule(region.row)
         for number, name in enumerate(region.entries):
-            enter = functools.partial(self._enter_at, is_first=number == 0, name=f"input of {name}")
+            enter = functools.partial(
+                self._enter_at,
+                is_first=number == 0,
+                is_sliced=is_sliced,
+                is_hidden=region.role is Role.EXPERTS,
+                name=f"input of {name}",
+            )
             hook = torch.compiler.disable(enter)
             model.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True)
+        if region.role is Role.EXPERTS:
+            _send_results(row, functools.partial(send, name=region.row))
+            return
+        if region.role is Role.ATTENTION:
+            attention: Any = model.get_submodule(region.around)
+            replace_forward(attention, self.comm, region.around)
 
         @torch.compiler.disable  # type: ignore[untyped-decorator]
         def forward(x: torch.Tensor) -> torch.Tensor:
-            if not self.slices_sequence:
-                self.leave()
-            send = scatter_out if self.slices_sequence else sum_out
-            y = send(_product(row, x), self.comm, f"output of {region.row}")
+            y: torch.Tensor = send(_product(row, x), name=region.row)
             bias = row._parameters.get("bias")
             return y if bias is None else y + bias.to(y.dtype)
 
         vars(row)["forward"] = forward
+
+    def _send_out(self, part: torch.Tensor, *, name: str, is_sliced: bool) -> torch.Tensor:
+        """Return the sum of all ranks' parts, and draw as outside of the region."""
+        what = f"output of {name}"
+        if is_sliced:
+            return scatter_out(part, self.comm, what)
+        self.leave()
+        return sum_out(part, self.comm, what)
 
     def _enter_at(
         self,
@@ -77,20 +96,32 @@ class Regions:
         kwargs: dict[str, Any],
         *,
         is_first: bool,
+        is_sliced: bool,
+        is_hidden: bool,
         name: str,
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Bring what a module of a region is given into it."""
-        if is_first and not self.slices_sequence:
+        """Bring what a module of a region is given into it.
+
+        Args:
+            module: where the region begins.
+            args, kwargs: that it is given.
+            is_first: it is the first of the modules where the region begins.
+            is_sliced: this rank has a slice of the sequence around it.
+            is_hidden: all tensors are of that slice; else the first one is, and others are whole.
+            name: what it is, for messages.
+        """
+        if is_first and not is_sliced:
             self.enter(is_training=module.training)
-        is_hidden = self.slices_sequence  # the first tensor; others are whole
+        known: dict[int, torch.Tensor] = {}  # queries, keys and values may be one tensor
 
         def brought(value: Any) -> Any:
-            nonlocal is_hidden
             if not isinstance(value, torch.Tensor):
                 return value
-            bring = gather_in if is_hidden else copy_in
-            is_hidden = False
-            return bring(value, self.comm, name)
+            if id(value) not in known:
+                is_slice = is_sliced and (is_hidden or not known)
+                bring = gather_in if is_slice else copy_in
+                known[id(value)] = bring(value, self.comm, name)
+            return known[id(value)]
 
         return tuple(map(brought, args)), {key: brought(value) for key, value in kwargs.items()}
 
@@ -122,9 +153,50 @@ class Regions:
         self._leave = None
 
 
+def _send_results(module: nn.Module, send: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Let a module return what becomes of its results."""
+    inner = module.forward
+
+    @functools.wraps(inner)
+    def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return send(inner(*args, **kwargs))
+
+    vars(module)["forward"] = forward
+
+
 def _product(linear: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """Return the product with the weight of a linear, without its bias."""
     weight = linear.get_parameter("weight")
     if isinstance(linear, nn.Linear):
         return nn.functional.linear(x, weight)
     return x @ weight  # transformers' Conv1D has it transposed
+
+
+def count_once(model: nn.Module, name: str, degree: int) -> None:
+    """Let a module or a parameter of experts count once, where ranks sum what they make with it.
+
+    Each rank has an equal part of it, and so has a part of its gradient.
+
+    Args:
+        model: with the module or parameter.
+        name: of it.
+        degree: ranks.
+    """
+    prefix, _, key = name.rpartition(".")
+    owner = model.get_submodule(prefix)
+    if key in owner._modules:
+        owner.get_submodule(key).register_forward_hook(lambda module, args, out: out / degree)
+    elif owner._parameters.get(key) is not None:  # else it is of another stage
+        inner = owner.forward
+
+        @functools.wraps(inner)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            whole = owner._parameters
+            part = {**whole, key: owner.get_parameter(key) / degree}
+            owner._parameters = part  # type: ignore[assignment]
+            try:
+                return inner(*args, **kwargs)
+            finally:
+                owner._parameters = whole
+
+        owner.forward = forward

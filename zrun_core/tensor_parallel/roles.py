@@ -16,6 +16,16 @@ from zrun_core.tensor_parallel.known import known_entries
 
 _KEY = "parallel.plan"
 
+# Parameters of an nn.MultiheadAttention.
+_ATTENTION = {
+    "in_proj_weight": "fused 3",
+    "in_proj_bias": "fused 3",
+    "q_proj_weight": "colwise",
+    "k_proj_weight": "colwise",
+    "v_proj_weight": "colwise",
+    "out_proj.weight": "rowwise",
+}
+
 
 @dataclass(frozen=True)
 class Roles:
@@ -53,7 +63,19 @@ def find_roles(model: nn.Module, plan: Mapping[str, str] | None) -> Roles:
                 )
             said[name] = entry
             pattern_of[name] = pattern
-    return Roles(known_entries(model) | said, frozenset(said))
+    entries = known_entries(model) | said
+    return Roles(entries | _of_attention(model, entries), frozenset(said))
+
+
+def _of_attention(model: nn.Module, entries: Mapping[str, Entry]) -> dict[str, Entry]:
+    """Return entries of the parameters of torch's attention."""
+    params = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    found: dict[str, Entry] = {}
+    for module, entry in entries.items():
+        if entry.role is Role.ATTENTION:
+            names = {f"{module}.{key}" if module else key: key for key in _ATTENTION}
+            found |= {name: read_entry(_ATTENTION[names[name]]) for name in params & names.keys()}
+    return found
 
 
 def _matches(model: nn.Module, pattern: str, role: Role) -> list[str]:

@@ -19,9 +19,15 @@ import torch
 from torch import nn
 
 from zrun_core.errors import UserCodeError
+from zrun_core.tensor_parallel.borders import gather_out, split_in
 from zrun_core.tensor_parallel.tensor_comm import TensorComm
 
 _DIM = 1  # of [batch, sequence, hidden]
+
+
+def _dim(x: torch.Tensor) -> int:
+    """Return where a region has its tokens: routed ones are [batch * sequence, hidden]."""
+    return _DIM if x.dim() > 2 else 0
 
 
 class _GatherIn(torch.autograd.Function):
@@ -30,11 +36,11 @@ class _GatherIn(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, comm: TensorComm, name: str) -> torch.Tensor:
         ctx.comm, ctx.name = comm, name
-        return comm.all_gather(x, _DIM, name)
+        return comm.all_gather(x, _dim(x), name)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return ctx.comm.reduce_scatter(grad, _DIM, ctx.name), None, None
+        return ctx.comm.reduce_scatter(grad, _dim(grad), ctx.name), None, None
 
 
 class _ScatterOut(torch.autograd.Function):
@@ -43,44 +49,18 @@ class _ScatterOut(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: torch.Tensor, comm: TensorComm, name: str) -> torch.Tensor:
         ctx.comm, ctx.name = comm, name
-        return comm.reduce_scatter(y, _DIM, name)
+        return comm.reduce_scatter(y, _dim(y), name)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return ctx.comm.all_gather(grad, _DIM, ctx.name), None, None
-
-
-class _Split(torch.autograd.Function):
-    """In front of the first block."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, comm: TensorComm, name: str) -> torch.Tensor:
-        ctx.comm, ctx.name = comm, name
-        return x.chunk(comm.size, _DIM)[comm.index].contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return ctx.comm.all_gather(grad, _DIM, ctx.name), None, None
-
-
-class _Join(torch.autograd.Function):
-    """Behind the last block. All ranks compute the same with the result."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, comm: TensorComm, name: str) -> torch.Tensor:
-        ctx.comm = comm
-        return comm.all_gather(x, _DIM, name)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return grad.chunk(ctx.comm.size, _DIM)[ctx.comm.index].contiguous(), None, None
+        return ctx.comm.all_gather(grad, _dim(grad), ctx.name), None, None
 
 
 def gather_in(x: torch.Tensor, comm: TensorComm, name: str) -> torch.Tensor:
     """Return the whole sequence, [b, s, h], at the input of a region.
 
     Args:
-        x: [b, s / size, h].
+        x: [b, s / size, h], or [b * s / size, h] of tokens that are computed one by one.
         comm: of the ranks.
         name: what it is, for messages.
     """
@@ -91,7 +71,7 @@ def scatter_out(y: torch.Tensor, comm: TensorComm, name: str) -> torch.Tensor:
     """Return this rank's slice, [b, s / size, h], of the sum of what a region's ranks computed.
 
     Args:
-        y: [b, s, h].
+        y: [b, s, h], or [b * s, h].
         comm: of the ranks.
         name: what it is, for messages.
     """
@@ -120,9 +100,9 @@ def slice_between(model: nn.Module, blocks: Sequence[str], comm: TensorComm) -> 
     def join(module: nn.Module, args: Any, output: Any) -> Any:
         name = f"output of {last}"
         if isinstance(output, torch.Tensor):
-            return _Join.apply(output, comm, name)  # type: ignore[no-untyped-call]
+            return gather_out(output, comm, _DIM, name)
         hidden, *others = output
-        return type(output)((_Join.apply(hidden, comm, name), *others))  # type: ignore[no-untyped-call]
+        return type(output)((gather_out(hidden, comm, _DIM, name), *others))
 
     model.get_submodule(first).register_forward_pre_hook(split, with_kwargs=True)
     model.get_submodule(last).register_forward_hook(join)
@@ -147,4 +127,4 @@ def _split(x: Any, comm: TensorComm, name: str) -> torch.Tensor:
             f"({length} / {comm.size} = {length / comm.size:g}): pad batches to a multiple of "
             f"{comm.size} (data.collate), or write sequence: false"
         )
-    return _Split.apply(x, comm, f"input of {name}")  # type: ignore[no-any-return, no-untyped-call]
+    return split_in(x, comm, _DIM, f"input of {name}")

@@ -58,7 +58,8 @@ def plan_tensors(
     plan = planned(model, parallel)
     if plan is None:
         return None
-    return check_on_fakes(model, plan, forward, settings.precision.compute, device)
+    blocks = [name for name, _ in repeated_blocks(model)] if parallel.sequence else []
+    return check_on_fakes(model, plan, forward, settings.precision.compute, device, blocks)
 
 
 def divide_model(

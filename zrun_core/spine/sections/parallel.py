@@ -72,7 +72,8 @@ class ParallelConfig(Section):
         default="auto",
         description="how tp divides modules that zrun does not know, by patterns of their names: "
         f"{', '.join(Role)}; fused says how many sections, or in which proportions (fused 4:1:1), "
-        "and divide is for attributes that count heads; auto: what zrun knows is all",
+        "divide is for attributes that count heads, and transposed behind a role says that a "
+        "parameter is [experts, in, out]; auto: what zrun knows is all",
         examples=[{"*.qkv": "fused 3", "*.out": "rowwise", "*.num_heads": "divide"}],
     )
     sequence: bool = Field(

@@ -9,6 +9,14 @@
 "*.q_norm": summed             whole, and used on slices: its gradient is summed over ranks
 "*.attn.num_heads": divide     an integer attribute
 "*.router": whole              whole on every rank, whatever else is known of it
+"*.self_attn": attention       an nn.MultiheadAttention: each rank has some of its heads
+"*.experts": experts           a module of packed experts, of whose parameters ranks have slices:
+                               what it makes of them is summed. Its weights are [experts, out, in],
+                               "*.experts.gate_up": fused 2 and "*.experts.down": rowwise;
+                               behind them, transposed says that one is [experts, in, out]
+"*.experts.down_bias": once    whole, in a module of experts: in their sum over ranks it counts once
+"*.q_proj": colwise_gather_output     rows of the weight, whose results are gathered
+"*.o_proj": rowwise_split_input       columns of the weight, whose input is whole
 """
 
 from __future__ import annotations
@@ -32,6 +40,14 @@ class Role(StrEnum):
     SUMMED = "summed"
     DIVIDE = "divide"
     WHOLE = "whole"
+    ATTENTION = "attention"
+    EXPERTS = "experts"
+    ONCE = "once"
+    COLWISE_GATHER_OUTPUT = "colwise_gather_output"
+    ROWWISE_SPLIT_INPUT = "rowwise_split_input"
+
+
+_LINEAR = (Role.COLWISE, Role.ROWWISE, Role.FUSED)
 
 
 @dataclass(frozen=True)
@@ -41,11 +57,13 @@ class Entry:
     Attributes:
         sections: of a fused projection, in which proportions its sections are.
         grain: rows of a column linear that stay on one rank; 1: as its module's heads say.
+        is_transposed: of a parameter that is [..., in, out].
     """
 
     role: Role
     sections: tuple[int, ...] = (1,)
     grain: int = 1
+    is_transposed: bool = False
 
 
 def read_entry(text: str) -> Entry:
@@ -58,10 +76,13 @@ def read_entry(text: str) -> Entry:
     if word not in tuple(Role):
         raise ValueError(f"there is no role {word!r}: write one of {', '.join(Role)}")
     role = Role(word)
+    is_transposed = bool(rest) and rest[-1] == "transposed" and role in _LINEAR
+    if is_transposed:
+        rest.pop()
     if role is not Role.FUSED:
         if rest:
             raise ValueError(f"{word} takes nothing behind it, and {text!r} has {rest[0]!r}")
-        return Entry(role)
+        return Entry(role, is_transposed=is_transposed)
     if len(rest) != 1 or not _SECTIONS.fullmatch(rest[0]):
         raise ValueError(
             f"{text!r} does not say what is fused: write fused 3 for three equal sections, or "
@@ -73,4 +94,5 @@ def read_entry(text: str) -> Entry:
         raise ValueError(
             f"{text!r}: a fused projection has 2 to {_MAX_SECTIONS} sections, none of them empty"
         )
-    return Entry(role, numbers if len(numbers) > 1 else (1,) * count)
+    sections = numbers if len(numbers) > 1 else (1,) * count
+    return Entry(role, sections, is_transposed=is_transposed)

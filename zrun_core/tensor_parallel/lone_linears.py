@@ -1,0 +1,46 @@
+"""Linears between whole activations, of which each rank has a slice.
+
+    x ── f ──► rows of the weight ──► slices of y ── gather ──► y
+    x ── split ──► columns of the weight ──► parts of y ── g ──► y
+
+Where linears form a region, activations stay slices between them; these stand alone, because what
+lies between needs whole activations, such as a norm over all heads.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from zrun_core.spine.sections.tensor_roles import Role
+from zrun_core.tensor_parallel.borders import copy_in, gather_out, split_in, sum_out
+from zrun_core.tensor_parallel.tensor_comm import TensorComm
+
+ALONE = (Role.COLWISE_GATHER_OUTPUT, Role.ROWWISE_SPLIT_INPUT)
+
+
+def divide_lone(linear: nn.Linear, role: Role, comm: TensorComm, name: str) -> None:
+    """Let a linear compute with its slice, and give whole results.
+
+    Args:
+        linear: with the parameters of this rank. Its attributes stay those of the whole.
+        role: one of `ALONE`.
+        comm: of the ranks that have the other slices.
+        name: of it, for messages.
+    """
+    size = linear.out_features
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def gather_output(x: torch.Tensor) -> torch.Tensor:
+        y = F.linear(copy_in(x, comm, f"input of {name}"), linear.weight, linear.bias)
+        return gather_out(y, comm, -1, f"output of {name}").narrow(-1, 0, size)  # no padding
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def split_input(x: torch.Tensor) -> torch.Tensor:
+        own = split_in(x, comm, -1, f"input of {name}")
+        y = sum_out(F.linear(own, linear.weight), comm, f"output of {name}")
+        return y if linear.bias is None else y + linear.bias.to(y.dtype)
+
+    gathers = role is Role.COLWISE_GATHER_OUTPUT
+    vars(linear)["forward"] = gather_output if gathers else split_input

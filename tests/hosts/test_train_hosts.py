@@ -51,6 +51,42 @@ def test_three_hosts_have_the_bits_of_one_even_if_one_of_them_was_lost(
     assert (tmp_path / "three" / "run" / "checkpoints" / "step-00000030" / "manifest.json").exists()
 
 
+TOKENS = """
+import torch
+
+def data(**_):
+    rows = torch.randint(64, (4096, 17), generator=torch.Generator().manual_seed(1))
+    return [{"input_ids": row[:-1], "labels": row[1:]} for row in rows]
+"""
+
+
+def test_layers_are_divided_within_hosts_and_stages_lie_across_them(
+    rig: Rig, tmp_path: Path
+) -> None:
+    args = {"vocab_size": 64, "dim": 32, "depth": 4, "heads": 4, "seq_len": 16, "tied": True}
+    keys: dict[str, Any] = {
+        "model": {"call": "zrun_core.models.gpt:gpt", "args": args},
+        "data": "tokens.py:data",
+        "batch": {"global": 8, "micro": 2},
+        "optim": {"lr": 1e-3, "clip": 1.0},
+    }
+    for folder in ("two", "one"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "tokens.py").write_text(TOKENS)
+    parallel = {"tp": 2, "pp": 2}
+    hosts = ["node1", "node2"]
+    two = faults.start(rig, tmp_path / "two", **keys, hosts=hosts, slots=2, parallel=parallel)
+    two.wait_for(lambda: len(two.events("step")) > 5, "step 6")
+    os.kill(two.agent("node2"), signal.SIGKILL)
+    code, report = end(two)
+    assert code == 6, report
+    assert "lost node2: its agent was killed there" in report
+    one = faults.start(rig, tmp_path / "one", **keys, hosts=None, steps=6)
+    assert end(one)[0] == 0
+    losses = [[event["loss"] for event in launch.events("step")[:6]] for launch in (two, one)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
 @pytest.mark.parametrize("name", ["worker killed", "link cut", "wrong host key"])
 def test_faults(rig: Rig, tmp_path: Path, name: str) -> None:
     """On two of the hosts; the table of `faults.py` has them on three."""

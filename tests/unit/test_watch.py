@@ -293,8 +293,10 @@ def spent(forward: float, comm: float, data: float = 0.0) -> dict[str, Any]:
 def test_of_many_ranks_the_slowest_can_be_seen() -> None:
     late = {17: spent(0.4, 0.0)}
     told = [memory(rank, **late.get(rank, spent(0.2, 0.2))) for rank in range(64)]
-    facts = Facts("gpt-1b", "20260102-030405-ab12", tuple(f"n{rank // 8}" for rank in range(64)))
-    for width, name in ((140, "rank 17 on n2"), (60, "rank 17")):
+    hosts = tuple(f"n{rank // 8}" for rank in range(64))
+    places = tuple(f"pp {rank // 32} tp {rank % 2}" for rank in range(64))
+    facts = Facts("gpt-1b", "20260102-030405-ab12", hosts, places)
+    for width, name in ((140, r"rank 17 on n2 \(pp 0 tp 1\)"), (60, "rank 17")):
         console = Console(record=True, width=width, file=io.StringIO())
         console.print(panel(after(START, step(1), *told), facts, width))
         drawn = console.export_text()

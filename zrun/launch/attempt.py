@@ -73,8 +73,10 @@ class _ClaimedRun:
 
     @property
     def facts(self) -> Facts:
-        hosts = tuple(place.host for place in self.resolved.plan.ranks)
-        return Facts(self.resolved.job.name, self.rundir.run_id, hosts)
+        plan = self.resolved.plan
+        hosts = tuple(place.host for place in plan.ranks)
+        places = tuple(filter(None, (plan.along_axes(place.rank) for place in plan.ranks)))
+        return Facts(self.resolved.job.name, self.rundir.run_id, hosts, places)
 
 
 @dataclass(frozen=True)

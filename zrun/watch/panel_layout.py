@@ -21,21 +21,24 @@ class Facts:
 
     Attributes:
         hosts: of each rank.
+        places: of each rank along the axes, as in "pp 1 tp 0"; none where all are data-parallel.
     """
 
     name: str
     run_id: str
     hosts: tuple[str, ...]
+    places: tuple[str, ...] = ()
 
     @property
     def num_ranks(self) -> int:
         return len(self.hosts)
 
     def rank(self, number: int) -> str:
-        """Return `rank 3`, or `rank 3 on n01` where there are several hosts."""
-        if len(set(self.hosts)) == 1:
-            return f"rank {number}"
-        return f"rank {number} on {self.hosts[number]}"
+        """Return `rank 3`, or `rank 3 on n01 (pp 1 tp 0)` with several hosts and axes."""
+        name = f"rank {number}"
+        if len(set(self.hosts)) > 1:
+            name += f" on {self.hosts[number]}"
+        return f"{name} ({self.places[number]})" if self.places else name
 
 
 @dataclass(frozen=True)

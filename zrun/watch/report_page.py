@@ -205,6 +205,8 @@ def _memory(facts: Facts, state: RunState, curves: Curves) -> Iterable[str]:
     tiers = [tier for tier in _TIERS if any(tier in of_rank for of_rank in held.values())]
     on_gpu = any(state.memory[rank].get("device_reserved") is not None for rank in ranks)
     head = ["rank", "host"]
+    if facts.places:
+        head.append("place")
     for tier in tiers:
         head += [f"{tier}, planned", "measured"]
     if on_gpu:
@@ -214,6 +216,8 @@ def _memory(facts: Facts, state: RunState, curves: Curves) -> Iterable[str]:
     for rank in ranks:
         event = state.memory[rank]
         cells = [str(rank), facts.hosts[rank] if rank < len(facts.hosts) else "?"]
+        if facts.places:
+            cells.append(facts.places[rank] if rank < len(facts.places) else "?")
         for tier in tiers:
             measured, planned_bytes = held[rank].get(tier, (None, None))
             cells += [_size(planned_bytes), _size(measured)]

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from zrun_core.data.batch import MicroBatch
+from zrun_core.errors import HangError
+from zrun_core.guards.batches import BatchGuard
 from zrun_core.guards.numeric import NumericGuard
 from zrun_core.spine.config import JobConfig
 from zrun_core.spine.events import Emitter
@@ -187,3 +192,19 @@ def test_a_step_without_samples_says_nothing():
 )
 def test_words(culprit, words):
     assert str(culprit) == words
+
+
+def test_a_message_of_another_size_is_told_with_what_this_rank_has_read() -> None:
+    """Batches of other lengths end a step before its message could tell."""
+    alone, pair = (SimpleNamespace(size=size, index=0) for size in (1, 2))
+    batch = {"ids": torch.zeros(2, 4, dtype=torch.int64), "weight": 0.5}
+    for tensor, told in ((pair, True), (alone, False)):
+        mesh: Any = SimpleNamespace(world=pair, data=alone, tensor=tensor, pipe=alone)
+        nobody: Any = None
+        guard = BatchGuard(mesh, nobody, nobody)
+        read = guard.digest([MicroBatch.of(batch, 2)])
+        with pytest.raises(HangError) as caught, guard.explaining(read):
+            raise HangError("one sent 768 bytes")
+        assert str(caught.value).startswith("one sent 768 bytes")
+        shapes = "its first micro-batch is batch['ids'] (int64 [2, 4]), batch['weight'] (float)"
+        assert (shapes in str(caught.value)) == told

@@ -18,6 +18,7 @@ import dataclasses
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +28,7 @@ from zrun_core.data.batch import MicroBatch
 from zrun_core.distributed.comm import Comm
 from zrun_core.distributed.mesh import Mesh
 from zrun_core.distributed.named_vector import NamedVector
-from zrun_core.errors import JobError
+from zrun_core.errors import HangError, JobError
 from zrun_core.guards.replicas import device_digest
 from zrun_core.spine.spec import LaunchPlan
 
@@ -117,6 +118,21 @@ class BatchGuard:
         """Add what this rank has read to numbers that ranks sum: see `first_sums`."""
         if self._is_needed:
             sums.add(batches=own.number)
+
+    @contextmanager
+    def explaining(self, own: BatchDigest) -> Iterator[None]:
+        """Say what this rank has read if ranks send messages of other sizes than are expected.
+
+        Batches of other lengths end a step before its message could tell.
+        """
+        try:
+            yield
+        except HangError as error:
+            if not self._is_needed:
+                raise
+            shapes = ", ".join(f"{field.path} ({field.shape})" for field in own.fields[0])
+            what = f"its first micro-batch is {shapes}, and must be that of all ranks that compute"
+            raise HangError(f"{error}; {what} the same samples") from None
 
     def check(self, total: float, own: BatchDigest, when: str) -> None:
         """Make sure that all ranks of each group have read the same. Collective if they have not.

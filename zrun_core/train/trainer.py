@@ -333,7 +333,8 @@ class Trainer:
         sums = self._first_sums(read)
         self.sharded.begin_step()
         actions = passes.order(len(micro_batches))
-        losses = passes.run(actions, micro_batches, sums, self.progress.steps)
+        with self._batches.explaining(read):
+            losses = passes.run(actions, micro_batches, sums, self.progress.steps)
         if self.steps.reads_late:  # whether the last step was skipped decides this one's rate
             self._read_totals(between_steps=False)
 

@@ -5,12 +5,13 @@
 # make test-slurm   the tests under a real Slurm of two nodes, and under Open MPI (as root; installs both): 2 minutes
 # make test-offload  a table of placements of states, in which nothing may change a bit: 12 minutes
 # make test-pipelines  a table of models in pipelines, none of which may change a bit: an hour
+# make test-saves  a table of checkpoints that go on with other axes, in which nothing may change a bit: 6 minutes
 # make bigger-than-memory  train a model whose states are six times the memory that it may take, through the disk: 6 minutes
 # All set up .venv first, with the versions of constraints.txt.
 
 PYTHON ?= python3
 
-.PHONY: train test test-unit test-ranks test-e2e test-hosts test-faults test-slurm test-offload test-pipelines bigger-than-memory lint clean
+.PHONY: train test test-unit test-ranks test-e2e test-hosts test-faults test-slurm test-offload test-pipelines test-saves bigger-than-memory lint clean
 
 train: .venv/ready
 	.venv/bin/zrun train jobs/stdlib-gpt.yaml
@@ -46,6 +47,9 @@ test-offload: .venv/ready
 
 test-pipelines: .venv/ready
 	.venv/bin/python tests/dist/pipeline_table.py
+
+test-saves: .venv/ready
+	.venv/bin/python tests/dist/saves_table.py
 
 bigger-than-memory: .venv/ready
 	.venv/bin/python benchmarks/bigger_than_memory.py

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +15,10 @@ from torch import Tensor, nn
 from zrun_core.errors import JobError
 from zrun_core.models.bert import bert
 from zrun_core.models.gpt import gpt
+from zrun_core.spine.sections.parallel import ParallelConfig
 from zrun_core.tensor_parallel.fake_check import check_on_fakes
 from zrun_core.tensor_parallel.plan import TensorPlan, plan_model
+from zrun_core.train.tensor_building import plan_tensors
 
 DIM = 32
 ROLES = {"h.*.qkv": "fused 3", "h.*.out": "rowwise"}
@@ -193,6 +197,61 @@ def test_heads_that_would_be_narrower_are_found() -> None:
     }
 
 
+class GroupedHeads(Attention):
+    """Has query, key and value of a head one after the other."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).view(*x.shape[:2], -1, 3, DIM // 4).permute(3, 0, 2, 1, 4)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        out: Tensor = self.out(attended.transpose(1, 2).flatten(2))
+        return out
+
+
+class FewKeys(Attention):
+    """Has 4 heads of queries, and 2 of keys and of values, in one projection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(DIM, 2 * DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.qkv(x)
+        q, k, v = torch.split(made, [each * made.shape[-1] // 4 for each in (2, 1, 1)], dim=-1)
+        q, k, v = (self.heads(each, x) for each in (q, k, v))
+        attended = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+        out: Tensor = self.out(attended.transpose(1, 2).flatten(2))
+        return out
+
+
+@pytest.mark.parametrize(
+    ("kind", "role", "columns", "own"),
+    [
+        (Attention, "fused 3", "columns 0 to 31, columns 32 to 63, columns 64 to 95", "0 to 47"),
+        (FewKeys, "fused 2:1:1", "columns 0 to 31, columns 32 to 47, columns 48 to 63", "0 to 31"),
+    ],
+)
+def test_fused_projections_need_their_sections(
+    kind: type[Attention], role: str, columns: str, own: str
+) -> None:
+    """All shapes fit without, and ranks would take keys for queries."""
+    roles = ROLES | {"*.n_head": "whole"}
+    checked(Net(kind), roles | {"h.*.qkv": role})
+    with pytest.raises(JobError) as error:
+        checked(Net(kind), roles | {"h.*.qkv": "colwise"})
+    assert str(error.value) == (
+        f"parallel.plan: h.0 takes {columns} of what h.0.qkv makes apart, and as colwise rank 0 "
+        f'has columns {own} of it; write "h.*.qkv": {role}, or h.0.qkv: whole and h.0.out: whole'
+    )
+
+
+def test_projections_that_are_grouped_by_head_are_not_fused() -> None:
+    roles = ROLES | {"*.n_head": "whole"}
+    checked(Net(GroupedHeads), roles | {"h.*.qkv": "colwise"})
+    with pytest.raises(JobError) as error:
+        checked(Net(GroupedHeads), roles)
+    assert "and as fused rank 0 has columns 0 to 15 and 32 to 47 and 64 to 79" in str(error.value)
+
+
 def test_whole_parameters_that_are_used_on_slices_are_summed() -> None:
     plan = checked(Net(NormOfEachHead), ROLES | {"*.n_head": "whole"})
     assert plan.summed == {"h.0.norm.weight", "h.1.norm.weight"}
@@ -224,7 +283,26 @@ def test_shapes_that_are_read_from_the_input_are_refused_where_they_are(n_head: 
 def test_a_weight_that_is_used_without_its_linear_is_refused() -> None:
     assert refused(ByWeight) == (
         "parallel.plan: h.0.out is not called after h.0.qkv, so nothing sums what ranks have: its "
-        "weight is used otherwise than by calling it; write h.0.qkv: whole, h.0.out: whole"
+        "weight is used otherwise than by calling it, or the column linear is called for something "
+        "else too; write h.0.qkv: whole, h.0.out: whole"
+    )
+
+
+def test_lengths_of_sequences_are_checked_before_the_start() -> None:
+    model = gpt("gpt2", vocab_size=50, dim=32, depth=2, heads=4, seq_len=16)
+    parallel = ParallelConfig(tp=2, sequence=True)
+    settings: Any = SimpleNamespace(precision=SimpleNamespace(compute=torch.float32))
+
+    def plan(length: int) -> TensorPlan | None:
+        ids = torch.zeros(2, length, dtype=torch.int64)
+        return plan_tensors(model, parallel, lambda: model(ids), settings, torch.device("cpu"))
+
+    assert plan(16) == plan_model(model, None, 2)
+    with pytest.raises(JobError) as error:
+        plan(15)
+    assert str(error.value) == (
+        "parallel.sequence: blocks.0 is given a sequence of 15, and 15 / tp 2 = 7.5 is not whole: "
+        "make samples of a length that 2 divides, pad them (data.collate), or write sequence: false"
     )
 
 

@@ -7,6 +7,8 @@ softmax. Where a rank sums over fewer, its result is no slice of the whole one:
 
     view(B, T, self.n_head, -1)      with n_head undivided: 12 heads of 32, in place of 6 of 64
     rms_norm(q)                      over all heads: each rank would have the norm of its own ones
+
+They also note which columns of a linear's result are taken apart: see `fake_columns.py`.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zrun_core.errors import JobError, UserCodeError
 from zrun_core.spine.sections.tensor_roles import Role
 from zrun_core.spine.tracebacks import raised_at
+from zrun_core.tensor_parallel.fake_columns import ColumnWatch, check_columns
 from zrun_core.tensor_parallel.fit import counting_attributes
 from zrun_core.tensor_parallel.lone_linears import ALONE
 from zrun_core.tensor_parallel.plan import TensorPlan
@@ -74,7 +77,8 @@ def check_on_fakes(
         if region.row in whole.open:
             raise JobError(
                 f"parallel.plan: {region.row} is not called after {region.columns[0]}, so nothing "
-                "sums what ranks have: its weight is used otherwise than by calling it; write "
+                "sums what ranks have: its weight is used otherwise than by calling it, or the "
+                "column linear is called for something else too; write "
                 + ", ".join(f"{name}: whole" for name in (*region.columns, region.row))
             )
         if region.row in whole.bypassed:
@@ -96,6 +100,7 @@ def check_on_fakes(
         for wanted, found in pairs:
             if wanted != found:
                 raise _sums_less(model, plan, region, wanted, found)
+    check_columns(plan, whole.columns.taken, divided.columns.taken)
     regions = tuple(map(whole.mended, plan.regions))
     return replace(plan, regions=regions, summed=plan.summed | whole.summed)
 
@@ -231,6 +236,7 @@ class _Watch(TorchDispatchMode):
         summed: names of whole parameters that are used on slices.
         bypassed: rows of regions into which more comes than by their modules.
         mixing: outside of regions, by block: an operation that looks at several tokens.
+        columns: what is taken of what column linears make.
     """
 
     def __init__(self, model: nn.Module, plan: TensorPlan, blocks: Sequence[str] = ()) -> None:
@@ -241,6 +247,7 @@ class _Watch(TorchDispatchMode):
         self.summed: set[str] = set()
         self.bypassed: set[str] = set()
         self.mixing: dict[str, str] = {}
+        self.columns = ColumnWatch()
         self._blocks = blocks
         self._block = ""  # that the forward is in
         self._model = model
@@ -308,8 +315,15 @@ class _Watch(TorchDispatchMode):
             def before(_: nn.Module, args: Any, region: Region = region) -> None:
                 self._begin_column(region, args)
 
-            def after(_: nn.Module, args: Any, out: torch.Tensor, region: Region = region) -> None:
+            def after(
+                _: nn.Module,
+                args: Any,
+                out: torch.Tensor,
+                region: Region = region,
+                name: str = name,
+            ) -> None:
                 self._columns[region.row].append(out.grad_fn)
+                self.columns.made(name, out)
 
             yield module.register_forward_pre_hook(before)
             yield module.register_forward_hook(after)
@@ -413,16 +427,15 @@ class _Watch(TorchDispatchMode):
             # than torch's rule for shapes does.
             return args[0].new_empty(*args[0].shape[:-1], args[1].shape[-1])
         out = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        self.columns.used(name, (args, kwargs), out)
         if self.running is not None:
-            name = func.overloadpacket.__name__
             if self.running.role is Role.EXPERTS and name in _PRODUCTS:
                 return out  # with the weights: over slices of the width
             for size in _summed_over(name, args, out):
                 self.sums[self.running.row].append(_Sum(name, size))
-        elif self._block and self._block not in self.mixing:
-            name = func.overloadpacket.__name__
-            if _looks_at_tokens(name, args, out):
-                self.mixing[self._block] = name
+        elif self._block and self._block not in self.mixing and _looks_at_tokens(name, args, out):
+            self.mixing[self._block] = name
         return out
 
 

@@ -12,13 +12,14 @@ step sums them (`Reducer.sum_shared`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-from zrun_core.errors import UserCodeError
+from zrun_core.errors import JobError
 from zrun_core.tensor_parallel.borders import gather_out, split_in
 from zrun_core.tensor_parallel.tensor_comm import TensorComm
 
@@ -91,10 +92,12 @@ def slice_between(model: nn.Module, blocks: Sequence[str], comm: TensorComm) -> 
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def split(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        hidden = _hidden_states(args, kwargs)
+        check_length(hidden, comm.size, first)
+        own = split_in(hidden, comm, _DIM, f"input of {first}")
         if args:
-            return (_split(args[0], comm, first), *args[1:]), kwargs
-        key = next(key for key, value in kwargs.items() if isinstance(value, torch.Tensor))
-        return args, {**kwargs, key: _split(kwargs[key], comm, first)}
+            return (own, *args[1:]), kwargs
+        return args, {key: own if value is hidden else value for key, value in kwargs.items()}
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def join(module: nn.Module, args: Any, output: Any) -> Any:
@@ -108,23 +111,55 @@ def slice_between(model: nn.Module, blocks: Sequence[str], comm: TensorComm) -> 
     model.get_submodule(last).register_forward_hook(join)
 
 
-def _split(x: Any, comm: TensorComm, name: str) -> torch.Tensor:
-    """Return this rank's slice of the hidden states.
+@contextmanager
+def lengths_checked(model: nn.Module, blocks: Sequence[str], size: int) -> Iterator[None]:
+    """Check, in forwards inside, that sequences which come to blocks can be divided.
+
+    Args:
+        model: that they are of.
+        blocks: names of those in front of which sequences will be divided.
+        size: ranks that will have slices of them.
+    """
+    with ExitStack() as stack:
+        for name in blocks:
+
+            def check(_: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
+                check_length(_hidden_states(args, kwargs), size, name)
+
+            block = model.get_submodule(name)
+            handle = block.register_forward_pre_hook(check, with_kwargs=True)
+            stack.callback(handle.remove)
+        yield
+
+
+def check_length(x: Any, size: int, name: str) -> None:
+    """Check that hidden states can be divided along the sequence.
+
+    Args:
+        x: what should be hidden states.
+        size: ranks that have slices.
+        name: of the block that is given them.
 
     Raises:
-        UserCodeError: they cannot be divided.
+        JobError: they cannot.
     """
     if not isinstance(x, torch.Tensor) or x.dim() != 3:
         shape = list(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
-        raise UserCodeError(
+        raise JobError(
             f"parallel.sequence: the first argument of {name} is {shape}, and not hidden states of "
             "[batch, sequence, width]: write sequence: false"
         )
     length = x.shape[_DIM]
-    if length % comm.size:
-        raise UserCodeError(
-            f"parallel.sequence: {comm.size} ranks do not divide a sequence of {length} "
-            f"({length} / {comm.size} = {length / comm.size:g}): pad batches to a multiple of "
-            f"{comm.size} (data.collate), or write sequence: false"
+    if length % size:
+        raise JobError(
+            f"parallel.sequence: {name} is given a sequence of {length}, and {length} / tp {size} "
+            f"= {length / size:.4g} is not whole: make samples of a length that {size} divides, "
+            f"pad them (data.collate), or write sequence: false"
         )
-    return split_in(x, comm, _DIM, f"input of {name}")
+
+
+def _hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the first argument of a block; of keyword arguments, the first tensor."""
+    if args:
+        return args[0]
+    return next((value for value in kwargs.values() if isinstance(value, torch.Tensor)), None)

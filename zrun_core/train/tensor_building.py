@@ -12,9 +12,10 @@ from zrun_core.distributed.comm import Comm
 from zrun_core.distributed.mesh import Mesh
 from zrun_core.spine.sections.activations import ActivationsConfig
 from zrun_core.spine.sections.parallel import ParallelConfig
-from zrun_core.tensor_parallel.divide import Divided, divide
+from zrun_core.tensor_parallel.divide import Divided, divide, spans
 from zrun_core.tensor_parallel.fake_check import check_on_fakes
 from zrun_core.tensor_parallel.plan import TensorPlan, plan_model
+from zrun_core.tensor_parallel.sequence import lengths_checked
 from zrun_core.tensor_parallel.tensor_comm import TensorComm
 from zrun_core.train.stage_building import StageParts
 from zrun_core.zero.auto_wrap import repeated_blocks
@@ -59,7 +60,9 @@ def plan_tensors(
     if plan is None:
         return None
     blocks = [name for name, _ in repeated_blocks(model)] if parallel.sequence else []
-    return check_on_fakes(model, plan, forward, settings.precision.compute, device, blocks)
+    first = [span[0] for span in spans([blocks])]  # in front of which sequences are whole
+    with lengths_checked(model, first, parallel.tp):
+        return check_on_fakes(model, plan, forward, settings.precision.compute, device, blocks)
 
 
 def divide_model(

@@ -61,7 +61,7 @@ def _may_hide_tensors(value: Any) -> bool:
     return not all(isinstance(leaf, (torch.Tensor, *_HOLDS_NO_TENSOR)) for leaf in _leaves(value))
 
 
-def _storage(tensor: torch.Tensor) -> int | None:
+def storage_of(tensor: torch.Tensor) -> int | None:
     """Return the identity that views of one memory share."""
     return tensor.untyped_storage()._cdata if torch._C._has_storage(tensor) else None
 
@@ -197,8 +197,8 @@ class ModuleHooks:
 
     def _pin_handed_out(self, output: Any) -> None:
         """Pin the units of which `output` has a parameter, or a view of one."""
-        storages = {_storage(tensor) for tensor in tensors_in(output)}
-        self._gatherer.pin([unit for unit in self._resharded if _storage(unit.full) in storages])
+        storages = {storage_of(tensor) for tensor in tensors_in(output)}
+        self._gatherer.pin([unit for unit in self._resharded if storage_of(unit.full) in storages])
 
     def _watch_outputs(self, output: Any) -> None:
         """Notice the beginning of this call's backward: an output gets a gradient."""

@@ -151,39 +151,27 @@ def flip(context: HookContext, ranks: list[int], name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("keys", "dp", "flipped", "words"),
+    ("keys", "dp", "pp", "flipped", "words"),
     [
-        ({"zero": 0}, 2, [3], "rank 3 (host, cpu, pp 1 dp 1) has another parameter blocks.3.m"),
-        # Both ranks of an end have the same, and the ends differ.
+        ({"zero": 0}, 2, 2, [3], "3 (host, cpu, pp 1 dp 1) has another parameter blocks.3.mlp.up"),
+        # Both ranks of an end have the same, and the ends differ; the stage between has none of it.
+        ({"zero": 0, **TIED}, 1, 3, [2], "2 (host, cpu, pp 2) has another parameter tokens.weight"),
+        ({"zero": 1, **TIED}, 2, 2, [2, 3], "2 (host, cpu, pp 1 dp 0) has another parameter tok"),
         (
-            {"zero": 0, **TIED},
-            1,
-            [1],
-            "rank 1 (host, cpu, pp 1) has another parameter tokens.weight",
-        ),
-        (
-            {"zero": 1, **TIED},
-            2,
-            [2, 3],
-            "rank 2 (host, cpu, pp 1 dp 0) has another parameter tokens.weight",
-        ),
-        (
-            {"zero": 3, "precision": "bf16", **TIED},
-            2,
-            [0, 1],
-            "rank 2 (host, cpu, pp 1 dp 0) has another parameter tok",
+            *({"zero": 3, "precision": "bf16", **TIED}, 2, 2, [0, 1]),
+            "2 (host, cpu, pp 1 dp 0) has another parameter tokens.weight",
         ),
     ],
 )
 def test_one_bit_is_found(
-    ranks, tmp_path: Path, keys: dict[str, Any], dp: int, flipped: list[int], words: str
+    ranks, tmp_path: Path, keys: dict[str, Any], dp: int, pp: int, flipped: list[int], words: str
 ) -> None:
     name = "blocks.3.mlp.up.weight" if len(keys) == 1 else "tokens.weight"
     args = {"ranks": flipped, "name": name}
     hooks = {"on_step": {"call": "test_pipeline_guards.py:flip", "args": args}}
-    keys = small(**keys, hooks=hooks, guards={"replica_every": 1}, parallel={"pp": 2})
-    for each in in_stages(keys, tmp_path, ranks, dp=dp, pp=2):
-        assert f"DivergedError: step 3: replicas diverged: {words}" in each["error"]
+    keys = small(**keys, hooks=hooks, guards={"replica_every": 1}, parallel={"pp": pp})
+    for each in in_stages(keys, tmp_path, ranks, dp=dp, pp=pp):
+        assert f"DivergedError: step 3: replicas diverged: rank {words}" in each["error"]
 
 
 # Numbers that are not finite

@@ -108,10 +108,13 @@ class ReplicaGuard:
         self._plan = plan
         self._comm = sharded.comm
         self._mesh = sharded.mesh
-        mesh = sharded.mesh
-        others = {mesh.tensor.axis: mesh.tensor, mesh.tied.axis: mesh.tied}
-        # Along these replicas are compared, in this order on every rank.
-        self._axes = ["data", "replicate", *(axis for axis in others if others[axis].size > 1)]
+        # Along these replicas are compared, in this order on every rank: also on stages between
+        # those that are tied.
+        self._axes = ["data", "replicate"]
+        if self._mesh.tensor.size > 1:
+            self._axes.append("tensor")
+        if self._mesh.pipe.size > 1:
+            self._axes.append("tied")
 
     def check(self, step: int, counters: Mapping[str, float]) -> None:
         """Compare replicas and counters. Collective.

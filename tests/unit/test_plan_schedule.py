@@ -160,6 +160,8 @@ def test_a_group_inside_a_node_uses_its_links_only() -> None:
     found = LinkedGroup(hardware, 8).gather(8e9)
     assert found.seconds == pytest.approx(7e9 / hardware.intra.bandwidth, rel=1e-3)
     assert (found.node, found.network) == (pytest.approx(7e9), 0)
+    ends = LinkedGroup(hardware, 2, stride=6).all_reduce(1e6)  # first and last of 4 stages of 2
+    assert (ends.node, ends.network) == (1e6, 0)
 
 
 def test_a_group_across_nodes_shares_the_adapters_of_its_members() -> None:

@@ -48,7 +48,7 @@ class LinkedGroup:
 
     @property
     def local(self) -> int:
-        return max(1, min(self.ranks, self.hardware.devices_per_node // self.stride))
+        return min(self.ranks, math.ceil(self.hardware.devices_per_node / self.stride))
 
     @property
     def nodes(self) -> int:

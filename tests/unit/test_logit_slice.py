@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from zrun_core.distributed.comm import Comm
@@ -82,6 +84,29 @@ def test_a_cast_to_fp32_takes_no_memory_until_it_is_computed_with() -> None:
     assert wide.slice().local.dtype == torch.bfloat16
     assert (wide * 2).slice().local.dtype == torch.float32
     assert torch.equal(wide.whole(), logits.whole().float().view(2, -1, V))
+
+
+class Exponentials(TorchDispatchMode):
+    """Counts them: one for each chunk of positions."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten.exp_.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_chunks_are_those_of_the_device_that_is_planned() -> None:
+    """A plan for GPUs is traced on the CPU, and its chunks must not be those of a CPU's cache."""
+    found = {}
+    for device in ("cpu", "cuda"):
+        comm = SimpleNamespace(device=torch.device(device))
+        planned = Vocabulary(512, TensorComm(comm, Group("tensor", (0,), 0, None)), "lm_head")
+        logits = logit_slice(torch.randn(4096, 512), planned)
+        with Exponentials() as mode:
+            F.cross_entropy(logits, torch.zeros(4096, dtype=torch.long))
+        found[device] = mode.count
+    assert found == {"cpu": 2, "cuda": 1}
 
 
 # Memory

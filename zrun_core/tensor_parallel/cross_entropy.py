@@ -84,7 +84,7 @@ class _Losses(torch.autograd.Function):
         column, is_own = _columns(target, vocabulary)
         scale = grad * mass / total
         at_label = (grad * at_label).where(is_own, 0.0)
-        for rows in _chunks(local):
+        for rows in _chunks(local, vocabulary):
             part = local[rows, :num_own] - largest[rows, None]
             part.exp_().mul_(scale[rows, None])
             if shared is not None:
@@ -129,7 +129,7 @@ class _Ends(NamedTuple):
         aim = at_label if shared is None else at_label + shared.sum()
         if not vocabulary.num_own:
             return cls(largest, total, aimed, aim)
-        for rows in _chunks(own):
+        for rows in _chunks(own, vocabulary):
             # One that is -inf everywhere has no distance from itself.
             largest[rows] = own[rows].amax(1).to(dtype).clamp_min(torch.finfo(dtype).min)
             part = own[rows] - largest[rows, None]
@@ -194,10 +194,11 @@ def _columns(target: Target, vocabulary: Vocabulary) -> tuple[torch.Tensor, torc
     return column.where(is_own, 0), is_own
 
 
-def _chunks(logits: torch.Tensor) -> list[slice]:
+def _chunks(logits: torch.Tensor, vocabulary: Vocabulary) -> list[slice]:
     """Return ranges of rows that are few bytes in fp32."""
     num_rows, length = logits.shape
-    num_bytes = _CPU_CHUNK_BYTES if logits.device.type == "cpu" else _GPU_CHUNK_BYTES
+    is_cpu = vocabulary.comm.device_type == "cpu"
+    num_bytes = _CPU_CHUNK_BYTES if is_cpu else _GPU_CHUNK_BYTES
     step = max(1, num_bytes // (4 * max(1, length)))
     return [slice(first, first + step) for first in range(0, num_rows, step)]
 

@@ -18,6 +18,8 @@ class TensorComm:
     Attributes:
         size: ranks of the group.
         index: of this one.
+        device_type: of what computes on them, "cpu" or "cuda". Where a job for GPUs is planned,
+            tensors are on the CPU.
     """
 
     def __init__(self, comm: Comm, group: Group) -> None:
@@ -30,6 +32,7 @@ class TensorComm:
         self._group = group
         self.size = group.size
         self.index = group.index
+        self.device_type = comm.device.type
 
     def all_reduce(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
         """Return the sum over ranks, the same bits on each of them.

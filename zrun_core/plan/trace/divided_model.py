@@ -74,6 +74,7 @@ class _NoTraffic:
     """Stands for `Comm` where there are no other ranks: what arrives is whatever was there."""
 
     def __init__(self, device: str) -> None:
+        self.device = torch.device(device)
         self._direct_up_to = direct_up_to(device)
 
     def num_recv_shards(self, group: Group) -> int:

@@ -114,7 +114,7 @@ class Gated(Attention):
 
 
 class Net(nn.Module):
-    def __init__(self, kind: type[Attention]) -> None:
+    def __init__(self, kind: type[nn.Module]) -> None:
         super().__init__()
         self.embed = nn.Embedding(16, DIM)
         self.h = nn.ModuleList(kind() for _ in range(2))
@@ -304,6 +304,87 @@ def test_lengths_of_sequences_are_checked_before_the_start() -> None:
         "parallel.sequence: blocks.0 is given a sequence of 15, and 15 / tp 2 = 7.5 is not whole: "
         "make samples of a length that 2 divides, pad them (data.collate), or write sequence: false"
     )
+
+
+class Experts(nn.Module):
+    """Packed: every token goes to all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.ones(3, 2 * DIM, DIM))
+        self.down = nn.Parameter(torch.ones(3, DIM, 2 * DIM))
+        self.bias = nn.Parameter(torch.zeros(3, DIM))
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, 1).expand(3, -1, -1)
+        made = F.gelu(tokens @ self.up.transpose(1, 2)) @ self.down.transpose(1, 2)
+        return self.ended(made, x)
+
+    def ended(self, made: Tensor, x: Tensor) -> Tensor:
+        return (made + self.bias[:, None]).sum(0).view_as(x)
+
+
+class ExpertsThatAdd(Experts):
+    def ended(self, made: Tensor, x: Tensor) -> Tensor:
+        return super().ended(made, x) + x
+
+
+class ExpertsWithNorm(Experts):
+    def ended(self, made: Tensor, x: Tensor) -> Tensor:
+        return F.layer_norm(made, made.shape[-1:]).sum(0).view_as(x) + self.bias.sum(0)
+
+
+EXPERTS = {"h.*": "experts", "h.*.up": "colwise", "h.*.down": "rowwise", "h.*.bias": "once"}
+
+
+def test_experts_have_to_return_a_sum_of_parts() -> None:
+    plan = checked(Net(Experts), EXPERTS)
+    assert plan.regions[0].entries == ("h.0",)
+    assert plan.parts(0)["h.0.up"].local_shape == (3, DIM, DIM)
+    assert plan.parts(0)["h.0.down"].local_shape == (3, DIM, DIM)
+    assert "h.0.bias" in plan.summed
+    for kind, roles, found in (
+        (Experts, EXPERTS | {"h.*.bias": "summed"}, "a whole tensor"),
+        (ExpertsThatAdd, EXPERTS, "a whole tensor"),
+        (ExpertsWithNorm, EXPERTS, "nativelayernorm"),
+    ):
+        with pytest.raises(JobError) as error:
+            checked(Net(kind), roles)
+        assert (
+            f"parallel.plan: h.0 returns more than a sum over slices of its experts: {found} "
+            "follows, or is added, on each rank"
+        ) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        (nn.TransformerEncoderLayer(DIM, 4, DIM, 0.0, batch_first=True), ""),
+        (nn.Sequential(nn.Linear(DIM, DIM), nn.Conv1d(8, 8, 3, padding=1)), "convolution"),
+        (nn.Sequential(nn.Linear(DIM, DIM), nn.Softmax(dim=1)), "softmax"),
+        (nn.Sequential(nn.Linear(DIM, DIM), nn.Softmax(dim=-1)), ""),
+    ],
+    ids=["attention", "convolution", "over tokens", "over widths"],
+)
+def test_blocks_that_mix_tokens_cannot_have_slices_of_the_sequence(
+    layer: nn.Module, message: str
+) -> None:
+    model = Net(Attention)
+    model.h = nn.ModuleList([layer, nn.TransformerEncoderLayer(DIM, 4, DIM, batch_first=True)])
+    ids = torch.zeros(2, 8, dtype=torch.int64)
+
+    plan = plan_model(model, None, 2)
+    device, blocks = torch.device("cpu"), ["h.0", "h.1"]
+    found = ""
+    try:
+        check_on_fakes(model, plan, lambda: model(ids), torch.float32, device, blocks)
+    except JobError as error:
+        found = str(error)
+    said = (
+        f"parallel.sequence: {message} in h.0 looks at several tokens outside of what "
+        "parallel.plan divides, where each rank has a slice of the sequence: write sequence: false"
+    )
+    assert found == (said if message else "")
 
 
 def test_a_model_that_looks_at_values_is_left_alone() -> None:

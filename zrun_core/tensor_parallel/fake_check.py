@@ -13,7 +13,6 @@ They also note which columns of a linear's result are taken apart: see `fake_col
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -28,6 +27,8 @@ from zrun_core.errors import JobError, UserCodeError
 from zrun_core.spine.sections.tensor_roles import Role
 from zrun_core.spine.tracebacks import raised_at
 from zrun_core.tensor_parallel.fake_columns import ColumnWatch, check_columns
+from zrun_core.tensor_parallel.fake_experts import found_beside_sum
+from zrun_core.tensor_parallel.fake_sums import PRODUCTS, looks_at_tokens, summed_over
 from zrun_core.tensor_parallel.fit import counting_attributes
 from zrun_core.tensor_parallel.lone_linears import ALONE
 from zrun_core.tensor_parallel.plan import TensorPlan
@@ -74,6 +75,8 @@ def check_on_fakes(
     for block, operation in whole.mixing.items():
         raise _mixes(block, operation)
     for region in plan.regions:
+        if region.row in whole.beside:
+            raise _beside(region, whole.beside[region.row])
         if region.row in whole.open:
             raise JobError(
                 f"parallel.plan: {region.row} is not called after {region.columns[0]}, so nothing "
@@ -169,6 +172,15 @@ def _failed(
     )
 
 
+def _beside(region: Region, found: str) -> JobError:
+    names = ", ".join(f"{name}: whole" for name in (region.row, *region.columns))
+    return JobError(
+        f"parallel.plan: {region.row} returns more than a sum over slices of its experts: {found} "
+        "follows, or is added, on each rank, and ranks are summed behind it; write once for a "
+        f"parameter that is added, or {names} and its rowwise parameters whole"
+    )
+
+
 def _mixes(block: str, operation: str) -> JobError:
     return JobError(
         f"parallel.sequence: {operation.strip('_')} in {block} looks at several tokens outside of "
@@ -235,6 +247,7 @@ class _Watch(TorchDispatchMode):
         running: the region that the forward is in.
         summed: names of whole parameters that are used on slices.
         bypassed: rows of regions into which more comes than by their modules.
+        beside: by row of experts: what makes more of their result than a sum of parts.
         mixing: outside of regions, by block: an operation that looks at several tokens.
         columns: what is taken of what column linears make.
     """
@@ -246,6 +259,7 @@ class _Watch(TorchDispatchMode):
         self.running: Region | None = None
         self.summed: set[str] = set()
         self.bypassed: set[str] = set()
+        self.beside: dict[str, str] = {}
         self.mixing: dict[str, str] = {}
         self.columns = ColumnWatch()
         self._blocks = blocks
@@ -353,6 +367,7 @@ class _Watch(TorchDispatchMode):
         def leave(_: nn.Module, args: Any, out: Any) -> None:
             if row is module:
                 self._end(region, out)
+                self._check_sum(region, out)
             self._inputs.pop(region.row, None)
 
         yield module.register_forward_pre_hook(enter, with_kwargs=True)
@@ -405,6 +420,20 @@ class _Watch(TorchDispatchMode):
                 else:
                     self.bypassed.add(region.row)
 
+    def _check_sum(self, region: Region, out: Any) -> None:
+        """Look for what ranks would sum, beside what slices of experts come to."""
+        ids: dict[Role, set[int]] = {Role.ROWWISE: set(), Role.ONCE: set()}
+        for name, param in self._model.get_submodule(region.row).named_parameters():
+            entry = self._plan.entries.get(f"{region.row}.{name}".lstrip("."))
+            if entry is not None and entry.role in ids:
+                ids[entry.role].add(id(param))
+                if not param.requires_grad:
+                    return  # the graph does not have it
+        if isinstance(out, torch.Tensor) and out.grad_fn is not None:
+            found = found_beside_sum(out.grad_fn, ids[Role.ROWWISE], ids[Role.ONCE])
+            if found:
+                self.beside[region.row] = found
+
     def _check_output(self, region: Region, out: Any) -> None:
         """Look for what goes from the input of a module to its output beside the linears.
 
@@ -430,11 +459,11 @@ class _Watch(TorchDispatchMode):
         name = func.overloadpacket.__name__
         self.columns.used(name, (args, kwargs), out)
         if self.running is not None:
-            if self.running.role is Role.EXPERTS and name in _PRODUCTS:
+            if self.running.role is Role.EXPERTS and name in PRODUCTS:
                 return out  # with the weights: over slices of the width
-            for size in _summed_over(name, args, out):
+            for size in summed_over(name, args, out):
                 self.sums[self.running.row].append(_Sum(name, size))
-        elif self._block and self._block not in self.mixing and _looks_at_tokens(name, args, out):
+        elif self._block and self._block not in self.mixing and looks_at_tokens(name, args, out):
             self.mixing[self._block] = name
         return out
 
@@ -468,50 +497,3 @@ def _made_of(value: Any, stops: Sequence[Any]) -> tuple[set[int], set[Any]]:
                 found.add(id(node.variable))
             waiting.extend(after for after, _ in node.next_functions if after is not None)
     return found, reached
-
-
-# Where an operation has the dimension along which it goes; -1 if it is not said.
-_DIMS = {"_softmax": 1, "_log_softmax": 1, "cumsum": 1, "cumprod": 1, "sort": 1, "topk": 2}
-_PRODUCTS = ("bmm", "baddbmm")
-_NORMS = ("native_layer_norm", "_fused_rms_norm")
-_REDUCTIONS = {
-    *("sum", "mean", "var", "var_mean", "std", "prod", "amax", "amin", "max", "min"),
-    *("argmax", "argmin", "logsumexp", "linalg_vector_norm", "norm", "any", "all"),
-}
-
-
-_MIXERS = ("convolution", "native_batch_norm", "_native_batch_norm_legit", *_PRODUCTS)
-
-
-def _looks_at_tokens(name: str, args: Any, out: Any) -> bool:
-    """Return whether an operation makes something of more than one token.
-
-    Tokens are [batch, sequence, width] or [batch * sequence, width], so what goes along the last
-    dimension does not.
-    """
-    if name in _MIXERS or name.startswith("_scaled_dot_product"):
-        return True
-    if name in _DIMS:
-        position = _DIMS[name]
-        dim = args[position] if len(args) > position else -1
-        return dim not in (-1, args[0].dim() - 1)
-    if name in _REDUCTIONS and args[0].dim() > 1:
-        rows = args[0].numel() // args[0].shape[-1]
-        return bool(tensors_in(out)[0].numel() != rows)
-    return False
-
-
-def _summed_over(name: str, args: Any, out: Any) -> Iterator[int]:
-    """Yield over how many values an operation sums, beside products with parameters."""
-    if name in _PRODUCTS:
-        yield args[-2].shape[-1]
-    elif name.startswith("_scaled_dot_product"):
-        query, key, value = args[:3]
-        yield from (query.shape[-1], key.shape[-2], value.shape[-1])
-    elif name in _DIMS:
-        position = _DIMS[name]
-        yield args[0].shape[args[position] if len(args) > position else -1]
-    elif name in _NORMS:
-        yield math.prod(args[1])
-    elif name in _REDUCTIONS:
-        yield args[0].numel() // max(1, tensors_in(out)[0].numel())

@@ -108,7 +108,7 @@ def torchs(schedule: str, micro_batches: int) -> Make:
             optimizer.zero_grad()
             return float(sum(loss.item() for loss in losses))
 
-        return Training(step)
+        return Training(step, runner=run)
 
     return make
 
@@ -201,7 +201,12 @@ def zruns(schedule: str, micro_batches: int) -> Make:
             return trainer.recorder.progress.loss
 
         passes = trainer._micro_batches
-        return Training(step, actions=lambda: action_fields(passes.times))
+        return Training(
+            step,
+            sharded=trainer.sharded,
+            actions=lambda: action_fields(passes.times),
+            runner=passes,
+        )
 
     return make
 

@@ -3,6 +3,7 @@
     python benchmarks/pipelines.py                         about 4 minutes on 2 quiet cores
     python benchmarks/pipelines.py --size 10m-micro-short  little but what actions cost
     python benchmarks/pipelines.py --systems plain/8,zrun-gpipe/8,plain/16,zrun-gpipe/16
+    python benchmarks/pipelines.py --actions               CPU time of single actions, 1 minute
     python benchmarks/pipelines.py --show results.json     print an earlier run again
 
 `zrun-1f1b/8` is a step of 8 micro-batches; `plain/8` one process without stages. Systems take
@@ -53,6 +54,8 @@ def main() -> int:
     if options.show:
         print(report(json.loads(options.show.read_text())["runs"]))
         return 0
+    if options.actions:
+        return time_actions(options)
     systems = available(options.systems.split(","), options.peer_python)
     settings = launch.Settings(
         options.size, 1, options.warmup, 600.0, options.peer_python, heap=options.heap
@@ -87,6 +90,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--peer-python", default=sys.executable, help="interpreter that has DeepSpeed"
     )
     parser.add_argument("--json", type=Path, default=Path("bench-pipelines.json"))
+    parser.add_argument("--actions", action="store_true", help="time single actions, and no steps")
     parser.add_argument("--show", type=Path, help="print the tables of an earlier run")
     options = parser.parse_args(arguments)
     for name in options.systems.split(","):
@@ -113,6 +117,51 @@ def run(name: str, settings: launch.Settings, steps: int) -> dict[str, Any]:
             HERE / "pipeline_worker.py", case, settings, steps, Path(folder)
         )
     return {"error": error} if error else of_ranks(ranks, settings.warmup, os.cpu_count() or 1)
+
+
+def time_actions(options: argparse.Namespace) -> int:
+    """Print the CPU time of single actions, beside that of the same modules in a plain loop."""
+    settings = launch.Settings("actions", 1, options.warmup, 600.0, sys.executable, heap="kept")
+    found: dict[str, list[list[Any]]] = {"zrun": [], "torch": []}  # by system and round, the ranks
+    for _ in range(options.rounds):
+        for name, rounds in found.items():
+            case = Case(f"{name}-gpipe/8", bf16=False, ranks=STAGES)
+            with tempfile.TemporaryDirectory(prefix="zrun-bench-") as folder:
+                ranks, error = launch.run_ranks(
+                    HERE / "pipeline_actions.py", case, settings, options.steps, Path(folder)
+                )
+            if error:
+                print(f"{name}: FAILED: {error}")
+                return 1
+            rounds.append(ranks)
+    print(actions_table(found, options.warmup))
+    return 0
+
+
+def actions_table(found: Mapping[str, Sequence[Sequence[Any]]], warmup: int) -> str:
+    """Return what actions take, and what of it is not the modules' own time."""
+    rows = []
+    for name, rounds in found.items():
+        for stage in range(STAGES):
+            for kind in ("F", "B"):
+                times = {
+                    key: [_micros(ranks[stage][key][warmup:], kind) for ranks in rounds]
+                    for key in ("modules", "units", "actions")
+                }
+                row = [name, str(stage), kind]
+                row += [f"{statistics.median(times[key]):.0f}" for key in ("modules", "actions")]
+                for base in ("modules", "units"):
+                    pairs = zip(times["actions"], times[base], strict=True)
+                    row += _cells(Spread.of(a - b for a, b in pairs if b), ".0f")
+                rows.append(row)
+    columns = ["system", "stage", "action", "modules us", "action us", "beyond us", "range"]
+    return render([*columns, "beyond units us", "range"], rows)
+
+
+def _micros(steps: Sequence[Mapping[str, Sequence[float]]], kind: str) -> float:
+    """Return the median microseconds of an action in some steps of a run; 0: it has none."""
+    found = [seconds for step in steps for seconds in step[kind]]
+    return 1e6 * statistics.median(found) if found else 0.0
 
 
 def of_ranks(ranks: Sequence[Mapping[str, Any]], warmup: int, cores: int) -> dict[str, Any]:

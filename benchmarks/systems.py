@@ -44,6 +44,7 @@ class Training:
             steps.
         sharded: zrun's model.
         actions: when a stage of zrun ran which action of its last step, as events have it.
+        runner: of a pipeline, what runs its actions.
     """
 
     step: Callable[[Tensor, Tensor], float]
@@ -51,6 +52,7 @@ class Training:
     counted: Callable[[int], tuple[int, int]] | None = None
     sharded: ShardedModel | None = None
     actions: Callable[[], list[list[Any]]] | None = None
+    runner: Any = None
 
 
 Make = Callable[[nn.Module, Seat], Training]

@@ -49,7 +49,7 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> MicroBatch:
         """Return the same micro-batch with its tensors on `device`."""
-        return dataclasses.replace(self, batch=to_device(self.batch, device))
+        return MicroBatch(to_device(self.batch, device), self.num_samples, self.num_tokens)
 
 
 def count_tokens(batch: Any) -> int:

@@ -74,6 +74,8 @@ class CommPhase(Enum):
     BACKWARD = "backward"
     STEP = "step"
 
+    __hash__ = object.__hash__  # as good as that of its name, and not made in Python
+
 
 class TrafficKey(NamedTuple):
     """One line of the traffic account.

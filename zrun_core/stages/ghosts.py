@@ -14,11 +14,12 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from zrun_core.data.batch import map_tensors
 from zrun_core.stages.node_calls import Node
+from zrun_core.stages.valueless import Valueless, ValuelessMode
 from zrun_core.zero.module_hooks import tensors_in
 
 T = TypeVar("T")
@@ -38,7 +39,7 @@ class Ghosts:
         Args:
             device: that trains.
         """
-        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.mode = ValuelessMode()
         self._device = device
         # Of parameters, by identity, while they live: those that are divided are replaced.
         self._fakes = WeakTensorKeyDictionary()
@@ -51,9 +52,10 @@ class Ghosts:
         fake: torch.Tensor | None = self._fakes.get(param)
         if fake is None:
             with self.mode:
-                fake = torch.empty_strided(
+                empty = torch.empty_strided(
                     param.shape, param.stride(), dtype=dtype, device=self._device
                 )
+            fake = Valueless.of(empty)
             self._fakes[param] = fake
         return fake
 
@@ -75,6 +77,8 @@ class Ghosts:
                 template = map_tensors(self._as_fake, self._run(node, args, kwargs))
             if signature is not None and _follows_from_shapes(template):
                 self._handed_out[signature] = (template, _shapes(template))
+        if isinstance(template, torch.Tensor):
+            return template
         return map_tensors(lambda tensor: tensor, template)  # containers are the caller's own
 
     def hands_on(self, node: Node, args: Any, kwargs: dict[str, Any]) -> bool:
@@ -118,7 +122,9 @@ class Ghosts:
                 return run_on_zeros(node, node.forward, args, kwargs, error)
 
     def _as_fake(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if isinstance(tensor, FakeTensor) else self.mode.from_tensor(tensor)
+        is_fake = isinstance(tensor, FakeTensor)
+        fake: torch.Tensor = Valueless.of(tensor if is_fake else self.mode.from_tensor(tensor))
+        return fake
 
 
 def run_on_zeros(
@@ -183,10 +189,10 @@ def _signature(value: Any) -> Hashable:
     """
     if isinstance(value, torch.Tensor):
         return (value.shape, value.dtype)
-    if isinstance(value, Mapping):
-        return tuple((key, _signature(item)) for key, item in value.items())
     if isinstance(value, list | tuple):
         return tuple(_signature(item) for item in value)
+    if isinstance(value, Mapping):
+        return tuple((key, _signature(item)) for key, item in value.items())
     if isinstance(value, _PLAIN):
         return (type(value), value)
     raise TypeError

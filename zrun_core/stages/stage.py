@@ -18,6 +18,7 @@ counted. In their place is an attribute of the same name, a fake tensor.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,6 +34,7 @@ from zrun_core.pipeline.split import Split
 from zrun_core.stages.flow import Leaf, ModelFlow
 from zrun_core.stages.ghosts import Ghosts
 from zrun_core.stages.node_calls import Node, install_nodes, walking
+from zrun_core.stages.valueless import Valueless
 from zrun_core.zero.auto_wrap import repeated_blocks, running_norm_params
 from zrun_core.zero.foreign import lacks_params, remove_param
 from zrun_core.zero.module_hooks import tensors_in
@@ -112,6 +114,7 @@ class Stage:
         chunks: that it has.
         own_blocks: of these chunks.
         borders: by chunk, what crosses the border before it; and nothing after the last one.
+        places: of the same, by call and place in what it returns, the place among what crosses.
         ghosts: in place of what other stages have.
         handing_on: by chunk, the calls of ghosts, by number, whose result is like what they are
             given, and may be just that; not those that hand out what crosses a border.
@@ -152,6 +155,7 @@ class Stage:
             flow.crossing(split.blocks(chunk).start) for chunk in range(split.num_chunks)
         ]
         self.borders.append(())
+        self.places = [_places(border) for border in self.borders]
         self.handing_on = {chunk: self._find_handing_on(chunk) for chunk in self.chunks}
         blocks = repeated_blocks(model)
         nodes = install_nodes(model, blocks)
@@ -248,13 +252,15 @@ class Stage:
     def _last_block(self, chunk: int) -> str:
         return self.flow.blocks[self.split.blocks(chunk).stop - 1]
 
-    def arrive(self, tensor: torch.Tensor, leaf: Leaf, passed: ChunkPass, place: int) -> Any:
+    def arrive(
+        self, tensor: torch.Tensor, leaf: Leaf, passed: ChunkPass, place: int
+    ) -> torch.Tensor:
         """Return a tensor that has come, with a place in the graph if it gets a gradient."""
         if not (leaf.requires_grad and torch.is_grad_enabled()):
             return tensor
         arrived = Arrived(tensor.shape, tensor.dtype, tensor.device)
         passed.arrived[place] = arrived
-        return _Arrival.apply(self._begin, tensor, arrived)  # type: ignore[no-untyped-call]
+        return _Arrival.apply(self._begin, tensor, arrived)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _StageWalk:
@@ -274,8 +280,8 @@ class _StageWalk:
         segments = stage.split.segments(chunk)
         self._segments = segments
         self._is_last = chunk == stage.split.num_chunks - 1
-        self._arriving = _places(stage.borders[chunk])
-        self._leaving = _places(stage.borders[chunk + 1])
+        self._border = stage.borders[chunk]
+        self._arriving, self._leaving = stage.places[chunk], stage.places[chunk + 1]
         self._left: dict[int, torch.Tensor] = {}  # what crosses the next border, by place
         self._handing_on = stage.handing_on[chunk]
         self._hands_on = stage.ghosts.hands_on
@@ -286,7 +292,7 @@ class _StageWalk:
         number = self.num_calls
         self.num_calls += 1
         is_like = self._handing_on.get(number) == node.name
-        if is_like and args and type(args[0]) is FakeTensor and self._hands_on(node, args, kwargs):
+        if is_like and args and type(args[0]) is Valueless and self._hands_on(node, args, kwargs):
             return args[0]  # most of the calls come here
         calls = self._stage.flow.calls
         if number >= len(calls) or calls[number].name != node.name:
@@ -310,23 +316,16 @@ class _StageWalk:
     def _with_arrivals(self, number: int, output: Any) -> Any:
         """Return what a ghost hands out with the tensors that have crossed the border."""
         coming = self._arriving[number]
-        place_in_output = iter(range(len(tensors_in(output))))
+        numbers = itertools.count()
 
         def replaced(tensor: torch.Tensor) -> torch.Tensor:
-            place = coming.get(next(place_in_output))
+            place = coming.get(next(numbers))
             if place is None:
                 return tensor
-            leaf = self._stage.borders[self._chunk_of_arrivals][place]
-            arrived: torch.Tensor = self._stage.arrive(
-                self._receive(place, tensor), leaf, self.passed, place
-            )
-            return arrived
+            received = self._receive(place, tensor)
+            return self._stage.arrive(received, self._border[place], self.passed, place)
 
         return map_tensors(replaced, output)
-
-    @property
-    def _chunk_of_arrivals(self) -> int:
-        return self._stage.split.chunk_of_segment(self._segments.start)
 
     def _keep(self, number: int, output: Any) -> None:
         tensors = tensors_in(output)

@@ -172,7 +172,7 @@ class MicroBatchRunner:
         if batch.num_samples:
             sums.add(
                 weight=loss.weight,
-                loss=loss.total.detach().double(),
+                loss=loss.detached().total.double(),
                 samples=batch.num_samples,
                 tokens=batch.num_tokens,
             )

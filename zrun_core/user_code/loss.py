@@ -37,6 +37,10 @@ class Loss(NamedTuple):
     kind: LossKind
     weight: float | Tensor  # a tensor is 0-d, on the loss's device, and never read: that would sync
 
+    def detached(self) -> Loss:
+        """Return the same without its graph."""
+        return self._replace(value=self.value.detach())
+
     @property
     def total(self) -> Tensor:
         """Return the weighted sum to differentiate, 0-d.

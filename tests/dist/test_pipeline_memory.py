@@ -100,6 +100,7 @@ class Watch:
             tensor
             for micro in runner._held.values()
             for grad in micro.held.grads
+            if grad.make is not None
             for tensor in _tensors_of(grad.make)
         ]
         waiting = len(runner._held)

@@ -152,7 +152,7 @@ def test_what_a_region_adds_to_its_result(ranks, tmp_path: Path, alone: Any) -> 
 
 
 TP: dict[str, Any] = {"tp": 2}
-IN_STAGES: dict[str, Any] = {"tp": 2, "pp": 2, "sequence": True}
+IN_STAGES: dict[str, Any] = {"tp": 2, "pp": 2, "sequence": True, "schedule": "zero_bubble"}
 DISK = {"optimizer": "disk", "grad": "disk", "param": "disk"}
 FEATURES: dict[str, dict[str, Any]] = {  # what test_axes.py has not
     "lars": {"optim": {"name": "lars", "lr": 1e-1}, "parallel": TP},

@@ -32,9 +32,9 @@ def grads(modules: list[str], kind: EventKind = "grad") -> list[Event]:
     ]
 
 
-def left(events: list[Event], ops: list[Op]) -> float:
+def left(events: list[Event], ops: list[Op], *, adds_others: bool = False) -> float:
     """Bytes that another micro-batch has left, seen from a backward in which nothing happens."""
-    trace = trace_of(events, ops).with_late_weights
+    trace = trace_of(events, ops).with_late_weights(adds_others=adds_others)
     alone, waiting = (
         peak_of_stage(trace, 1, [range(2)], [Moment(False, 0, (0,), (n,))], steady={}).dynamic
         for n in (0, 1)
@@ -62,6 +62,9 @@ def test_other_parameters_leave_their_gradients_and_frozen_ones_nothing() -> Non
     ops = [product("0.up", 64), product("0.frozen", 64)]
     assert left(grads(["0.up", "0.norm"]), ops) == ELEMENT * ROWS * (16 + 64) + 100
     assert left(grads(["0.norm"]), ops) == 100
+    of_head = [event._replace(block=-1) for event in grads(["head"])]
+    assert left(of_head, ops) == 100
+    assert left(of_head, ops, adds_others=True) == 0
 
 
 def test_a_tied_gradient_waits_where_it_was_made() -> None:

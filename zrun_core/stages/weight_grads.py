@@ -19,29 +19,40 @@ from typing import Any
 import torch
 from torch import nn
 
+from zrun_core.tensor_parallel.regions import PRODUCT, product_without_bias
+
 
 class WeightGrads:
     """Keeps what the gradients of a backward's weights are made of.
 
     Attributes:
         hold: takes a parameter, and what makes its gradient; None: they are made at once.
+        params: whose gradients are held.
     """
 
     def __init__(self, blocks: Iterable[nn.Module]) -> None:
         """Let the linears of `blocks` keep what their weights' gradients are made of, in place.
 
-        Not those whose weights others use too, and those with a forward of the user's own.
+        Not those whose weights others use too, and those with a forward of the user's own. Of a row
+        linear of a tensor-parallel region it is the weight only: its bias comes after the sum.
         """
         self.hold: Callable[[nn.Parameter, Callable[[], torch.Tensor]], None] | None = None
+        self.params: list[nn.Parameter] = []
         modules = {id(inner): inner for block in blocks for inner in block.modules()}
         owners = Counter(
             id(param) for inner in modules.values() for param in inner._parameters.values()
         )
         for inner in modules.values():
-            if not _is_linear(inner) or "forward" in vars(inner):
+            is_row = PRODUCT in vars(inner)
+            if not _is_linear(inner) or ("forward" in vars(inner) and not is_row):
                 continue
             own = [param for param in inner._parameters.values() if param is not None]
-            if all(owners[id(param)] == 1 for param in own):
+            if not all(owners[id(param)] == 1 for param in own):
+                continue
+            self.params += own
+            if is_row:
+                vars(inner)[PRODUCT] = partial(_row_product, self)
+            else:
                 vars(inner)["forward"] = partial(_forward, inner, self)
 
 
@@ -60,10 +71,27 @@ def _is_transposed(module: nn.Module) -> bool:
 
 
 def _forward(module: nn.Module, grads: WeightGrads, x: torch.Tensor) -> torch.Tensor:
-    weight, bias = module.weight, module.bias
-    assert isinstance(weight, nn.Parameter)
-    if not (torch.is_grad_enabled() and weight.requires_grad):
+    if not _is_trained(module):
         return type(module).forward(module, x)  # type: ignore[no-any-return]
+    return _product(module, grads, x, module._parameters["bias"])
+
+
+def _row_product(grads: WeightGrads, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    if not _is_trained(module):
+        return product_without_bias(module, x)
+    return _product(module, grads, x, None)
+
+
+def _is_trained(module: nn.Module) -> bool:
+    return torch.is_grad_enabled() and module.get_parameter("weight").requires_grad
+
+
+def _product(
+    module: nn.Module, grads: WeightGrads, x: torch.Tensor, bias: nn.Parameter | None
+) -> torch.Tensor:
+    """Return x w' + b, by a function whose backward may leave the weights' gradients for later."""
+    weight = module.weight
+    assert isinstance(weight, nn.Parameter)
     device = x.device.type
     used = weight
     if torch.is_autocast_enabled(device):

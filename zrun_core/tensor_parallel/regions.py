@@ -32,6 +32,9 @@ from zrun_core.tensor_parallel.sequence import gather_in, scatter_out
 from zrun_core.tensor_parallel.tensor_comm import TensorComm
 from zrun_core.tensor_parallel.torch_attention import replace_forward
 
+# Attribute of a row linear: computes its product with what it is given, without the bias.
+PRODUCT = "_zrun_product"
+
 
 class Regions:
     """The regions of a model on one rank, and the random stream within them.
@@ -75,10 +78,11 @@ class Regions:
 
         @torch.compiler.disable  # type: ignore[untyped-decorator]
         def forward(x: torch.Tensor) -> torch.Tensor:
-            y: torch.Tensor = send(_product(row, x), name=region.row)
+            y: torch.Tensor = send(vars(row)[PRODUCT](row, x), name=region.row)
             bias = row._parameters.get("bias")
             return y if bias is None else y + bias.to(y.dtype)
 
+        vars(row)[PRODUCT] = product_without_bias
         vars(row)["forward"] = forward
 
     def _send_out(self, part: torch.Tensor, *, name: str, is_sliced: bool) -> torch.Tensor:
@@ -164,7 +168,7 @@ def _send_results(module: nn.Module, send: Callable[[torch.Tensor], torch.Tensor
     vars(module)["forward"] = forward
 
 
-def _product(linear: nn.Module, x: torch.Tensor) -> torch.Tensor:
+def product_without_bias(linear: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """Return the product with the weight of a linear, without its bias."""
     weight = linear.get_parameter("weight")
     if isinstance(linear, nn.Linear):

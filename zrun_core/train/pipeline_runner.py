@@ -54,7 +54,7 @@ class PipelineRunner(MicroBatchRunner):
         self._weight_grads: WeightGrads | None = None
         if self._schedule == "zero_bubble":
             self._weight_grads = WeightGrads(stage.own_blocks)
-            self._split_backward = SplitBackward(context.sharded)
+            self._split_backward = SplitBackward(context.sharded, self._weight_grads.params)
         self._held: dict[tuple[int, int], MicroPass] = {}  # whose weights' gradients are to be made
 
     def order(self, micro_batches: int) -> tuple[Action, ...]:

@@ -13,7 +13,7 @@ late gradients), and the memory, belong to the `Gatherer` and the `Reducer`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
@@ -68,12 +68,12 @@ class HeldGrad(NamedTuple):
 
     Attributes:
         unit, number: the parameter.
-        make: returns the gradient.
+        make: returns the gradient; None: it is added up already.
     """
 
     unit: FlatUnit
     number: int
-    make: Callable[[], torch.Tensor]
+    make: Callable[[], torch.Tensor] | None
 
 
 @dataclass
@@ -82,9 +82,11 @@ class HeldGrads:
 
     Attributes:
         grads: in the order in which backward came to them.
+        at_once: indices of units whose gradients do not wait, but are added up as they come.
         missing: by unit index, the parameters to which it has not come yet.
     """
 
+    at_once: Set[int]
     grads: list[HeldGrad] = field(default_factory=list)
     missing: dict[int, set[int]] = field(default_factory=dict)
 

@@ -38,11 +38,13 @@ _HOLDS_NO_TENSOR = (str, bytes, int, float, complex, Enum, torch.dtype, torch.de
 
 def _leaves(value: Any) -> Iterator[Any]:
     """Yield what nested tuples, lists, mappings and dataclasses hold."""
-    if isinstance(value, Mapping):
-        for item in value.values():
-            yield from _leaves(item)
+    if isinstance(value, torch.Tensor):
+        yield value
     elif isinstance(value, list | tuple):
         for item in value:
+            yield from _leaves(item)
+    elif isinstance(value, Mapping):
+        for item in value.values():
             yield from _leaves(item)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
@@ -53,6 +55,8 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """Return every tensor inside nested tuples, lists, mappings and dataclasses."""
+    if isinstance(value, torch.Tensor):
+        return [value]
     return [leaf for leaf in _leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
@@ -313,7 +317,12 @@ def _post_accumulate_grad(
         param.grad = None
         if grad is None:  # what makes it is held already
             return
-        if micro.held.add(HeldGrad(unit, number, lambda: grad)) and not unit.leaf:
+        held = HeldGrad(unit, number, lambda: grad)
+        if unit.index in micro.held.at_once:
+            param.grad = grad
+            unit.grad.accumulate(number)
+            held = HeldGrad(unit, number, None)
+        if micro.held.add(held) and not unit.leaf:
             gatherer.post_backward(unit)
         return
     has_all = reducer.accumulate_grad(micro, unit, number)

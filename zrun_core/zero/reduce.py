@@ -221,28 +221,40 @@ class Reducer:
         unit.grad.is_reduced = False
         self._under_way.add_leaving(sent, [whole])
 
-    def accumulate_grad(self, micro: MicroPass, unit: FlatUnit, number: int) -> bool:
+    def adds_at_once(self, unit: FlatUnit) -> bool:
+        """Return whether gradients of `unit` may be added up before their backward's turn.
+
+        Nothing is reduced then but the sum of all micro-batches, and it stays on the device.
+        """
+        reduces_each = unit.shard.size > 1 and self._policy.zero.reduce_now(boundary=False)
+        return unit.grad.unsharded is not None and not reduces_each
+
+    def accumulate_grad(
+        self, micro: MicroPass, unit: FlatUnit, number: int, *, is_added: bool = False
+    ) -> bool:
         """Move the gradient of a parameter into the flat one of its unit.
 
         Args:
             micro: whose backward runs.
             unit: of the parameter.
             number: of the parameter in its unit.
+            is_added: it is there already: see `adds_at_once`.
 
         Returns:
             Whether all parameters of the unit have their gradients.
         """
         grads = micro.grads
         assert grads is not None
-        is_issued = unit.index in grads.issued
-        is_first_after_issue = is_issued and unit.index not in grads.late
-        if unit.grad.unsharded is None or is_first_after_issue:
+        index = unit.index
+        is_issued = index in grads.issued
+        if unit.grad.unsharded is None or (is_issued and index not in grads.late):
             scratch = self._under_way.take_scratch(unit.layout.padded_numel)
             unit.grad.begin(scratch, goes_on=grads.reduces and unit.grad.has_partial)
         if is_issued:
-            grads.late.add(unit.index)
-        unit.grad.accumulate(number)
-        missing = grads.missing[unit.index]
+            grads.late.add(index)
+        if not is_added:
+            unit.grad.accumulate(number)
+        missing = grads.missing[index]
         missing.discard(number)
         return not missing
 

@@ -9,7 +9,7 @@ backward.weight_pass(micro, boundary=True)       # any time later; this ends `mi
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -25,7 +25,13 @@ HoldGrad = Callable[[nn.Parameter, Callable[[], torch.Tensor]], None]
 class SplitBackward:
     """The two passes of a model's backwards."""
 
-    def __init__(self, sharded: ShardedModel) -> None:
+    def __init__(self, sharded: ShardedModel, late: Iterable[nn.Parameter]) -> None:
+        """
+        Args:
+            sharded: the model.
+            late: parameters whose gradients are made in the second pass. Those of their units wait
+                for it too; others are added up in the first one, where nothing speaks against it.
+        """
         self._sharded = sharded
         self._gatherer = sharded.gatherer
         # By identity of a parameter its unit, and its number there.
@@ -34,6 +40,12 @@ class SplitBackward:
             for unit in sharded.units
             if unit.trainable
             for number, param in enumerate(unit.params)
+        }
+        waits = {self._places[id(param)][0].index for param in late if id(param) in self._places}
+        self._at_once = {
+            unit.index
+            for unit, _ in self._places.values()
+            if unit.index not in waits and sharded.reducer.adds_at_once(unit)
         }
 
     @contextmanager
@@ -45,7 +57,7 @@ class SplitBackward:
         Yields:
             What holds a gradient that is still to be made.
         """
-        held = HeldGrads()
+        held = HeldGrads(self._at_once)
 
         def hold(param: nn.Parameter, make: Callable[[], torch.Tensor]) -> None:
             unit, number = self._places[id(param)]
@@ -72,11 +84,18 @@ class SplitBackward:
         with self._sharded.backward_pass(micro, boundary=boundary):
             left = Counter((each.unit.index, each.number) for each in held.grads)
             for unit, number, make in held.grads:
-                param = unit.params[number]
-                with torch.no_grad():
-                    grad = make()
-                    param.grad = grad if param.grad is None else param.grad + grad
+                if make is not None:
+                    _add(unit.params[number], make)
                 left[unit.index, number] -= 1
-                if not left[unit.index, number] and reducer.accumulate_grad(micro, unit, number):
+                if left[unit.index, number]:
+                    continue
+                if reducer.accumulate_grad(micro, unit, number, is_added=make is None):
                     reducer.mark_complete(micro, unit)
             held.grads.clear()
+
+
+def _add(param: nn.Parameter, make: Callable[[], torch.Tensor]) -> None:
+    """Make a part of a parameter's gradient."""
+    with torch.no_grad():
+        grad = make()
+        param.grad = grad if param.grad is None else param.grad + grad

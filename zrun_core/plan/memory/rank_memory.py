@@ -199,8 +199,11 @@ def _dominates(one: Moment, other: Moment) -> bool:
 
 def adds_gradients(candidate: Candidate) -> bool:
     """Return whether gradients of micro-batches are added up before they are reduced."""
-    reduces_each = candidate.stage >= 2 and candidate.dims.shard_size > 1
-    return candidate.accumulation > 1 and not reduces_each
+    return candidate.accumulation > 1 and not _reduces_each(candidate)
+
+
+def _reduces_each(candidate: Candidate) -> bool:
+    return candidate.stage >= 2 and candidate.dims.shard_size > 1
 
 
 def makes_weights_late(candidate: Candidate) -> bool:
@@ -241,7 +244,8 @@ def _block_input(shape: TransformerShape, candidate: Candidate) -> int:
 def _trace_of(profile: Profile, candidate: Candidate, every: int) -> Trace:
     trace = profile.traces[candidate.checkpoint]
     if makes_weights_late(candidate):
-        trace = trace.with_late_weights
+        stays = candidate.placement.grad is Tier.DEVICE
+        trace = trace.with_late_weights(adds_others=stays and not _reduces_each(candidate))
     return trace.with_inputs_away(every) if moves_inputs(candidate) else trace
 
 

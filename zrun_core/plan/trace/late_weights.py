@@ -1,8 +1,9 @@
 """The timeline of a micro-batch whose weights' gradients are made in a later pass, as ZB-H1 does.
 
 As `zrun_core/stages/weight_grads.py` keeps what they are made of: a linear of a block leaves its
-input and the gradient of its output behind, in place of its gradients; all other parameters leave
-their gradients. What is left stays beyond the end of the timeline.
+input and the gradient of its output behind, in place of its gradients; all other parameters of
+blocks leave their gradients, and those outside of blocks too unless they are added up at once. What
+is left stays beyond the end of the timeline.
 """
 
 from __future__ import annotations
@@ -18,7 +19,12 @@ _ELEMENT = {"float32": 4, "float16": 2, "bfloat16": 2}  # bytes
 
 
 def with_late_weights(
-    events: Rows, ops: Rows, modules: Sequence[str], operators: Sequence[Operator]
+    events: Rows,
+    ops: Rows,
+    modules: Sequence[str],
+    operators: Sequence[Operator],
+    *,
+    adds_others: bool,
 ) -> Rows:
     """Return the events of the same micro-batch whose weights' gradients are made later.
 
@@ -27,14 +33,19 @@ def with_late_weights(
         ops: rows of operators that run.
         modules: names that the numbers in rows stand for.
         operators: that the numbers in rows stand for.
+        adds_others: gradients of what lies outside of blocks are added up at once.
     """
     is_backward = events["phase"] == PHASE_NUMBER[TracePhase.BACKWARD]
     is_grad = is_backward & (events["kind"] == KIND_NUMBER["grad"])
     goes = is_backward & ~events["alloc"]
-    keep = ~_goes_to_others(events, goes)
+    stays = events["block"] >= 0
+    keep = np.ones(len(events), dtype=bool)
+    if not adds_others:
+        stays[:] = True
+        keep = ~_goes_to_others(events, goes)
     # What it takes to add them up comes and goes in the later pass, which begins with all that is
     # left: much as at the end of this one.
-    keep &= ~(is_grad & goes & ~events["accumulates"])
+    keep &= ~(is_grad & goes & stays & ~events["accumulates"])
     changed: Rows = events.copy()
     for module, size in _left_by_linears(ops, modules, operators).items():
         of_module = is_grad & (events["module"] == module)

@@ -115,12 +115,26 @@ class Trace:
     def _away(self) -> dict[int, Trace]:
         return {}
 
+    def with_late_weights(self, *, adds_others: bool) -> Trace:
+        """Return the same with the gradients of weights made in a later pass.
+
+        Args:
+            adds_others: gradients of what lies outside of blocks are added up at once.
+        """
+        found = self._late.get(adds_others)
+        if found is None:
+            exact = {
+                micro: trace.with_late_weights(adds_others=adds_others)
+                for micro, trace in self.exact.items()
+            }
+            rows = self.events, self.ops, self.modules, self.operators
+            events = with_late_weights(*rows, adds_others=adds_others)
+            found = self._late[adds_others] = replace(self, events=events, exact=exact)
+        return found
+
     @cached_property
-    def with_late_weights(self) -> Trace:
-        """The same with the gradients of weights made in a later pass."""
-        exact = {micro: trace.with_late_weights for micro, trace in self.exact.items()}
-        events = with_late_weights(self.events, self.ops, self.modules, self.operators)
-        return replace(self, events=events, exact=exact)
+    def _late(self) -> dict[bool, Trace]:
+        return {}
 
     @cached_property
     def lifetimes(self) -> Lifetimes:

@@ -7,11 +7,8 @@ micro-batches of a step. `plain/8` is one process with the whole model.
 
 from __future__ import annotations
 
-import sys
-import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import model
@@ -19,7 +16,6 @@ import torch
 import torch.nn.functional as F
 import worker
 from cases import SHAPES, VOCAB, Request, zrun_job
-from procfs import busy_s
 from systems import Make, Seat, Training, adamw, plain_training
 from torch import Tensor, nn
 
@@ -149,22 +145,13 @@ def deepspeeds(micro_batches: int) -> Make:
 
 def zruns(schedule: str, micro_batches: int) -> Make:
     """Return a worker of `zrun train`, which builds its stage and is given its batches."""
+    import joined
+
     from zrun_core.data.batch import MicroBatch
-    from zrun_core.spine import heap
-    from zrun_core.spine.config import JobConfig
-    from zrun_core.spine.spec import LaunchPlan, RankPlace, RunSpec, resolve_batch
     from zrun_core.telemetry.stage_fields import action_fields
-    from zrun_core.train.worker import Worker
-
-    class Joined(Worker):
-        """A rank that has met the others."""
-
-        def _join(self, device: torch.device) -> None:
-            pass
 
     def make(gpt: nn.Module, seat: Seat) -> Training:
         del gpt  # the worker builds it from the job
-        heap.keep_freed_memory()  # as a worker does, unless the environment has said more
         size = next(name for name, shape in SHAPES.items() if shape == seat.shape)
         data = {"size": size, "ranks": micro_batches, "steps": 1}
         keys = zrun_job(1, seat.bf16) | {
@@ -179,21 +166,7 @@ def zruns(schedule: str, micro_batches: int) -> Make:
                 "split": [f"blocks.{seat.shape.depth // STAGES}"],
             },
         }
-        job = JobConfig.model_validate(keys)
-        here = {"host": "localhost", "device": "cpu"}
-        places = [RankPlace(rank=rank, local_rank=rank, pp=rank, **here) for rank in range(STAGES)]
-        folder = Path(sys.argv[1]).parent / "run"  # beside the request
-        folder.mkdir(exist_ok=True)
-        spec = RunSpec(
-            job=job,
-            plan=LaunchPlan(ranks=places),
-            batch=resolve_batch(job, 1),
-            job_dir=str(Path(__file__).parent),
-            run_dir=str(folder),
-            run_id="bench",
-        )
-        worker = Joined(spec, seat.rank)
-        trainer, _ = worker._prepare()
+        trainer = joined.prepare(keys, "pp", STAGES, seat.rank)
 
         def step(tokens: Tensor, targets: Tensor) -> float:
             parts = zip(tokens.chunk(micro_batches), targets.chunk(micro_batches), strict=True)
@@ -229,28 +202,16 @@ def load(name: str) -> Make:
 
 
 def measure(make: Make, request: Request, rank: int) -> dict[str, Any]:
-    """Train, and look at the machine around every step.
-
-    Returns:
-        By step what it took by the clock and on a core, how busy the machine was, the loss, and of
-        zrun the actions.
-    """
+    """Train as one stage."""
     shape = SHAPES[request.size]
     micro_batches = int(request.system.partition("/")[2])
     model.corpus()
     training = make(model.build(shape), Seat(rank, request.ranks, shape, request.bf16))
-    found: dict[str, list[Any]] = {key: [] for key in ("times", "cpu", "busy", "losses", "actions")}
-    for number in range(request.steps):
-        tokens, targets = model.global_batch(shape, number, micro_batches)
-        worker.barrier()
-        before = (time.perf_counter(), time.process_time(), busy_s())
-        loss = training.step(tokens, targets)
-        after = (time.perf_counter(), time.process_time(), busy_s())
-        for key, start, end in zip(("times", "cpu", "busy"), before, after, strict=True):
-            found[key].append(end - start)
-        found["losses"].append(loss)
-        found["actions"].append(training.actions() if training.actions else [])
-    return found
+    return worker.measure_steps(
+        training,
+        request.steps,
+        lambda number: model.global_batch(shape, number, micro_batches),
+    )
 
 
 if __name__ == "__main__":

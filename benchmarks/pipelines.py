@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import sys
 import tempfile
@@ -30,6 +29,16 @@ import launch
 from cases import SHAPES, Case
 from render import render
 from table import Spread, number
+from turns import (
+    Runs,
+    cells,
+    exit_code,
+    ratio,
+    run_case,
+    step_times,
+    take_turns,
+    without_failures,
+)
 
 HERE = Path(__file__).resolve().parent
 STAGES = 2
@@ -45,7 +54,6 @@ SYSTEMS = (
     "zrun-gpipe/8",
     "torch-gpipe/8",
 )
-Runs = Mapping[str, Sequence[dict[str, Any]]]  # by system, a record of each round
 
 
 def main() -> int:
@@ -60,16 +68,14 @@ def main() -> int:
     settings = launch.Settings(
         options.size, 1, options.warmup, 600.0, options.peer_python, heap=options.heap
     )
-    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in systems}
-    for turn in range(options.rounds):
-        for name in systems if turn % 2 == 0 else reversed(systems):
-            record = run(name, settings, options.steps) | {"round": turn}
-            runs[name].append(record)
-            print(f"round {turn + 1}  {name:20} {describe(record)}", file=sys.stderr, flush=True)
-            saved = {"command": " ".join(sys.argv), "runs": runs}
-            options.json.write_text(json.dumps(saved))
+
+    def run(name: str) -> dict[str, Any]:
+        case = Case(name, bf16=False, ranks=1 if name.startswith("plain") else STAGES)
+        return run_case(HERE / "pipeline_worker.py", case, settings, options.steps)
+
+    runs = take_turns(systems, options.rounds, run, options.json)
     print(report(runs))
-    return int(any("error" in record for records in runs.values() for record in records))
+    return exit_code(runs)
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -109,16 +115,6 @@ def available(systems: list[str], peer_python: str) -> list[str]:
     return [name for name in systems if name not in peers]
 
 
-def run(name: str, settings: launch.Settings, steps: int) -> dict[str, Any]:
-    """Run a system once; the record has `error` if it failed."""
-    case = Case(name, bf16=False, ranks=1 if name.startswith("plain") else STAGES)
-    with tempfile.TemporaryDirectory(prefix="zrun-bench-") as folder:
-        ranks, error = launch.run_ranks(
-            HERE / "pipeline_worker.py", case, settings, steps, Path(folder)
-        )
-    return {"error": error} if error else of_ranks(ranks, settings.warmup, os.cpu_count() or 1)
-
-
 def time_actions(options: argparse.Namespace) -> int:
     """Print the CPU time of single actions, beside that of the same modules in a plain loop."""
     settings = launch.Settings("actions", 1, options.warmup, 600.0, sys.executable, heap="kept")
@@ -152,7 +148,7 @@ def actions_table(found: Mapping[str, Sequence[Sequence[Any]]], warmup: int) -> 
                 row += [f"{statistics.median(times[key]):.0f}" for key in ("modules", "actions")]
                 for base in ("modules", "units"):
                     pairs = zip(times["actions"], times[base], strict=True)
-                    row += _cells(Spread.of(a - b for a, b in pairs if b), ".0f")
+                    row += cells(Spread.of(a - b for a, b in pairs if b), ".0f")
                 rows.append(row)
     columns = ["system", "stage", "action", "modules us", "action us", "beyond us", "range"]
     return render([*columns, "beyond units us", "range"], rows)
@@ -164,40 +160,9 @@ def _micros(steps: Sequence[Mapping[str, Sequence[float]]], kind: str) -> float:
     return 1e6 * statistics.median(found) if found else 0.0
 
 
-def of_ranks(ranks: Sequence[Mapping[str, Any]], warmup: int, cores: int) -> dict[str, Any]:
-    """Return one record of all ranks: the slowest one's times, the last stage's losses."""
-    times = [max(each) for each in zip(*(rank["times"] for rank in ranks), strict=True)]
-    busy = [max(each) for each in zip(*(rank["busy"] for rank in ranks), strict=True)]
-    own = [sum(each) for each in zip(*(rank["cpu"] for rank in ranks), strict=True)]
-    foreign = [max(0.0, b - c) / (cores * t) for b, c, t in zip(busy, own, times, strict=True)]
-    clean = [
-        step for step, share in enumerate(foreign) if step >= warmup and share < launch.CLEAN_SHARE
-    ]
-    timed = clean if len(clean) >= launch.LEAST_CLEAN else list(range(warmup, len(times)))
-    return {
-        "timed": [times[step] for step in timed],
-        "cpu": [own[step] for step in timed],
-        "clean": len(clean),
-        "losses": ranks[-1]["losses"],
-        "schedules": [[rank["actions"][step] for rank in ranks] for step in timed],
-    }
-
-
-def describe(record: Mapping[str, Any]) -> str:
-    """Return one line about one run."""
-    if "error" in record:
-        return f"FAILED: {record['error']}"
-    step = 1e3 * statistics.median(record["timed"])
-    return f"{step:6.0f} ms, loss {record['losses'][-1]:.6f}, {record['clean']} clean steps"
-
-
 def report(runs: Runs) -> str:
     """Return all tables."""
-    good = {
-        name: [record for record in records if "error" not in record]
-        for name, records in runs.items()
-    }
-    good = {name: records for name, records in good.items() if records}
+    good = without_failures(runs)
     tables = [step_table(good), clock_table(good)]
     return "\n" + "\n\n".join(filter(None, tables))
 
@@ -206,18 +171,15 @@ def step_table(runs: Runs) -> str:
     """Return what a step of each system takes, beside torch's 1F1B and one process."""
     rows = []
     for name, records in runs.items():
-        step = Spread.of(1e3 * seconds for record in records for seconds in record["timed"])
-        on_cores = statistics.median(1e3 * each for record in records for each in record["cpu"])
         micro_batches = _micro_batches(name)
         theory = micro_batches / (micro_batches + STAGES - 1)
         efficient = efficiency(runs, name)
         rows.append(
             [
                 name,
-                *_cells(step, ".0f"),
-                f"{on_cores:.0f}",
-                *_cells(ratio(runs, name, f"torch-1f1b/{micro_batches}"), ".3f"),
-                *_cells(efficient, ".1%"),
+                *step_times(records),
+                *cells(ratio(runs, name, f"torch-1f1b/{micro_batches}"), ".3f"),
+                *cells(efficient, ".1%"),
                 f"{theory:.1%}" if efficient else "",
                 number(loss_difference(runs, name), ".1e"),
                 str(sum(record["clean"] for record in records)),
@@ -230,23 +192,6 @@ def step_table(runs: Runs) -> str:
 
 def _micro_batches(name: str) -> int:
     return int(name.partition("/")[2])
-
-
-def _cells(found: Spread | None, digits: str) -> tuple[str, str]:
-    """Return a median and its range."""
-    if found is None:
-        return "", ""
-    return f"{found.median:{digits}}", f"{found.low:{digits}}-{found.high:{digits}}"
-
-
-def ratio(runs: Runs, name: str, base: str) -> Spread | None:
-    """Return the step of a system in units of a base's, each in its own round."""
-    bases = {record["round"]: record for record in runs.get(base, ())}
-    return Spread.of(
-        statistics.median(record["timed"]) / statistics.median(bases[record["round"]]["timed"])
-        for record in runs[name]
-        if record["round"] in bases
-    )
 
 
 def efficiency(runs: Runs, name: str) -> Spread | None:
@@ -279,8 +224,8 @@ def clock_table(runs: Runs) -> str:
         rows.append(
             [
                 name,
-                *_cells(Spread.of(1e3 * step.span for step in steps), ".0f"),
-                *_cells(Spread.of(step.span / step.replayed for step in steps), ".3f"),
+                *cells(Spread.of(1e3 * step.span for step in steps), ".0f"),
+                *cells(Spread.of(step.span / step.replayed for step in steps), ".3f"),
                 f"{statistics.median(step.idle(step.span) for step in steps):.1%}",
                 f"{statistics.median(step.idle(step.replayed) for step in steps):.1%}",
                 f"{bubble(schedule, STAGES, 1, _micro_batches(name)):.1%}",

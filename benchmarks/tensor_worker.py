@@ -10,11 +10,8 @@ The model is zrun's own GPT, whole on each rank before it is divided:
 
 from __future__ import annotations
 
-import sys
-import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import model
@@ -23,7 +20,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import worker
 from cases import SHAPES, VOCAB, Request, Shape, zrun_job
-from procfs import busy_s
 from systems import Make, Seat, Training, adamw
 from torch import Tensor, nn
 
@@ -159,20 +155,11 @@ def dtensor() -> Make:
 
 def zruns(*, sequence: bool = False) -> Make:
     """Return a worker of `zrun train`, which divides its model and is given its batches."""
+    import joined
+
     from zrun_core.data.batch import MicroBatch
-    from zrun_core.spine import heap
-    from zrun_core.spine.config import JobConfig
-    from zrun_core.spine.spec import LaunchPlan, RankPlace, RunSpec, resolve_batch
-    from zrun_core.train.worker import Worker
-
-    class Joined(Worker):
-        """A rank that has met the others."""
-
-        def _join(self, device: torch.device) -> None:
-            pass
 
     def make(_: nn.Module, seat: Seat) -> Training:
-        heap.keep_freed_memory()  # as a worker does, unless the environment has said more
         size = next(name for name, shape in SHAPES.items() if shape == seat.shape)
         data = {"size": size, "ranks": 1, "steps": 1}
         keys = zrun_job(0, seat.bf16) | {
@@ -184,20 +171,7 @@ def zruns(*, sequence: bool = False) -> Make:
             "seed": model.SEED,
             "parallel": {"tp": RANKS, "sequence": sequence},
         }
-        job = JobConfig.model_validate(keys)
-        here = {"host": "localhost", "device": "cpu"}
-        places = [RankPlace(rank=rank, local_rank=rank, tp=rank, **here) for rank in range(RANKS)]
-        folder = Path(sys.argv[1]).parent / "run"  # beside the request
-        folder.mkdir(exist_ok=True)
-        spec = RunSpec(
-            job=job,
-            plan=LaunchPlan(ranks=places),
-            batch=resolve_batch(job, 1),
-            job_dir=str(Path(__file__).parent),
-            run_dir=str(folder),
-            run_id="bench",
-        )
-        trainer, _world = Joined(spec, seat.rank)._prepare()
+        trainer = joined.prepare(keys, "tp", RANKS, seat.rank)
 
         def step(tokens: Tensor, targets: Tensor) -> float:
             trainer.step([MicroBatch.of((tokens, targets), len(tokens))])
@@ -223,25 +197,15 @@ def load(name: str) -> Make:
 
 
 def measure(make: Make, request: Request, rank: int) -> dict[str, Any]:
-    """Train, and look at the machine around every step.
-
-    Returns:
-        By step what it took by the clock and on a core, how busy the machine was, and the loss.
-    """
+    """Train as one rank of the group."""
     shape = SHAPES[request.size]
     model.corpus()
     training = make(nn.Identity(), Seat(rank, request.ranks, shape, request.bf16))
-    found: dict[str, list[float]] = {key: [] for key in ("times", "cpu", "busy", "losses")}
-    for number in range(request.steps):
-        tokens, targets = model.global_batch(shape, number, 1)  # all ranks see the same
-        worker.barrier()
-        before = (time.perf_counter(), time.process_time(), busy_s())
-        loss = training.step(tokens, targets)
-        after = (time.perf_counter(), time.process_time(), busy_s())
-        for key, start, end in zip(("times", "cpu", "busy"), before, after, strict=True):
-            found[key].append(end - start)
-        found["losses"].append(loss)
-    return found
+    return worker.measure_steps(
+        training,
+        request.steps,
+        lambda number: model.global_batch(shape, number, 1),  # all ranks see the same
+    )
 
 
 if __name__ == "__main__":

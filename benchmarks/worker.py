@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import model
 import systems
@@ -96,6 +97,36 @@ def measure(make: systems.Make, request: Request, rank: int) -> dict[str, object
         "digest": digest(training.params),
         "torch": torch.__version__,
     }
+
+
+def measure_steps(
+    training: systems.Training,
+    steps: int,
+    batch: Callable[[int], tuple[Tensor, Tensor]],
+) -> dict[str, list[Any]]:
+    """Train, and look at the machine around every step.
+
+    Args:
+        training: of this rank.
+        steps: how many.
+        batch: tokens and targets of a step.
+
+    Returns:
+        By step what it took by the clock and on a core, how busy the machine was, the loss, and of
+        a stage of zrun the actions.
+    """
+    found: dict[str, list[Any]] = {key: [] for key in ("times", "cpu", "busy", "losses", "actions")}
+    for number in range(steps):
+        tokens, targets = batch(number)
+        barrier()
+        before = (time.perf_counter(), time.process_time(), busy_s())
+        loss = training.step(tokens, targets)
+        after = (time.perf_counter(), time.process_time(), busy_s())
+        for key, start, end in zip(("times", "cpu", "busy"), before, after, strict=True):
+            found[key].append(end - start)
+        found["losses"].append(loss)
+        found["actions"].append(training.actions() if training.actions else [])
+    return found
 
 
 def digest(params: Callable[[], Iterable[Tensor]] | None) -> str | None:

@@ -30,6 +30,7 @@ import step
 import step_profile
 import systems
 import table
+import turns
 from cases import PARTS, SYSTEMS, Case, cases_of
 from table import Spread, Verdict
 
@@ -149,7 +150,7 @@ def test_pipelines_are_compared_with_their_own_actions() -> None:
     ]
     for rank, actions, losses in zip(ranks, (first, last), ([0.0, 0.0], [2.0, 1.5]), strict=True):
         rank |= {"actions": [[], actions], "losses": losses}
-    record = pipelines.of_ranks(ranks, warmup=1, cores=2)
+    record = turns.of_ranks(ranks, warmup=1, cores=2)
     assert record["losses"] == [2.0, 1.5]
     plain = {"timed": [20.0], "cpu": [20.0], "clean": 1, "losses": [2.0, 1.25], "schedules": [[[]]]}
     lines = pipelines.report(

@@ -1,0 +1,53 @@
+"""A rank of `zrun train` without a launcher: its worker, in a process that has met the others."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zrun_core.spine import heap
+from zrun_core.spine.config import JobConfig
+from zrun_core.spine.spec import LaunchPlan, RankPlace, RunSpec, resolve_batch
+from zrun_core.train.trainer import Trainer
+from zrun_core.train.worker import Worker
+
+
+class _Joined(Worker):
+    """A rank that has met the others."""
+
+    def _join(self, device: torch.device) -> None:
+        pass
+
+
+def prepare(keys: Mapping[str, Any], axis: str, ranks: int, rank: int) -> Trainer:
+    """Build this rank's part of a model, ready to be given its batches.
+
+    Args:
+        keys: of the job.
+        axis: along which the ranks are, "pp" or "tp".
+        ranks: of the job.
+        rank: this one.
+    """
+    heap.keep_freed_memory()  # as a worker does, unless the environment has said more
+    job = JobConfig.model_validate(keys)
+    here = {"host": "localhost", "device": "cpu"}
+    places = [
+        RankPlace(rank=number, local_rank=number, **{axis: number}, **here)
+        for number in range(ranks)
+    ]
+    folder = Path(sys.argv[1]).parent / "run"  # beside the request
+    folder.mkdir(exist_ok=True)
+    spec = RunSpec(
+        job=job,
+        plan=LaunchPlan(ranks=places),
+        batch=resolve_batch(job, 1),
+        job_dir=str(Path(__file__).parent),
+        run_dir=str(folder),
+        run_id="bench",
+    )
+    trainer, _ = _Joined(spec, rank)._prepare()
+    return trainer

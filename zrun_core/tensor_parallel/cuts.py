@@ -19,7 +19,8 @@ from zrun_core.spine.sections.tensor_roles import Entry, Role
 from zrun_core.tensor_parallel.region import COLUMNS
 
 _KEY = "parallel.plan"
-_GATHERED = (Role.COLWISE_GATHER_OUTPUT, Role.ROWWISE_SPLIT_INPUT)
+# Of linears that stand alone, between whole activations.
+ALONE = (Role.COLWISE_GATHER_OUTPUT, Role.ROWWISE_SPLIT_INPUT)
 
 
 class Cut(NamedTuple):
@@ -127,13 +128,13 @@ def _check_role(name: str, module: nn.Module, entry: Entry) -> None:
             )
     if role is Role.ATTENTION and (reason := why_whole(module)):
         raise JobError(f"{_KEY}: {name} {reason}; write {name}: whole")
-    if role in (*COLUMNS, Role.ROWWISE, Role.HEAD, *_GATHERED):
+    if role in (*COLUMNS, Role.ROWWISE, Role.HEAD, *ALONE):
         _check_linear(name, module, entry)
 
 
 def _check_linear(name: str, module: nn.Module, entry: Entry) -> None:
     role = entry.role
-    needs_rows = role is Role.HEAD or role in _GATHERED
+    needs_rows = role is Role.HEAD or role in ALONE
     if entry.is_transposed or not is_linear(module) or (needs_rows and is_transposed(module)):
         raise JobError(
             f"{_KEY}: {name} is of {type(module).__name__}, and {role} divides an nn.Linear; name "

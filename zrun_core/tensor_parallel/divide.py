@@ -21,7 +21,8 @@ from torch import nn
 from zrun_core.errors import JobError
 from zrun_core.memory.tensors import TENSOR, TensorPart
 from zrun_core.spine.sections.tensor_roles import Role
-from zrun_core.tensor_parallel.lone_linears import ALONE, divide_lone
+from zrun_core.tensor_parallel.cuts import ALONE
+from zrun_core.tensor_parallel.lone_linears import divide_lone
 from zrun_core.tensor_parallel.plan import TensorPlan
 from zrun_core.tensor_parallel.regions import Regions, count_once
 from zrun_core.tensor_parallel.sequence import slice_between

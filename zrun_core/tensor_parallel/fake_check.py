@@ -26,11 +26,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zrun_core.errors import JobError, UserCodeError
 from zrun_core.spine.sections.tensor_roles import Role
 from zrun_core.spine.tracebacks import raised_at
+from zrun_core.tensor_parallel.cuts import ALONE
 from zrun_core.tensor_parallel.fake_columns import ColumnWatch, check_columns
 from zrun_core.tensor_parallel.fake_experts import found_beside_sum
 from zrun_core.tensor_parallel.fake_sums import PRODUCTS, looks_at_tokens, summed_over
 from zrun_core.tensor_parallel.fit import counting_attributes
-from zrun_core.tensor_parallel.lone_linears import ALONE
 from zrun_core.tensor_parallel.plan import TensorPlan
 from zrun_core.tensor_parallel.region import Region
 from zrun_core.tensor_parallel.roles import any_number

@@ -17,15 +17,13 @@ from zrun_core.spine.sections.tensor_roles import Role
 from zrun_core.tensor_parallel.borders import copy_in, gather_out, split_in, sum_out
 from zrun_core.tensor_parallel.tensor_comm import TensorComm
 
-ALONE = (Role.COLWISE_GATHER_OUTPUT, Role.ROWWISE_SPLIT_INPUT)
-
 
 def divide_lone(linear: nn.Linear, role: Role, comm: TensorComm, name: str) -> None:
     """Let a linear compute with its slice, and give whole results.
 
     Args:
         linear: with the parameters of this rank. Its attributes stay those of the whole.
-        role: one of `ALONE`.
+        role: one of `cuts.ALONE`.
         comm: of the ranks that have the other slices.
         name: of it, for messages.
     """

@@ -20,7 +20,7 @@ from zrun_core.errors import JobError
 from zrun_core.memory.layout import dense_stride
 from zrun_core.memory.tensors import Shape, TensorPart, full_part, sliced_part
 from zrun_core.spine.sections.tensor_roles import Entry, Role
-from zrun_core.tensor_parallel.cuts import Cut, find_cuts, is_linear, is_transposed
+from zrun_core.tensor_parallel.cuts import ALONE, Cut, find_cuts, is_linear, is_transposed
 from zrun_core.tensor_parallel.fit import check_fit
 from zrun_core.tensor_parallel.region import COLUMNS, Region, find_regions
 from zrun_core.tensor_parallel.roles import any_number, find_roles
@@ -94,7 +94,8 @@ def plan_model(model: nn.Module, plan: Mapping[str, str] | None, degree: int) ->
     roles = find_roles(model, plan)
     cuts = find_cuts(model, roles.entries)
     regions = find_regions(model, roles.entries)
-    if plan is None and not regions:
+    stands_alone = any(entry.role in ALONE for entry in roles.entries.values())
+    if plan is None and not regions and not stands_alone:
         raise _unknown(model)
     check_fit(model, roles, regions, cuts, degree)
     tensors = {

@@ -31,7 +31,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # zrun without ins
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "dist"))
 
 import axes_cells
-from axes_cells import AXES, CLOSE, STAGES, STATES, Cell, Found, all_cells
+from axes_cells import AXES, CLOSE, STAGES, STATES, Cell, all_cells
+from distances import Found, distance, same_bits
 from pool import RankPool
 from pool import end as end_pools
 
@@ -145,14 +146,14 @@ def judged(
     try:
         found = axes_cells.on_ranks(pool, cell)
         one = cached(processes, cell.alone, alone)
-        apart = axes_cells.distance(found, one)
+        apart = distance(found, one)
         bases.setdefault(cell, found)
         base = cached(bases, cell.base, pool)
     except AssertionError as error:
         return Result(FAILED, str(error))
-    if not apart.is_close(cell.precision):
+    if not apart.is_within(CLOSE[cell.precision]):
         return Result(FAILED, "differs from one process", *apart)
-    if not axes_cells.same_bits(found, base):
+    if not same_bits(found, base):
         return Result(FAILED, f"has other bits than {cell.base}", *apart)
     return Result(GREEN, "", *apart)
 

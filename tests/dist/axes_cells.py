@@ -14,9 +14,10 @@ from unittest.mock import patch
 
 import numpy as np
 import pydantic
-from runs import job, losses, run
+from distances import Found
+from runs import job, run
 from test_offload import late_copies
-from test_pipelines import gpt, whole
+from test_pipelines import gpt
 
 from zrun_core.spine.config import JobConfig
 from zrun_core.zero.sharded_model import ShardedModel
@@ -45,10 +46,9 @@ RECOMPUTED: Mapping[str, Mapping[str, Any]] = {
 }
 STATES = ("device", "apart", "disk")
 
-# How far losses, and values as a share of the largest of their tensor, may be from one process's.
+# How far losses may be from one process's, as a share; values: ten times that, of the largest of
+# their tensor.
 CLOSE: Mapping[str, float] = {"fp32": 2e-6, "bf16": 1e-2, "fp16": 2e-3}
-
-Found = list[dict[str, Any]]
 
 
 class Cell(NamedTuple):
@@ -176,68 +176,3 @@ def on_ranks(pool: Any, cell: Cell) -> Found:
     with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
         found: Found = pool.run(train, cell, f"{folder}/run")
     return found
-
-
-class Distance(NamedTuple):
-    """How far apart two runs are, as shares of what they are apart from.
-
-    Attributes:
-        of_losses: the largest of a step.
-        of_values: the largest of parameters and moments, of the largest value of the tensor.
-    """
-
-    of_losses: float
-    of_values: float
-
-    def is_close(self, precision: str) -> bool:
-        """Return whether they are as close as rounding in a precision lets them be."""
-        close = CLOSE[precision]
-        return self.of_losses <= close and self.of_values <= 10 * close
-
-
-def distance(many: Found, one: Found) -> Distance:
-    """Return how far a run is from another one of as many steps.
-
-    Raises:
-        AssertionError: they have other steps, tensors or skipped steps.
-    """
-    ours, theirs = losses(many[0]), losses(one[0])
-    assert ours.keys() == theirs.keys()
-    assert len(theirs) == STEPS
-    assert skipped(many) == skipped(one)
-    here, there = _values(many), _values(one)
-    assert here.keys() == there.keys()
-    return Distance(
-        max(abs(ours[step] / loss - 1) for step, loss in theirs.items()),
-        max(
-            float(np.abs(here[key] - value).max() / max(np.abs(value).max(), 1e-2))
-            for key, value in there.items()
-        ),
-    )
-
-
-def skipped(found: Found) -> list[int]:
-    """Return the steps that overflowed."""
-    steps = [event for event in found[0]["events"] if event["type"] == "step"]
-    return [event["step"] for event in steps if event.get("skipped")]
-
-
-def _values(found: Found) -> dict[tuple[str, str], Any]:
-    """Put together what all ranks would save, each tensor in the order of its shape."""
-    orders = {name: order for of_rank in found for name, order in of_rank["orders"].items()}
-    ordered = {}
-    for key, flat in whole(found).items():
-        shape, stride = orders[key[0]]
-        strides = [step * flat.itemsize for step in stride]
-        ordered[key] = np.lib.stride_tricks.as_strided(flat, shape, strides)
-    return ordered
-
-
-def same_bits(ours: Found, theirs: Found) -> bool:
-    """Return whether two runs have the same losses, parameters and moments."""
-    here, there = whole(ours), whole(theirs)
-    return (
-        losses(ours[0]) == losses(theirs[0])
-        and here.keys() == there.keys()
-        and all(np.array_equal(here[key], there[key]) for key in there)
-    )

@@ -9,7 +9,8 @@ import itertools
 from typing import Any
 
 import pytest
-from axes_cells import Cell, Found, all_cells, covering, distance, on_ranks
+from axes_cells import CLOSE, Cell, all_cells, covering, on_ranks
+from distances import Found, distance
 
 TRAINED = [cell for cell in all_cells() if not cell.why_not]
 CELLS = covering(TRAINED)
@@ -31,7 +32,7 @@ def alone(ranks) -> Any:
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: " ".join(map(str, cell)))
 def test_one_process(ranks, alone: Any, cell: Cell) -> None:
     apart = distance(on_ranks(ranks(cell.num_ranks), cell), alone(cell.alone))
-    assert apart.is_close(cell.precision), apart
+    assert apart.is_within(CLOSE[cell.precision]), apart
 
 
 def test_cells_cover_all_pairs() -> None:

@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from distances import values
 from runs import losses, run
 from safetensors.torch import load_file
 from test_pipelines import Tensors, gpt
-from test_tensor_parallel import small, values
+from test_tensor_parallel import small
 
 from zrun_core.checkpoint.export import export
 from zrun_core.checkpoint.folder import read_step

@@ -6,12 +6,13 @@
 # make test-offload  a table of placements of states, in which nothing may change a bit: 12 minutes
 # make test-pipelines  a table of models in pipelines, none of which may change a bit: an hour
 # make test-saves  a table of checkpoints that go on with other axes, in which nothing may change a bit: 6 minutes
+# make test-tensors  a table of models whose layers ranks divide, each compared with one process: 6 minutes
 # make bigger-than-memory  train a model whose states are six times the memory that it may take, through the disk: 6 minutes
 # All set up .venv first, with the versions of constraints.txt.
 
 PYTHON ?= python3
 
-.PHONY: train test test-unit test-ranks test-e2e test-hosts test-faults test-slurm test-offload test-pipelines test-saves bigger-than-memory lint clean
+.PHONY: train test test-unit test-ranks test-e2e test-hosts test-faults test-slurm test-offload test-pipelines test-saves test-tensors bigger-than-memory lint clean
 
 train: .venv/ready
 	.venv/bin/zrun train jobs/stdlib-gpt.yaml
@@ -50,6 +51,9 @@ test-pipelines: .venv/ready
 
 test-saves: .venv/ready
 	.venv/bin/python tests/dist/saves_table.py
+
+test-tensors: .venv/ready
+	.venv/bin/python tests/dist/tensor_table.py
 
 bigger-than-memory: .venv/ready
 	.venv/bin/python benchmarks/bigger_than_memory.py

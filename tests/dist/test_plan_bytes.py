@@ -263,7 +263,7 @@ SLICES: list[tuple[dict[str, int], dict[str, Any], dict[str, Any]]] = [
     ({"dp": 1, "tp": 2}, {}, {}),
     ({"dp": 2, "tp": 2}, SEQUENCE, {"zero": 1, "activations": {"checkpoint": "full"}}),
     ({"dp": 1, "tp": 2, "pp": 2}, SEQUENCE, {"zero": 2}),
-    ({"dp": 2, "tp": 2}, {}, {"zero": 3, **GPT2}),
+    ({"dp": 2, "tp": 2}, {}, {"zero": 3, "precision": "bf16", **GPT2}),
     ({"dp": 1, "tp": 2, "pp": 2}, {}, {"zero": 3, **GPT2}),
     ({"dp": 2, "tp": 2}, SEQUENCE, {"zero": 2, **LLAMA}),
     ({"dp": 1, "tp": 4}, {"plan": "auto"}, {"zero": 3, **GPT2}),

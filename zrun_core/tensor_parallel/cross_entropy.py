@@ -85,7 +85,7 @@ class _Losses(torch.autograd.Function):
         scale = grad * mass / total
         at_label = (grad * at_label).where(is_own, 0.0)
         for rows in _chunks(local, vocabulary):
-            part = local[rows, :num_own] - largest[rows, None]
+            part = _less(local[rows, :num_own], largest[rows, None])
             part.exp_().mul_(scale[rows, None])
             if shared is not None:
                 part.addcmul_(grad[rows, None], shared, value=-1.0)
@@ -132,7 +132,7 @@ class _Ends(NamedTuple):
         for rows in _chunks(own, vocabulary):
             # One that is -inf everywhere has no distance from itself.
             largest[rows] = own[rows].amax(1).to(dtype).clamp_min(torch.finfo(dtype).min)
-            part = own[rows] - largest[rows, None]
+            part = _less(own[rows], largest[rows, None])
             found = part.gather(1, column[rows, None]).squeeze(1)
             aimed[rows] = (found * at_label[rows]).where(is_own[rows], 0.0)
             if shared is not None:
@@ -192,6 +192,14 @@ def _columns(target: Target, vocabulary: Vocabulary) -> tuple[torch.Tensor, torc
     column = target.labels - vocabulary.start
     is_own = (column >= 0) & (column < vocabulary.num_own) & target.counts
     return column.where(is_own, 0), is_own
+
+
+def _less(logits: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
+    """Return `logits - largest`, in the format of `largest`, as a tensor of its own."""
+    if logits.device.type == "cpu" and logits.dtype != largest.dtype:
+        # An operator of a CPU copies what it promotes, and makes its result beside the copy.
+        return logits.to(largest.dtype).sub_(largest)
+    return logits - largest
 
 
 def _chunks(logits: torch.Tensor, vocabulary: Vocabulary) -> list[slice]:

@@ -6,8 +6,9 @@
 Each cell trains a small model for 30 steps in fp32. It says how far losses are from those of one
 process, and how far the gradients of the first step are, as a share of the largest of each
 parameter. `dropout` is where activations are whole, after embeddings and at the end of what blocks
-add to them: ranks of a tensor group drop the same there as one process. Slices of a sequence have
-other dropouts than the whole, and are not compared with it: `apart`.
+add to them: there ranks of a tensor group drop what one process drops that draws a number where
+each region begins, as they do. Slices of a sequence have other dropouts than the whole, and are not
+compared with it: `apart`.
 """
 
 from __future__ import annotations
@@ -21,12 +22,16 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # zrun without installing it
 
 import numpy as np
+import pipeline_zoo
 from distances import Found, values
 from pipeline_table import transformer
 from pool import RankPool
 from pool import end as end_pools
 from runs import job, losses, run
 from test_pipelines import gpt
+from torch import nn
+
+from zrun_core.distributed import rng
 
 STEPS = 30
 CLOSE = 1e-6  # losses
@@ -58,6 +63,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "transformers bert": transformer("BertForMaskedLM", **BERT),
     "bert, dropout": transformer("BertForMaskedLM", **{**BERT, "hidden_dropout_prob": 0.1}),
 }
+# Of models with dropout, the modules with which regions begin.
+BEGINNINGS = {"gpt2, dropout": ("attn", "mlp"), "bert, dropout": ("self", "intermediate")}
 CASES: dict[str, dict[str, Any]] = {
     "tp 2": {"tp": 2},
     "tp 2, sequence": {"tp": 2, "sequence": True},
@@ -80,11 +87,38 @@ def keys_of(model: str, steps: int, parallel: dict[str, Any]) -> dict[str, Any]:
     return job(**keys, **MODELS[model])
 
 
+def drawing(beginnings: list[str], **args: Any) -> nn.Module:
+    """Return a model of transformers that draws a number where these modules begin in training."""
+    model = pipeline_zoo.transformer(**args)
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] in beginnings:
+            module.register_forward_pre_hook(draw)
+    return model
+
+
+def draw(*_: Any) -> None:
+    """Draw a number, as a region does when it begins."""
+    rng._draw()
+
+
+def alone(model: str, steps: int, pool: RankPool) -> Found:
+    """Train a model in one process."""
+    keys = keys_of(model, steps, {})
+    if model in BEGINNINGS:
+        args = {**keys["model"]["args"], "beginnings": BEGINNINGS[model]}
+        keys["model"] = {"call": "tensor_table.py:drawing", "args": args}
+    return on_ranks(keys, pool)
+
+
 def trained(model: str, steps: int, parallel: dict[str, Any], pool: RankPool) -> Found:
-    """Train a model on the ranks of a pool."""
-    dims = {"tp": parallel.get("tp", 1), "dp": 1}
+    """Train a model on the ranks of a tensor group."""
+    return on_ranks(keys_of(model, steps, parallel), pool)
+
+
+def on_ranks(keys: dict[str, Any], pool: RankPool) -> Found:
+    """Run a job on the ranks of a pool, which are a tensor group."""
+    dims = {"tp": pool.world_size, "dp": 1}
     with tempfile.TemporaryDirectory() as folder:
-        keys = keys_of(model, steps, parallel)
         found: Found = pool.run(run, keys, f"{folder}/run", None, None, None, dims)
     return found
 
@@ -107,8 +141,8 @@ def main() -> int:
     is_good = True
     for model in options.models:
         cells = []
-        one = trained(model, options.steps, {}, pools[1])
-        first = gradients(trained(model, 1, {}, pools[1]))
+        one = alone(model, options.steps, pools[1])
+        first = gradients(alone(model, 1, pools[1]))
         for case in options.cases:
             parallel = CASES[case]
             if "dropout" in model and "sequence" in parallel:

@@ -10,60 +10,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
 from zrun_core.tensor_parallel.tensor_comm import TensorComm
 
+Move = Callable[[torch.Tensor], torch.Tensor]  # between what ranks have
 
-class _CopyIn(torch.autograd.Function):
-    """Megatron's f."""
 
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, comm: TensorComm, name: str) -> torch.Tensor:
-        ctx.comm = comm
-        ctx.name = name
-        return x.view_as(x)
+class _Border(torch.autograd.Function):
+    """A move of activations in forward, and one of their gradients in backward."""
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return ctx.comm.all_reduce(grad, ctx.name), None, None
-
-
-class _SumOut(torch.autograd.Function):
-    """Megatron's g."""
-
-    @staticmethod
-    def forward(ctx: Any, y: torch.Tensor, comm: TensorComm, name: str) -> torch.Tensor:
-        return comm.all_reduce(y, name)
+    def forward(ctx: Any, x: torch.Tensor, there: Move, back: Move) -> torch.Tensor:
+        ctx.back = back
+        return there(x)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return grad, None, None
+        return ctx.back(grad), None, None
 
 
-class _SplitIn(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, comm: TensorComm, dim: int, name: str) -> torch.Tensor:
-        ctx.comm, ctx.dim, ctx.name = comm, dim, name
-        return x.chunk(comm.size, dim)[comm.index].contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return ctx.comm.all_gather(grad, ctx.dim, ctx.name), None, None, None
-
-
-class _GatherOut(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, y: torch.Tensor, comm: TensorComm, dim: int, name: str) -> torch.Tensor:
-        ctx.comm, ctx.dim = comm, dim
-        return comm.all_gather(y, dim, name)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        own = grad.chunk(ctx.comm.size, ctx.dim)[ctx.comm.index].contiguous()
-        return own, None, None, None
+def cross(x: torch.Tensor, there: Move, back: Move) -> torch.Tensor:
+    """Return what `there` makes of `x`; its gradient is what `back` makes of the result's."""
+    moved: torch.Tensor = _Border.apply(x, there, back)  # type: ignore[no-untyped-call]
+    return moved
 
 
 def copy_in(x: torch.Tensor, comm: TensorComm, name: str) -> torch.Tensor:
@@ -76,7 +50,7 @@ def copy_in(x: torch.Tensor, comm: TensorComm, name: str) -> torch.Tensor:
     """
     if not (x.requires_grad and torch.is_grad_enabled()):
         return x
-    return _CopyIn.apply(x, comm, name)  # type: ignore[no-any-return, no-untyped-call]
+    return cross(x, _same, partial(comm.all_reduce, name=name))
 
 
 def sum_out(y: torch.Tensor, comm: TensorComm, name: str) -> torch.Tensor:
@@ -87,7 +61,7 @@ def sum_out(y: torch.Tensor, comm: TensorComm, name: str) -> torch.Tensor:
         comm: of the ranks.
         name: what it is, for messages.
     """
-    return _SumOut.apply(y, comm, name)  # type: ignore[no-any-return, no-untyped-call]
+    return cross(y, partial(comm.all_reduce, name=name), _same)
 
 
 def split_in(x: torch.Tensor, comm: TensorComm, dim: int, name: str) -> torch.Tensor:
@@ -99,7 +73,7 @@ def split_in(x: torch.Tensor, comm: TensorComm, dim: int, name: str) -> torch.Te
         dim: along which it is divided.
         name: what it is, for messages.
     """
-    return _SplitIn.apply(x, comm, dim, name)  # type: ignore[no-any-return, no-untyped-call]
+    return cross(x, partial(_own, comm, dim), partial(comm.all_gather, dim=dim, name=name))
 
 
 def gather_out(y: torch.Tensor, comm: TensorComm, dim: int, name: str) -> torch.Tensor:
@@ -111,4 +85,13 @@ def gather_out(y: torch.Tensor, comm: TensorComm, dim: int, name: str) -> torch.
         dim: along which they follow each other.
         name: what it is, for messages.
     """
-    return _GatherOut.apply(y, comm, dim, name)  # type: ignore[no-any-return, no-untyped-call]
+    return cross(y, partial(comm.all_gather, dim=dim, name=name), partial(_own, comm, dim))
+
+
+def _same(x: torch.Tensor) -> torch.Tensor:
+    return x.view_as(x)
+
+
+def _own(comm: TensorComm, dim: int, x: torch.Tensor) -> torch.Tensor:
+    """Return this rank's slice of what all have."""
+    return x.chunk(comm.size, dim)[comm.index].contiguous()

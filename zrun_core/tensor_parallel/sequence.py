@@ -14,47 +14,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from zrun_core.errors import JobError
-from zrun_core.tensor_parallel.borders import gather_out, split_in
+from zrun_core.tensor_parallel.borders import Move, cross, gather_out, split_in
 from zrun_core.tensor_parallel.tensor_comm import TensorComm
 
 _DIM = 1  # of [batch, sequence, hidden]
-
-
-def _dim(x: torch.Tensor) -> int:
-    """Return where a region has its tokens: routed ones are [batch * sequence, hidden]."""
-    return _DIM if x.dim() > 2 else 0
-
-
-class _GatherIn(torch.autograd.Function):
-    """Into a region."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, comm: TensorComm, name: str) -> torch.Tensor:
-        ctx.comm, ctx.name = comm, name
-        return comm.all_gather(x, _dim(x), name)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return ctx.comm.reduce_scatter(grad, _dim(grad), ctx.name), None, None
-
-
-class _ScatterOut(torch.autograd.Function):
-    """Out of a region, whose results are summed."""
-
-    @staticmethod
-    def forward(ctx: Any, y: torch.Tensor, comm: TensorComm, name: str) -> torch.Tensor:
-        ctx.comm, ctx.name = comm, name
-        return comm.reduce_scatter(y, _dim(y), name)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return ctx.comm.all_gather(grad, _dim(grad), ctx.name), None, None
 
 
 def gather_in(x: torch.Tensor, comm: TensorComm, name: str) -> torch.Tensor:
@@ -65,7 +35,8 @@ def gather_in(x: torch.Tensor, comm: TensorComm, name: str) -> torch.Tensor:
         comm: of the ranks.
         name: what it is, for messages.
     """
-    return _GatherIn.apply(x, comm, name)  # type: ignore[no-any-return, no-untyped-call]
+    gather, scatter = _moves(x, comm, name)
+    return cross(x, gather, scatter)
 
 
 def scatter_out(y: torch.Tensor, comm: TensorComm, name: str) -> torch.Tensor:
@@ -76,7 +47,15 @@ def scatter_out(y: torch.Tensor, comm: TensorComm, name: str) -> torch.Tensor:
         comm: of the ranks.
         name: what it is, for messages.
     """
-    return _ScatterOut.apply(y, comm, name)  # type: ignore[no-any-return, no-untyped-call]
+    gather, scatter = _moves(y, comm, name)
+    return cross(y, scatter, gather)
+
+
+def _moves(tokens: torch.Tensor, comm: TensorComm, name: str) -> tuple[Move, Move]:
+    """Return a gather and a scattered sum of tokens: routed ones are [batch * sequence, hidden]."""
+    dim = _DIM if tokens.dim() > 2 else 0
+    gather = partial(comm.all_gather, dim=dim, name=name)
+    return gather, partial(comm.reduce_scatter, dim=dim, name=name)
 
 
 def slice_between(model: nn.Module, blocks: Sequence[str], comm: TensorComm) -> None:

@@ -132,11 +132,11 @@ def run_asked(keys: dict[str, Any], run_dir: str, stop: bool) -> dict[str, Any]:
     """
     first_sums = Trainer._first_sums
 
-    def asked(trainer: Trainer) -> NamedVector:
+    def asked(trainer: Trainer, read: Any) -> NamedVector:
         if trainer.progress.steps == 3 and trainer.world.index == trainer.world.size - 1:
             trainer.stop._note_save(SAVE, None)
             trainer.stop.first = signal.SIGTERM if stop else None
-        return first_sums(trainer)
+        return first_sums(trainer, read)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Trainer, "_first_sums", asked)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +31,22 @@ FEATURES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def plain(ranks, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+    """Return what the job with a feature comes to without stages."""
+
+    @cache
+    def found(name: str) -> list[dict[str, Any]]:
+        folder = tmp_path_factory.mktemp("plain")
+        return in_stages(small(**FEATURES[name]), folder, ranks, dp=2, pp=1)
+
+    return found
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
 @pytest.mark.parametrize("name", FEATURES)
-def test_features(ranks, tmp_path: Path, name: str, schedule: str) -> None:
-    keys = small(**FEATURES[name])
-    plain = in_stages(keys, tmp_path / "plain", ranks, dp=2, pp=1)
-    keys["parallel"] = {"schedule": schedule, "pp": 2}
+def test_features(ranks, tmp_path: Path, plain: Any, name: str, schedule: str) -> None:
+    keys = small(**FEATURES[name], parallel={"schedule": schedule, "pp": 2})
     found = in_stages(keys, tmp_path / "many", ranks, dp=2, pp=2)
-    assert losses(found[0]) == losses(plain[0])
-    assert_equal(whole(found), whole(plain))
+    assert losses(found[0]) == losses(plain(name)[0])
+    assert_equal(whole(found), whole(plain(name)))

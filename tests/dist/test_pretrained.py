@@ -198,12 +198,11 @@ def test_in_a_loop_of_the_users_own(ranks, tmp_path):
 
 
 def test_a_plan_is_traced_as_the_model_trains():
-    """Recomputed without a cache, and with one where nothing is recomputed."""
+    """Without a cache, whatever the config says of it."""
     traces = {}
     for setting in (True, False):
         keys = keys_of(LLAMA, "none", 0)
         keys["model"]["args"]["use_cache"] = setting
         job = JobConfig.model_validate({"name": "t", "steps": 1, "batch": GLOBAL, **keys})
         traces[setting] = trace_job(job, HERE, checkpoints=("full", "none")).traces
-    assert traces[True]["full"] == traces[False]["full"]
-    assert traces[True]["none"] != traces[False]["none"]
+    assert traces[True] == traces[False]

@@ -1,8 +1,9 @@
 """Leave out the cache of keys and values that decoders of transformers fill in training too.
 
-Their config says `use_cache: true` by default. A block that is recomputed in backward would append
-its keys and values a second time, so the model's own gradient checkpointing leaves the cache out;
-and a compiled block would be compiled once per layer, because each has a place of its own in it.
+Their config says `use_cache: true` by default, and each block then keeps a copy of its keys and
+values. A block that is recomputed in backward would append them a second time, so the model's own
+gradient checkpointing leaves the cache out; a compiled block would be compiled once per layer,
+because each has a place of its own in it; and it would go around the borders of a pipeline.
 Passes without gradients, such as those of `model.generate`, and the config itself stay as the user
 has set them.
 """
@@ -18,29 +19,22 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from zrun_core.errors import UserCodeError
-from zrun_core.spine.sections.activations import ActivationsConfig
 from zrun_core.user_code.pretrained import config_of
 
 _ARGUMENT = "use_cache"
 
 
-def omit_cache(
-    model: nn.Module, activations: ActivationsConfig, *, compile: bool
-) -> list[RemovableHandle]:
-    """Have differentiated passes of `model` keep no cache, if blocks are recomputed or compiled.
+def omit_cache(model: nn.Module) -> list[RemovableHandle]:
+    """Have differentiated passes of `model` keep no cache.
 
     A forward that is asked for its cache by an argument of its own still keeps one.
 
     Args:
         model: a model of transformers, or any module around some of these.
-        activations: which blocks are recomputed.
-        compile: whether blocks are compiled.
 
     Returns:
         the hooks that do it; none where the model would keep no cache.
     """
-    if activations.checkpoint == "none" and not compile:
-        return []
     hooks = []
     for module in filter(_is_on, model.modules()):
         places = list(inspect.signature(module.forward).parameters)

@@ -251,7 +251,7 @@ def transform(
             notes.append(
                 f"activations.checkpoint: {policy} replaces the model's own gradient checkpointing"
             )
-    if omit_cache(model, activations, compile=compile):
+    if omit_cache(model):
         notes.append(
             "training keeps no cache of keys and values: config.use_cache counts where there are "
             "no gradients, as in model.generate"

@@ -228,7 +228,7 @@ class TracedModel:
         """Let blocks recompute as `policy` says; all else is as in training."""
         config = ActivationsConfig(checkpoint=policy, n=self._job.activations.n)  # type: ignore[arg-type]
         with apply_checkpointing(self.model, config) as undo:
-            for hook in omit_cache(self.model, config, compile=self._job.compile):
+            for hook in omit_cache(self.model):
                 undo.callback(hook.remove)
             yield
 

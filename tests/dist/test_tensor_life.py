@@ -10,10 +10,11 @@ import numpy as np
 import pipeline_zoo
 import pytest
 import torch
+from distances import values
 from pipeline_table import transformer
 from runs import losses
 from safetensors.torch import load_file, save_file
-from test_tensor_parallel import on_axes, small, values
+from test_tensor_parallel import on_axes, small
 
 from zrun_core.checkpoint.export import export
 from zrun_core.checkpoint.folder import read_step

@@ -367,44 +367,102 @@ def with_own_forward() -> Net:
             'parallel.plan, as in {"*.q_proj": colwise, "*.o_proj": rowwise}, or tp: 1: its '
             'linears are "blocks.*.q", "blocks.*.kv", "blocks.*.o", "blocks.*.up", "blocks.*.down"',
         ),
-        (Net, {"q": "colwise"}, "parallel.plan: no module matches 'q': a pattern speaks of a whole "
-        "name; write '*.q'"),
-        (Net, {"blocks.*.quer": "colwise"}, "parallel.plan: no module matches 'blocks.*.quer'; did "
-        "you mean 'blocks.*.q'?"),
-        (Net, {**ROLES, "*.n_heads": "divide"}, "parallel.plan: no integer attribute matches "
-        "'*.n_heads'; did you mean 'n_head'?"),
-        (Net, {**ROLES, "*.[oq]": "rowwise"}, "parallel.plan: blocks.0.q matches '*.q' and "
-        "'*.[oq]': write patterns of which each module matches one"),
-        (Net, {"*.q": "colwise"}, "parallel.plan: blocks.0.q is colwise, and no row linear after "
-        "it takes the slices that it makes: give a role rowwise too, or write blocks.0.q: whole"),
-        (Net, {"*.o": "rowwise"}, "parallel.plan: blocks.0.o is rowwise, and no column linear "
-        "before it makes the slices that it takes: give a role colwise too, or write blocks.0.o: "
-        "whole"),
-        (Net, {**ROLES, "*.kv": "fused 3"}, "parallel.plan: blocks.0.kv has 16 rows, and 16 / "
-        "(1:1:1) = 5.33 is not whole: write the sections in the proportions that they have"),
-        (Net, {**ROLES, "embed": "colwise"}, "parallel.plan: embed is of Embedding, and colwise "
-        "divides an nn.Linear; name the linears in it, or leave it out"),
-        (Net, {**ROLES, "head": "vocabulary"}, "parallel.plan: head is of Linear, and vocabulary "
-        "divides an nn.Embedding"),
-        (Net, {**ROLES, "embed": "vocabulary"}, "parallel.plan: embed.weight and head.weight are "
-        "one parameter, and only the first is divided so: give both modules a role, for example "
-        "head: head or vocabulary, or head and embed: whole"),
-        (Net, {**ROLES, "*.attention.out_proj": "rowwise"}, "parallel.plan: blocks.0.attention is "
-        "an nn.MultiheadAttention, which computes with its weights as a whole: write "
-        "blocks.0.attention: attention, in place of blocks.0.attention.out_proj"),
-        (Net, {**ROLES, "embed": "attention"}, "parallel.plan: embed is of Embedding, and "
-        "attention divides an nn.MultiheadAttention; write embed: whole"),
-        (Net, {**ROLES, "*.norm": "experts"}, "parallel.plan: blocks.0.norm.weight is whole, and "
-        "blocks.0.norm sums what ranks make with it; write blocks.0.norm.weight: colwise, fused 2 "
-        "or rowwise, once where it is added to their results, or summed where it scales slices"),
-        (with_batch_norm, MLP, "parallel.tp: blocks.1.between is a BatchNorm1d, whose running "
-        "statistics would be of slices, between blocks.1.up and blocks.1.down; write a norm "
-        "without them, or blocks.1.up: whole and blocks.1.down: whole"),
-        (with_own_forward, MLP, "parallel.plan: blocks.0.down is a Scaling with a forward of its "
-        "own, and the bias of a rowwise linear is added after the sum over ranks: make it an "
-        "nn.Linear, or write blocks.0.down: whole"),
+        (
+            Net,
+            {"q": "colwise"},
+            "parallel.plan: no module matches 'q': a pattern speaks of a whole name; write '*.q'",
+        ),
+        (
+            Net,
+            {"blocks.*.quer": "colwise"},
+            "parallel.plan: no module matches 'blocks.*.quer'; did you mean 'blocks.*.q'?",
+        ),
+        (
+            Net,
+            {**ROLES, "*.n_heads": "divide"},
+            "parallel.plan: no integer attribute matches '*.n_heads'; did you mean 'n_head'?",
+        ),
+        (
+            Net,
+            {**ROLES, "*.[oq]": "rowwise"},
+            "parallel.plan: blocks.0.q matches '*.q' and "
+            "'*.[oq]': write patterns of which each module matches one",
+        ),
+        (
+            Net,
+            {"*.q": "colwise"},
+            "parallel.plan: blocks.0.q is colwise, and no row linear after "
+            "it takes the slices that it makes: give a role rowwise too, or write blocks.0.q: "
+            "whole",
+        ),
+        (
+            Net,
+            {"*.o": "rowwise"},
+            "parallel.plan: blocks.0.o is rowwise, and no column linear "
+            "before it makes the slices that it takes: give a role colwise too, or write "
+            "blocks.0.o: whole",
+        ),
+        (
+            Net,
+            {**ROLES, "*.kv": "fused 3"},
+            "parallel.plan: blocks.0.kv has 16 rows, and 16 / "
+            "(1:1:1) = 5.33 is not whole: write the sections in the proportions that they have",
+        ),
+        (
+            Net,
+            {**ROLES, "embed": "colwise"},
+            "parallel.plan: embed is of Embedding, and colwise "
+            "divides an nn.Linear; name the linears in it, or leave it out",
+        ),
+        (
+            Net,
+            {**ROLES, "head": "vocabulary"},
+            "parallel.plan: head is of Linear, and vocabulary divides an nn.Embedding",
+        ),
+        (
+            Net,
+            {**ROLES, "embed": "vocabulary"},
+            "parallel.plan: embed.weight and head.weight are "
+            "one parameter, and only the first is divided so: give both modules a role, for "
+            "example head: head or vocabulary, or head and embed: whole",
+        ),
+        (
+            Net,
+            {**ROLES, "*.attention.out_proj": "rowwise"},
+            "parallel.plan: blocks.0.attention is "
+            "an nn.MultiheadAttention, which computes with its weights as a whole: write "
+            "blocks.0.attention: attention, in place of blocks.0.attention.out_proj",
+        ),
+        (
+            Net,
+            {**ROLES, "embed": "attention"},
+            "parallel.plan: embed is of Embedding, and "
+            "attention divides an nn.MultiheadAttention; write embed: whole",
+        ),
+        (
+            Net,
+            {**ROLES, "*.norm": "experts"},
+            "parallel.plan: blocks.0.norm.weight is whole, and "
+            "blocks.0.norm sums what ranks make with it; write blocks.0.norm.weight: colwise, "
+            "fused 2 or rowwise, once where it is added to their results, or summed where it "
+            "scales slices",
+        ),
+        (
+            with_batch_norm,
+            MLP,
+            "parallel.tp: blocks.1.between is a BatchNorm1d, whose running "
+            "statistics would be of slices, between blocks.1.up and blocks.1.down; write a norm "
+            "without them, or blocks.1.up: whole and blocks.1.down: whole",
+        ),
+        (
+            with_own_forward,
+            MLP,
+            "parallel.plan: blocks.0.down is a Scaling with a forward of its "
+            "own, and the bias of a rowwise linear is added after the sum over ranks: make it an "
+            "nn.Linear, or write blocks.0.down: whole",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_divided_is_refused(
     model: Callable[[], nn.Module], plan: Mapping[str, str] | None, message: str
 ) -> None:

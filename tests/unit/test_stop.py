@@ -19,9 +19,9 @@ from zrun.launch.failures import FailureNote, WorkerExit
 from zrun.launch.supervise import SupervisedRun, Supervisor, judge
 from zrun.runs.rundir import RunDir
 from zrun.system.deadlines import AwakeClock
-from zrun.system.signals import STOP_NOW, LauncherSignals, stoppable
+from zrun.system.signals import STOP_NOW, LauncherSignals, held, stoppable
 from zrun.transport.frames import Frame, StopMode
-from zrun_core.errors import RendezvousError
+from zrun_core.errors import RendezvousError, StoppedError
 from zrun_core.spine.sections.guards import LimitsConfig
 from zrun_core.spine.spec import LaunchPlan, RankPlace
 from zrun_core.spine.stop_signals import SAVE, StopSignals
@@ -563,3 +563,23 @@ def test_a_peer_that_felt_the_others_stop_is_no_failure(rundir):
     )
     run.exits += [WorkerExit(0, -signal.SIGUSR1, 1.0), WorkerExit(1, 5, 1.1, note=note)]
     assert judge(run, plan(), rundir, signals) == (143, None)
+
+
+@pytest.mark.parametrize("number", [INT, TERM, USR1])
+def test_a_signal_while_agents_are_started_waits_until_all_can_be_ended(number):
+    started: list[str] = []
+
+    def start() -> None:
+        with stoppable(lambda: "early"), held():
+            signal.raise_signal(number)
+            signal.raise_signal(INT)
+            started.extend(["a", "b"])
+
+    handlers = {each: signal.getsignal(each) for each in (INT, TERM, HUP, USR1, SAVE)}
+    try:
+        with pytest.raises(StoppedError, match="stopped early"):
+            start()
+        assert started == ["a", "b"]
+    finally:
+        for each, handler in handlers.items():
+            signal.signal(each, handler)

@@ -35,7 +35,7 @@ from zrun.job.environment import forwarded_environment
 from zrun.launch.launch_request import AttemptResult, LaunchRequest
 from zrun.launch.restarts import Restarts
 from zrun.system.output import say
-from zrun.system.signals import ignore, stoppable
+from zrun.system.signals import held, ignore, stoppable
 from zrun.transport.agent_process import AgentLink, LocalAgent, close_all
 from zrun.transport.join import (
     JoinedAgent,
@@ -116,7 +116,8 @@ def _run(request: LaunchRequest, early: LocalAgent | None) -> int:
             unfit: PreflightError | None = None
             try:
                 if not members:
-                    members = _start_agents(request)
+                    with held():
+                        members = _start_agents(request)
                 result = _attempt(request, members)
             except PreflightError as error:
                 if not request.is_restart:

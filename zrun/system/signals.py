@@ -142,6 +142,27 @@ def stoppable(when: Callable[[], str]) -> Iterator[Callable[[], None]]:
                 signal.signal(number, handler)
 
 
+@contextmanager
+def held() -> Iterator[None]:
+    """Hold signals that ask for the end back until the end of the block.
+
+    What is started inside is then in the hands that clean it away.
+    """
+    came: list[int] = []
+
+    def note(number: int, _: FrameType | None) -> None:
+        came.append(number)
+
+    before = {number: signal.signal(number, note) for number in stop_signals()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    for number in came:
+        signal.raise_signal(number)
+
+
 def ends_with_parent(turn: Callable[[], None]) -> Callable[[], None]:
     """Return `turn`, made to raise SIGTERM here if the parent of this process has ended."""
     parent = os.getppid()

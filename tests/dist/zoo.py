@@ -465,15 +465,30 @@ class Leaky(nn.Module):
         return self.inner(x) * self.scale * self.mask, self.inner.weight, self.inner.weight.t()
 
 
+class Withheld(torch.autograd.Function):
+    """A product whose weight gets no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (weight,) = ctx.saved_tensors
+        return grad * weight, None
+
+
 class Odd(nn.Module):
     def __init__(self) -> None:
         super().__init__()
+        self.withheld = nn.Parameter(torch.full((DIM,), 0.5))
         self.first = nn.Linear(DIM, DIM)
         self.parts = nn.ModuleList(Leaky() for _ in range(3))
         self.last = nn.Linear(4 * DIM, 1)
 
     def forward(self, x: Tensor, y: Tensor, domain: Tensor) -> Tensor:
-        x = self.first(x)
+        x = Withheld.apply(self.first(x), self.withheld)
         for part in self.parts:
             wide, weight, turned = part(x)
             self.last(wide)

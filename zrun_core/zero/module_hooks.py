@@ -310,13 +310,13 @@ def _post_accumulate_grad(
     assert unit is not None
     assert gatherer is not None
     assert reducer is not None
+    grad = param.grad
+    if grad is None:  # a function of the user's, or one that holds it, has given none
+        return
     micro = gatherer.micro
     micro.on_gradient_arrival(of_param=True)
     if micro.held is not None:
-        grad = param.grad
         param.grad = None
-        if grad is None:  # what makes it is held already
-            return
         held = HeldGrad(unit, number, lambda: grad)
         if unit.index in micro.held.at_once:
             param.grad = grad

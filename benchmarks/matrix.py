@@ -168,7 +168,7 @@ def cached(made: dict[Cell, Found], cell: Cell, pool: RankPool) -> Found:
 def report(results: Results) -> str:
     """Return the table, what is refused and why, and what failed."""
     head = [f"zero {stage}" for stage in STAGES]
-    lines = [f"{'axes':18}" + "".join(f"{each:>18}" for each in head)]
+    lines = [f"{'axes':18}" + "".join(f"{each:>24}" for each in head)]
     for axes in AXES:
         cells = [
             shown(count)
@@ -176,7 +176,7 @@ def report(results: Results) -> str:
             if (count := verdicts(results, axes=axes, stage=stage)).total()
         ]
         if cells:
-            lines.append(f"{axes:18}" + "".join(f"{each:>18}" for each in cells))
+            lines.append(f"{axes:18}" + "".join(f"{each:>24}" for each in cells))
     lines += ["", *notes(results)]
     for cell, result in results.items():
         if result.verdict == FAILED:

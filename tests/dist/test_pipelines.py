@@ -14,8 +14,8 @@ import pytest
 import torch
 from runs import job, losses, run
 
-from zrun_core.stages import weight_grads
-from zrun_core.stages.weight_grads import _weight_grad
+from zrun_core.tensor_parallel import linear_product
+from zrun_core.tensor_parallel.linear_product import _weight_grad
 
 STEPS = 4
 GPT = {"vocab_size": 13, "dim": 16, "depth": 4, "heads": 2, "seq_len": 6}
@@ -115,7 +115,7 @@ def held(keys: dict[str, Any], run_dir: str, dims: dict[str, int]) -> int:
         made.append(sys._getframe(1).f_code.co_name)
         return _weight_grad(*args, **options)
 
-    with patch.object(weight_grads, "_weight_grad", weight_grad):
+    with patch.object(linear_product, "_weight_grad", weight_grad):
         found = run(keys, run_dir, dims=dims)
     assert not found["error"]
     return made.count("_add")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -17,6 +19,8 @@ from torch._subclasses import FakeTensor
 from toys import world
 
 from zrun_core.distributed.comm import CommPhase
+from zrun_core.tensor_parallel import linear_product
+from zrun_core.tensor_parallel.tensor_comm import TensorComm
 
 STEPS = 2
 SGD = {"name": "sgd", "lr": 0.1, "clip": 1.0, "args": {"momentum": 0.9}}
@@ -101,6 +105,53 @@ def alone(ranks, tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_models(ranks, tmp_path: Path, alone: Any, model: str, sequence: bool) -> None:
     keys = small(**MODELS[model], parallel={"tp": 2, "sequence": sequence})
     assert_close(on_axes(keys, tmp_path / "run", ranks), alone(keys), 1e-6)
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
+def test_weights_have_their_gradients_made_while_ranks_add_up(
+    ranks, tmp_path: Path, sequence: bool
+) -> None:
+    parallel = {"tp": 2, "sequence": sequence}
+    keys = small(**MODELS["llama"], parallel=parallel, zero=3)
+    keys["activations"] = {"checkpoint": "full"}
+    kind = "begin_reduce_scatter" if sequence else "begin_all_reduce"
+    head = ["begin_all_reduce", "dw", "end"]
+    mlp = [kind, "dw", "dw", "end"]
+    attention = [kind, "dw", "end"]
+    micro_batch = head + 4 * (mlp + attention)
+    assert ranks(2).run(beside_sums, keys, str(tmp_path)) == [STEPS * 4 * micro_batch] * 2
+
+
+def beside_sums(keys: dict[str, Any], run_dir: str) -> list[str]:
+    """Return what backward does at the inputs of regions: sums of gradients, and products."""
+    done: list[str] = []
+
+    def logged(begin: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(comm: TensorComm, tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
+            wait = begin(comm, tensor, *args, **options)
+            if "input of" not in str((args, options)) or not _is_in_backward():
+                return wait
+            done.append(begin.__name__)
+            return lambda: (wait(), done.append("end"))[0]
+
+        return wrapped
+
+    def weight_grad(*args: Any, **options: Any) -> Any:
+        done.append("dw")
+        return made(*args, **options)
+
+    made = linear_product._weight_grad
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(linear_product, "_weight_grad", weight_grad))
+        for begin in (TensorComm.begin_all_reduce, TensorComm.begin_reduce_scatter):
+            stack.enter_context(patch.object(TensorComm, begin.__name__, logged(begin)))
+        found = run(keys, run_dir, dims={"dp": 1, "tp": 2})
+    assert not found["error"], found["error"]
+    return done
+
+
+def _is_in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
 
 
 class Adding(nn.Module):

@@ -12,14 +12,19 @@ gradients come together, in one order, and have the bits of a backward that make
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
 
-from zrun_core.tensor_parallel.regions import PRODUCT, product_without_bias
+from zrun_core.tensor_parallel.linear_product import (
+    PRODUCT,
+    Hold,
+    LatePlan,
+    is_linear,
+    late_product,
+)
 
 
 class WeightGrads:
@@ -36,110 +41,29 @@ class WeightGrads:
         Not those whose weights others use too, and those with a forward of the user's own. Of a row
         linear of a tensor-parallel region it is the weight only: its bias comes after the sum.
         """
-        self.hold: Callable[[nn.Parameter, Callable[[], torch.Tensor]], None] | None = None
+        self.hold: Hold | None = None
         self.params: list[nn.Parameter] = []
         modules = {id(inner): inner for block in blocks for inner in block.modules()}
         owners = Counter(
             id(param) for inner in modules.values() for param in inner._parameters.values()
         )
         for inner in modules.values():
-            is_row = PRODUCT in vars(inner)
-            if not _is_linear(inner) or ("forward" in vars(inner) and not is_row):
+            is_of_region = PRODUCT in vars(inner)
+            if not is_linear(inner) or ("forward" in vars(inner) and not is_of_region):
                 continue
             own = [param for param in inner._parameters.values() if param is not None]
             if not all(owners[id(param)] == 1 for param in own):
                 continue
             self.params += own
-            if is_row:
-                vars(inner)[PRODUCT] = partial(_row_product, self)
+            if is_of_region:
+                vars(inner)[PRODUCT] = self._product
             else:
-                vars(inner)["forward"] = partial(_forward, inner, self)
+                vars(inner)["forward"] = partial(self._forward, inner)
 
+    def _forward(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return self._product(module, x, module._parameters["bias"])
 
-def _is_linear(module: nn.Module) -> bool:
-    """Return whether the module is torch's linear, or the transposed one of transformers."""
-    if not isinstance(module._parameters.get("weight"), nn.Parameter):
-        return False  # as where a parametrization computes it
-    is_torchs = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
-    return is_torchs or _is_transposed(module)
-
-
-def _is_transposed(module: nn.Module) -> bool:
-    """Return whether it is transformers' Conv1D, of weight [inputs, outputs], which GPT-2 has."""
-    kind = type(module)
-    return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
-
-
-def _forward(module: nn.Module, grads: WeightGrads, x: torch.Tensor) -> torch.Tensor:
-    if not _is_trained(module):
-        return type(module).forward(module, x)  # type: ignore[no-any-return]
-    return _product(module, grads, x, module._parameters["bias"])
-
-
-def _row_product(grads: WeightGrads, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    if not _is_trained(module):
-        return product_without_bias(module, x)
-    return _product(module, grads, x, None)
-
-
-def _is_trained(module: nn.Module) -> bool:
-    return torch.is_grad_enabled() and module.get_parameter("weight").requires_grad
-
-
-def _product(
-    module: nn.Module, grads: WeightGrads, x: torch.Tensor, bias: nn.Parameter | None
-) -> torch.Tensor:
-    """Return x w' + b, by a function whose backward may leave the weights' gradients for later."""
-    weight = module.weight
-    assert isinstance(weight, nn.Parameter)
-    device = x.device.type
-    used = weight
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        x = x.to(dtype)
-        used = weight.to(dtype)  # type: ignore[assignment]
-    transposed = _is_transposed(module)
-    y: torch.Tensor = _Product.apply(x, used, bias, (grads, weight, bias, transposed))  # type: ignore[no-untyped-call]
-    return y
-
-
-class _Product(torch.autograd.Function):
-    """x w' + b, whose backward makes the gradients of w and b at once or keeps what they need."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, about: Any
+    def _product(
+        self, module: nn.Module, x: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.about = about
-        transposed = about[3]
-        if not transposed:
-            return nn.functional.linear(x, weight, bias)
-        rows = x.view(-1, x.shape[-1])
-        y = rows.mm(weight) if bias is None else torch.addmm(bias, rows, weight)
-        return y.view(*x.shape[:-1], weight.shape[1])
-
-    @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, used = ctx.saved_tensors
-        grads, weight, bias, transposed = ctx.about
-        dx = None
-        if ctx.needs_input_grad[0]:
-            dx = dy.matmul(used.t() if transposed else used)
-        of_weight = partial(_weight_grad, x, dy, transposed=transposed)
-        if grads.hold is None:
-            return dx, of_weight(), _bias_grad(dy) if ctx.needs_input_grad[2] else None, None
-        if ctx.needs_input_grad[2]:
-            grads.hold(bias, partial(_bias_grad, dy))
-        grads.hold(weight, of_weight)
-        return dx, None, None, None
-
-
-def _weight_grad(x: torch.Tensor, dy: torch.Tensor, *, transposed: bool) -> torch.Tensor:
-    x = x.reshape(-1, x.shape[-1])
-    dy = dy.reshape(-1, dy.shape[-1])
-    return x.t().mm(dy) if transposed else dy.t().mm(x)
-
-
-def _bias_grad(dy: torch.Tensor) -> torch.Tensor:
-    return dy.reshape(-1, dy.shape[-1]).sum(0)
+        return late_product(module, x, bias, LatePlan(lambda: self.hold))

@@ -12,13 +12,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from zrun_core.tensor_parallel.tensor_comm import TensorComm
 
 Move = Callable[[torch.Tensor], torch.Tensor]  # between what ranks have
+Begin = Callable[[torch.Tensor], Callable[[], torch.Tensor]]  # begins a move; a call waits for it
+
+
+class Border(NamedTuple):
+    """Where a region begins: what its input becomes, and what the gradient of that becomes.
+
+    Attributes:
+        there: of the input, in forward.
+        begin_back: of the gradient, in backward.
+    """
+
+    there: Move
+    begin_back: Begin
 
 
 class _Border(torch.autograd.Function):
@@ -38,6 +51,16 @@ def cross(x: torch.Tensor, there: Move, back: Move) -> torch.Tensor:
     """Return what `there` makes of `x`; its gradient is what `back` makes of the result's."""
     moved: torch.Tensor = _Border.apply(x, there, back)  # type: ignore[no-untyped-call]
     return moved
+
+
+def copy_border(comm: TensorComm, name: str) -> Border:
+    """Return f: the same on all ranks, and its gradient is summed over them.
+
+    Args:
+        comm: of the ranks.
+        name: what crosses it, for messages.
+    """
+    return Border(_same, partial(comm.begin_all_reduce, name=name))
 
 
 def copy_in(x: torch.Tensor, comm: TensorComm, name: str) -> torch.Tensor:

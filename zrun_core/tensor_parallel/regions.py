@@ -18,7 +18,7 @@ forgotten, by the next one that is entered.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -26,14 +26,13 @@ from torch import nn
 
 from zrun_core.distributed.rng import Streams
 from zrun_core.spine.sections.tensor_roles import Role
-from zrun_core.tensor_parallel.borders import copy_in, sum_out
+from zrun_core.tensor_parallel.borders import copy_border, sum_out
+from zrun_core.tensor_parallel.column_grads import ColumnGrads
+from zrun_core.tensor_parallel.linear_product import PRODUCT, plain_product
 from zrun_core.tensor_parallel.region import Region
-from zrun_core.tensor_parallel.sequence import gather_in, scatter_out
+from zrun_core.tensor_parallel.sequence import gather_border, scatter_out
 from zrun_core.tensor_parallel.tensor_comm import TensorComm
 from zrun_core.tensor_parallel.torch_attention import replace_forward
-
-# Attribute of a row linear: computes its product with what it is given, without the bias.
-PRODUCT = "_zrun_product"
 
 
 class Regions:
@@ -57,11 +56,16 @@ class Regions:
             region: of it.
             is_sliced: around it, each rank has a slice of the sequence: see `sequence.py`.
         """
-        send = torch.compiler.disable(functools.partial(self._send_out, is_sliced=is_sliced))
+        columns = _columns_by_entry(model, region)
+        send = functools.partial(
+            self._send_out, columns=list(columns.values()), is_sliced=is_sliced
+        )
+        send = torch.compiler.disable(send)
         row = model.get_submodule(region.row)
         for number, name in enumerate(region.entries):
             enter = functools.partial(
                 self._enter_at,
+                columns=columns[name],
                 is_first=number == 0,
                 is_sliced=is_sliced,
                 is_hidden=region.role is Role.EXPERTS,
@@ -78,16 +82,20 @@ class Regions:
 
         @torch.compiler.disable  # type: ignore[untyped-decorator]
         def forward(x: torch.Tensor) -> torch.Tensor:
-            y: torch.Tensor = send(vars(row)[PRODUCT](row, x), name=region.row)
+            y: torch.Tensor = send(vars(row)[PRODUCT](row, x, None), name=region.row)
             bias = row._parameters.get("bias")
             return y if bias is None else y + bias.to(y.dtype)
 
-        vars(row)[PRODUCT] = product_without_bias
+        vars(row)[PRODUCT] = plain_product
         vars(row)["forward"] = forward
 
-    def _send_out(self, part: torch.Tensor, *, name: str, is_sliced: bool) -> torch.Tensor:
+    def _send_out(
+        self, part: torch.Tensor, *, name: str, columns: Sequence[ColumnGrads], is_sliced: bool
+    ) -> torch.Tensor:
         """Return the sum of all ranks' parts, and draw as outside of the region."""
         what = f"output of {name}"
+        for each in columns:
+            each.leave()
         if is_sliced:
             return scatter_out(part, self.comm, what)
         self.leave()
@@ -99,6 +107,7 @@ class Regions:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         *,
+        columns: ColumnGrads,
         is_first: bool,
         is_sliced: bool,
         is_hidden: bool,
@@ -109,6 +118,7 @@ class Regions:
         Args:
             module: where the region begins.
             args, kwargs: that it is given.
+            columns: that begin there.
             is_first: it is the first of the modules where the region begins.
             is_sliced: this rank has a slice of the sequence around it.
             is_hidden: all tensors are of that slice; else the first one is, and others are whole.
@@ -116,18 +126,22 @@ class Regions:
         """
         if is_first and not is_sliced:
             self.enter(is_training=module.training)
-        known: dict[int, torch.Tensor] = {}  # queries, keys and values may be one tensor
+        given = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
+        tensors = {id(each): each for each in given}  # queries, keys and values may be one tensor
+        borders = []
+        for number, tensor in enumerate(tensors.values()):
+            is_slice = is_sliced and (is_hidden or number == 0)
+            if is_slice:
+                borders.append(gather_border(tensor, self.comm, name))
+            else:
+                borders.append(copy_border(self.comm, name))
+        inside = columns.enter(list(tensors.values()), borders)
+        brought = dict(zip(tensors, inside, strict=True))
 
-        def brought(value: Any) -> Any:
-            if not isinstance(value, torch.Tensor):
-                return value
-            if id(value) not in known:
-                is_slice = is_sliced and (is_hidden or not known)
-                bring = gather_in if is_slice else copy_in
-                known[id(value)] = bring(value, self.comm, name)
-            return known[id(value)]
+        def bring(value: Any) -> Any:
+            return brought.get(id(value), value)
 
-        return tuple(map(brought, args)), {key: brought(value) for key, value in kwargs.items()}
+        return tuple(map(bring, args)), {key: bring(value) for key, value in kwargs.items()}
 
     def draw_in(self, block: nn.Module) -> None:
         """Draw from the stream of regions in all of a block: each rank has other tokens there."""
@@ -168,12 +182,14 @@ def _send_results(module: nn.Module, send: Callable[[torch.Tensor], torch.Tensor
     vars(module)["forward"] = forward
 
 
-def product_without_bias(linear: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """Return the product with the weight of a linear, without its bias."""
-    weight = linear.get_parameter("weight")
-    if isinstance(linear, nn.Linear):
-        return nn.functional.linear(x, weight)
-    return x @ weight  # transformers' Conv1D has it transposed
+def _columns_by_entry(model: nn.Module, region: Region) -> dict[str, ColumnGrads]:
+    """Return the column linears that begin at each entry of a region, none of modules' own."""
+    if region.role is not None:
+        return {name: ColumnGrads([]) for name in region.entries}
+    if len(region.entries) > 1:
+        return {name: ColumnGrads([model.get_submodule(name)]) for name in region.entries}
+    columns = [model.get_submodule(name) for name in region.columns]
+    return {region.entries[0]: ColumnGrads(columns)}
 
 
 def count_once(model: nn.Module, name: str, degree: int) -> None:

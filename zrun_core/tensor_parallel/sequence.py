@@ -21,22 +21,22 @@ import torch
 from torch import nn
 
 from zrun_core.errors import JobError
-from zrun_core.tensor_parallel.borders import Move, cross, gather_out, split_in
+from zrun_core.tensor_parallel.borders import Border, Move, cross, gather_out, split_in
 from zrun_core.tensor_parallel.tensor_comm import TensorComm
 
 _DIM = 1  # of [batch, sequence, hidden]
 
 
-def gather_in(x: torch.Tensor, comm: TensorComm, name: str) -> torch.Tensor:
-    """Return the whole sequence, [b, s, h], at the input of a region.
+def gather_border(x: torch.Tensor, comm: TensorComm, name: str) -> Border:
+    """Return what makes of `x` the whole sequence, [b, s, h], at the input of a region.
 
     Args:
         x: [b, s / size, h], or [b * s / size, h] of tokens that are computed one by one.
         comm: of the ranks.
         name: what it is, for messages.
     """
-    gather, scatter = _moves(x, comm, name)
-    return cross(x, gather, scatter)
+    gather, _ = _moves(x, comm, name)
+    return Border(gather, partial(comm.begin_reduce_scatter, dim=_dim(x), name=name))
 
 
 def scatter_out(y: torch.Tensor, comm: TensorComm, name: str) -> torch.Tensor:
@@ -53,9 +53,13 @@ def scatter_out(y: torch.Tensor, comm: TensorComm, name: str) -> torch.Tensor:
 
 def _moves(tokens: torch.Tensor, comm: TensorComm, name: str) -> tuple[Move, Move]:
     """Return a gather and a scattered sum of tokens: routed ones are [batch * sequence, hidden]."""
-    dim = _DIM if tokens.dim() > 2 else 0
+    dim = _dim(tokens)
     gather = partial(comm.all_gather, dim=dim, name=name)
     return gather, partial(comm.reduce_scatter, dim=dim, name=name)
+
+
+def _dim(tokens: torch.Tensor) -> int:
+    return _DIM if tokens.dim() > 2 else 0
 
 
 def slice_between(model: nn.Module, blocks: Sequence[str], comm: TensorComm) -> None:

@@ -1,10 +1,12 @@
 """Collectives of activations, among ranks that have parts of the same layers.
 
-Whoever asks waits: what follows in the forward, or in the backward, needs the result. All ranks of
-the group ask for the same ones in the same order.
+Whoever asks waits: what follows in the forward, or in the backward, needs the result, but for what
+`begin_...` begins. All ranks of the group ask for the same ones in the same order.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 
@@ -41,16 +43,23 @@ class TensorComm:
             tensor: of any shape, alike on all ranks.
             name: what it is about, the same on all ranks.
         """
-        if self.size == 1:
-            return tensor
-        total = tensor.clone(memory_format=torch.contiguous_format)
-        self._sum(total.view(-1), name)
-        return total
+        return self.begin_all_reduce(tensor, name)()
 
-    def _sum(self, flat: torch.Tensor, name: str) -> None:
+    def begin_all_reduce(self, tensor: torch.Tensor, name: str) -> Callable[[], torch.Tensor]:
+        """Begin `all_reduce`, and return what waits for it: other work may come between."""
+        if self.size == 1:
+            return lambda: tensor
+        total = tensor.clone(memory_format=torch.contiguous_format)
+        flat = total.view(-1)
         numel = -(-flat.numel() // self.size) * self._comm.num_recv_shards(self._group)
         received = flat.new_empty(numel)
-        self._comm.all_reduce(flat, received, self._group, tag=ACTIVATION_TAG, name=name).wait()
+        sent = self._comm.all_reduce(flat, received, self._group, tag=ACTIVATION_TAG, name=name)
+
+        def wait() -> torch.Tensor:
+            sent.wait()
+            return total
+
+        return wait
 
     def all_reduce_max(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
         """Return the largest over ranks of each element.
@@ -94,12 +103,18 @@ class TensorComm:
             dim: along which the sum is divided.
             name: as of `all_reduce`.
         """
+        return self.begin_reduce_scatter(tensor, dim, name)()
+
+    def begin_reduce_scatter(
+        self, tensor: torch.Tensor, dim: int, name: str
+    ) -> Callable[[], torch.Tensor]:
+        """Begin `reduce_scatter`, and return what waits for it: other work may come between."""
         if self.size == 1:
-            return tensor
+            return lambda: tensor
         rows = torch.stack(tensor.chunk(self.size, dim))
         part = torch.empty_like(rows[0])
         received = part.new_empty(part.numel() * self._comm.num_recv_shards(self._group))
-        self._comm.reduce_scatter(
+        sent = self._comm.reduce_scatter(
             rows.view(-1),
             received,
             part.view(-1),
@@ -107,5 +122,10 @@ class TensorComm:
             accumulate=False,
             tag=ACTIVATION_TAG,
             name=name,
-        ).wait()
-        return part
+        )
+
+        def wait() -> torch.Tensor:
+            sent.wait()
+            return part
+
+        return wait

@@ -8,7 +8,6 @@ Both may have the same weight. The sum's gradient is the same on all ranks; f su
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,11 +17,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from zrun_core.errors import JobError
-from zrun_core.tensor_parallel.borders import copy_in, sum_out
+from zrun_core.tensor_parallel.borders import copy_border, sum_out
+from zrun_core.tensor_parallel.column_grads import ColumnGrads
 from zrun_core.tensor_parallel.logit_slice import logit_slice
 from zrun_core.tensor_parallel.vocabulary import Vocabulary
-
-Border = Callable[[Tensor], Tensor]  # between what all ranks have and what each has a part of
 
 # Options of an embedding that need all of its rows, or change them while the model runs.
 _WHOLE_ONLY = {
@@ -37,7 +35,6 @@ def embed(
     weight: Tensor,
     vocabulary: Vocabulary,
     padding_idx: int | None = None,
-    leave: Border | None = None,
 ) -> Tensor:
     """Return the rows of ids, of a weight that is divided over ranks.
 
@@ -46,7 +43,6 @@ def embed(
         weight: rows of this rank, [vocabulary.length, D].
         vocabulary: of the rows.
         padding_idx: the entry of which the row gets no gradient.
-        leave: sums what ranks have; None: by an all-reduce.
 
     Returns:
         [..., D].
@@ -60,14 +56,10 @@ def embed(
         own_padding = padding_row if 0 <= padding_row < vocabulary.num_own else None
     rows = F.embedding(row.masked_fill(is_other, 0), weight, own_padding)
     rows = rows.masked_fill_(is_other[..., None], 0.0)
-    if leave is not None:
-        return leave(rows)
     return sum_out(rows, vocabulary.comm, f"rows of {vocabulary.name}")
 
 
-def divide_embedding(
-    module: nn.Module, vocabulary: Vocabulary, leave: Border | None = None
-) -> None:
+def divide_embedding(module: nn.Module, vocabulary: Vocabulary) -> None:
     """Let an embedding look up in the rows that this rank has, in place.
 
     What its forward does before and after its lookup stays as it is.
@@ -75,7 +67,6 @@ def divide_embedding(
     Args:
         module: an `nn.Embedding`, or one of a class of the user's own, whose weight is divided.
         vocabulary: of its rows.
-        leave: as of `embed`.
 
     Raises:
         JobError: it has an option that needs all rows on one rank.
@@ -91,29 +82,29 @@ def divide_embedding(
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def divided(*args: Any, **kwargs: Any) -> Any:
-        with _Lookups(module, vocabulary, leave):
+        with _Lookups(module, vocabulary):
             return forward(*args, **kwargs)
 
     vars(module)["forward"] = divided
 
 
-def divide_head(module: nn.Module, vocabulary: Vocabulary, enter: Border | None = None) -> None:
+def divide_head(module: nn.Module, vocabulary: Vocabulary) -> None:
     """Let a head compute the logits of this rank's entries, in place. It returns a `LogitSlice`.
 
     Args:
         module: a linear whose weight, and bias if it has one, is divided.
         vocabulary: of its logits.
-        enter: makes its input what all ranks have; None: they have it, and sum its gradient.
     """
+    columns = ColumnGrads([module])
+    border = copy_border(vocabulary.comm, f"input of {vocabulary.name}")
     forward = module.forward
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def divided(x: Tensor) -> Tensor:
-        if enter is not None:
-            entered = enter(x)
-        else:
-            entered = copy_in(x, vocabulary.comm, f"input of {vocabulary.name}")
-        return logit_slice(forward(entered), vocabulary)
+        (entered,) = columns.enter([x], [border])
+        logits = forward(entered)
+        columns.leave()
+        return logit_slice(logits, vocabulary)
 
     vars(module)["forward"] = divided
 
@@ -121,11 +112,10 @@ def divide_head(module: nn.Module, vocabulary: Vocabulary, enter: Border | None 
 class _Lookups(TorchFunctionMode):
     """A mode in which lookups in the weight of a module are made by `embed`."""
 
-    def __init__(self, module: nn.Module, vocabulary: Vocabulary, leave: Border | None) -> None:
+    def __init__(self, module: nn.Module, vocabulary: Vocabulary) -> None:
         super().__init__()
         self._weight = module.get_parameter("weight")
         self._vocabulary = vocabulary
-        self._leave = leave
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -145,7 +135,7 @@ class _Lookups(TorchFunctionMode):
     def _embed(
         self, input: Tensor, weight: Tensor, padding_idx: int | None = None, *more: Any, **kw: Any
     ) -> Tensor:
-        return embed(input, weight, self._vocabulary, padding_idx, self._leave)
+        return embed(input, weight, self._vocabulary, padding_idx)
 
 
 def _weight_of(input: Any = None, weight: Any = None, *args: Any, **kwargs: Any) -> Any:

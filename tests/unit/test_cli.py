@@ -561,6 +561,64 @@ def test_check_and_dry_run_show_where_ranks_sit(zrun: Zrun) -> None:
         assert [(row[0], *row[3:6]) for row in rows[header + 1 : header + 9]] == [
             (str(rank), str(rank // 4), str(rank // 2 % 2), str(rank % 2)) for rank in range(8)
         ]
+        assert ["tensor", "4", "2", "1", "host", "each", "0,", "1"] in rows
+        assert ["data", "4", "2", "1", "host", "each", "0,", "2"] in rows
+        assert ["pipe", "4", "2", "1", "host", "each", "0,", "4"] in rows
+
+
+ON_FOUR = """\
+name: deep
+model:
+  call: zrun_core.models.gpt:gpt
+  args: {vocab_size: 64, dim: 32, depth: 4, heads: 4, seq_len: 16}
+data: {call: "zrun_core.data.text:text", args: {paths: user.py, seq_len: 16}}
+steps: 10
+batch: {global: 8, micro: 2}
+device: cpu
+slots: 2
+hosts: hostfile
+parallel: {pp: 2}
+"""
+
+
+def test_check_of_a_cluster_that_is_not_there(zrun: Zrun, warm: None) -> None:
+    """It has GPUs and slots of its own, whatever the job says of the hosts that it will have."""
+    Path("deep.yaml").write_text(ON_FOUR)
+    result = zrun("check", "deep.yaml", "--simulate", "2x4xV100-32G", "--grid")
+    assert result.code == 0, result.err
+    rows = [line.split() for line in result.out.splitlines()]
+    assert ["data", "2", "4", "1", "host", "each", "0,", "1,", "2,", "3"] in rows
+    assert ["pipe", "4", "2", "2", "hosts", "each", "0,", "4"] in rows
+    assert ["0", "0-1"] in [row[:2] for row in rows]
+    assert ["1", "2-3"] in [row[:2] for row in rows]
+    assert "memory: the fullest rank (" in result.out
+    assert "% free; activations: traced\n" in result.out
+    assert "not looked at: the hosts of --simulate 2x4xV100-32G: their software" in result.out
+    assert "stage 1  .. F0 B0 -- .. ..\n" in result.out
+
+    report = json.loads(zrun("check", "deep.yaml", "--json", "--simulate", "2x4xV100-32G").out)
+    assert report["backend"]["kind"] == "simulated"
+    assert report["memory"]["fits"]
+    assert [stage["blocks"] for stage in report["memory"]["stages"]] == [[[0, 2]], [[2, 4]]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["parallel.tp=8"], 3, "tp group would sit on several hosts (host0 has 4 ranks, "),
+        (["parallel.tp=3"], 2, "tp 3 x pp 1 = 3 ranks do not divide the 8 ranks of the hosts"),
+        (["-H", "h1:8"], 2, "--simulate says which hosts and devices there are: leave out -H"),
+        (["--slots", "2"], 2, "leave out --slots"),
+        (["--simulate", "2x4xV10"], 2, "did you mean V100"),
+    ],
+    ids=lambda value: value[-1] if isinstance(value, list) else "",
+)
+def test_a_simulated_cluster_refuses_what_hosts_do(
+    zrun: Zrun, arguments: list[str], code: int, words: str
+) -> None:
+    result = zrun("check", "job.yaml", "--no-import", "--simulate", "2x4xV100-32G", *arguments)
+    assert result.code == code
+    assert words in result.err
 
 
 def test_check_draws_the_schedule(zrun: Zrun, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ from zrun.estimate import kept, plan_tables
 from zrun.estimate.answer import Answer, answer, as_data, forecast_of
 from zrun.estimate.bars import bars, parts_of
 from zrun.estimate.html import page
+from zrun.estimate.on_simulated import memory_view
 from zrun.estimate.question import Question, of_shape
 from zrun_core.hardware.simulated import parse_simulate
 from zrun_core.plan.answer.planner import Planner
@@ -69,6 +70,15 @@ def rendered(table: Table, width: int) -> list[str]:
     with console.capture() as captured:
         console.print(table)
     return captured.get().splitlines()
+
+
+def test_a_check_says_what_the_fullest_rank_takes(small: Answer, too_big: Answer) -> None:
+    (line,) = memory_view(small, 100)
+    taken = "each rank takes 20.3 GiB of the 79.2 GiB of A100-80G, 74% free"
+    assert line == f"memory: {taken}; activations: formula"
+    over, verdict = memory_view(too_big, 100)
+    assert "free" not in over
+    assert verdict.startswith("does not fit: ")
 
 
 def test_states_are_counted_in_both_ways(small: Answer) -> None:
@@ -441,6 +451,8 @@ BAD = [
     (["7.5B", "--gpu", "A100-40GB", "--simulate", "4xH100"], "leave one out"),
     (["7.5B", "--gpu", "H10"], "did you mean H100"),
     (["7.5B", "--gpu", "4xH100"], "--simulate takes hosts"),
+    (["7.5B", "--simulate", "4xH100", "-H", "h1:4"], "leave out -H"),
+    (["7.5B", "--simulate", "4xH100", "--slots", "2"], "--slots: --simulate and --gpu have a rank"),
     (["7.5B", "--simulate", "0x8xH100"], "devices"),
     (["7.5B", "--simulate", "8xH100@fast"], "no link or drive"),
     (["7.5B", "--simulate", "8xH100", "--world", "8"], "--simulate says how many"),

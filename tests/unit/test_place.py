@@ -148,10 +148,12 @@ def test_a_tp_group_stays_on_a_host() -> None:
     assert caught.value.exit_code is ExitCode.PREFLIGHT
     assert (
         "parallel.tp: 4 ranks of one tp group would sit on several hosts (a has 6 ranks, b has 6 "
-        "ranks): write a tp " in (str(caught.value))
+        "ranks), such as ranks 4, 5, 6, 7 on a, b: write a tp " in (str(caught.value))
     )
     places = plan(uneven, parallel={"tp": 4, "allow_cross_node_tp": True})
     assert [place.host for place in places] == ["a"] * 6 + ["b"] * 6
+    (warning,) = make_plan(job(parallel={"tp": 4, "allow_cross_node_tp": True}), uneven).warnings
+    assert "1 tp group on several hosts, such as ranks 4, 5, 6, 7 on a, b" in warning
 
 
 def test_an_nvlink_domain_may_span_hosts() -> None:

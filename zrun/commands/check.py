@@ -8,12 +8,12 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 from socket import gethostname
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from zrun.flags import Exclude, Gpus, HostList, HostsFile, Include, Nodes
-from zrun_core.errors import JobError, PreflightError
+from zrun_core.errors import ExitCode, JobError, PreflightError
 
 if TYPE_CHECKING:
     from zrun.hosts.backend import Backend
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from zrun.placement.plan import ResolvedJob
 
 _BUILD_TIMEOUT_S = 300.0
+_WIDE = 120  # columns where there is no terminal
 
 
 def check(
@@ -43,6 +44,14 @@ def check(
     no_import: Annotated[
         bool, typer.Option("--no-import", help="Do not run the job's own code.")
     ] = False,
+    simulate: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NxMxGPU",
+            help="On hosts that are not there, as of zrun estimate: 8x4xV100-32G.",
+            show_default=False,
+        ),
+    ] = None,
     offline: Annotated[
         bool, typer.Option("--offline", help="Do not look at other hosts: there is no plan.")
     ] = False,
@@ -53,8 +62,9 @@ def check(
 ) -> None:
     """Validate a job, look at its hosts, resolve what it leaves open, and build its model.
 
-    Nothing is started, and nothing is changed on any host. Exit codes: 0 it
-    can train; 2 the job is wrong; 3 some hosts cannot be used; 5 its own code
+    Nothing is started, and nothing is changed on any host. With --simulate the
+    memory of each rank is estimated, too. Exit codes: 0 it can train; 2 the job
+    is wrong; 3 some hosts cannot be used, or it does not fit; 5 its own code
     failed.
 
     Example: zrun check job.yaml zero.stage=3 --slots 8
@@ -69,6 +79,13 @@ def check(
     options = HostOptions(hosts, host_list, include, exclude, nodes, gpus)
     given = [f"slots={slots}"] if slots is not None else []
     loaded = load_job(job, [*(overrides or ()), *given])
+    if simulate is not None:
+        named = [*options.as_arguments()[:1], *(["--slots"] if given else [])]
+        if named:
+            raise JobError(
+                f"--simulate says which hosts and devices there are: leave out {named[0]}"
+            )
+        raise typer.Exit(_check_simulated(loaded, simulate, no_import, grid, as_json))
     backend = find_backend(loaded.config, options, os.environ, job.absolute().parent, gethostname())
     cluster, no_plan = _find_cluster(backend, loaded, offline)
     resolved = None
@@ -76,7 +93,12 @@ def check(
         resolved = plan_on_backend(loaded.config, backend, cluster)
     structure = None if no_import else inspect_structure(loaded, _BUILD_TIMEOUT_S)
     if as_json:
-        _print_json(loaded, backend, resolved, structure, no_plan)
+        where = {
+            "backend": {"kind": backend.kind, "why": backend.why},
+            "hosts": [asdict(entry) for entry in backend.hosts or ()],
+            "no_plan": str(no_plan) or None,
+        }
+        print(json.dumps(_report(loaded, resolved, structure) | where, indent=2))
     else:
         _print(backend, cluster, resolved, structure, no_plan)
         if grid:
@@ -128,6 +150,53 @@ def _print(
         show_seats(resolved.plan.ranks, cluster, sys.stdout)
     else:
         print(f"plan: none: {no_plan}")
+    _print_structure(structure)
+
+
+def _check_simulated(
+    loaded: LoadedJob, simulate: str, no_import: bool, grid: bool, as_json: bool
+) -> int:
+    """Say all of a job that needs no host, and what was not looked at. Returns the exit code."""
+    from zrun.estimate.answer import answer
+    from zrun.estimate.on_simulated import memory_facts, memory_view, plan_on
+    from zrun.estimate.question import of_job_on
+    from zrun.job.structure import inspect_structure
+    from zrun.watch.console import open_console
+    from zrun.watch.preface import preface, width_of
+    from zrun.watch.topology import show_seats
+    from zrun_core.hardware.simulated import parse_simulate
+
+    hardware = parse_simulate(simulate)
+    resolved, cluster = plan_on(loaded, hardware)
+    structure = None if no_import else inspect_structure(loaded, _BUILD_TIMEOUT_S)
+    found = None if no_import else answer(of_job_on(loaded, hardware))
+    if as_json:
+        where: dict[str, Any] = {
+            "backend": {"kind": "simulated", "why": f"--simulate {simulate}"},
+            "hosts": [],
+            "no_plan": None,
+            "memory": found and memory_facts(found),
+        }
+        print(json.dumps(_report(loaded, resolved, structure) | where, indent=2))
+    else:
+        print(preface(resolved, cluster, width_of(sys.stdout)))
+        show_seats(resolved.plan.ranks, cluster, sys.stdout)
+        _print_structure(structure)
+        if found is not None:
+            console = open_console(sys.stdout, wide=_WIDE)
+            for part in memory_view(found, console.width):
+                console.print(part, markup=False, soft_wrap=isinstance(part, str))
+        unseen = "their software, links, cores and disks, and whether they reach each other"
+        if found is None:
+            unseen += "; memory (--no-import)"
+        print(f"not looked at: the hosts of --simulate {simulate}: {unseen}")
+        if grid:
+            _print_grid(resolved)
+    fits = found is None or found.fits
+    return ExitCode.OK if fits else ExitCode.PREFLIGHT
+
+
+def _print_structure(structure: Structure | None) -> None:
     if structure is None:
         print("structure: not looked at")
         return
@@ -148,28 +217,21 @@ def _print_grid(resolved: ResolvedJob | None) -> None:
     show_grid(resolved, sys.stdout)
 
 
-def _print_json(
-    loaded: LoadedJob,
-    backend: Backend,
-    resolved: ResolvedJob | None,
-    structure: Structure | None,
-    no_plan: str | PreflightError,
-) -> None:
+def _report(
+    loaded: LoadedJob, resolved: ResolvedJob | None, structure: Structure | None
+) -> dict[str, Any]:
+    """Return for JSON what is known of a job, wherever it is to run."""
     config = resolved.job if resolved is not None else loaded.config
-    report = {
+    return {
         "job": str(loaded.path),
         "config": config.model_dump(mode="json", by_alias=True),
-        "backend": {"kind": backend.kind, "why": backend.why},
-        "hosts": [asdict(entry) for entry in backend.hosts or ()],
         "batch": resolved and resolved.batch.model_dump(),
         "plan": resolved and resolved.plan.model_dump(),
-        "no_plan": str(no_plan) or None,
         "auto": [asdict(reason) for reason in resolved.reasons] if resolved else [],
         "warnings": resolved.warnings if resolved else [],
         "notes": resolved.notes if resolved else [],
         "structure": structure and asdict(structure),
     }
-    print(json.dumps(report, indent=2))
 
 
 def _in_words(structure: Structure) -> str:

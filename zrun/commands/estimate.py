@@ -183,6 +183,8 @@ def estimate(
     if what is None:
         raise JobError("name a job file, a size such as 7.5B, or the config.json of a model")
     given = list(overrides or ())
+    if slots and (simulate or gpu):
+        raise JobError("--slots: --simulate and --gpu have a rank on each device: leave it out")
     if slots:
         given.append(f"slots={slots}")
     if micro:

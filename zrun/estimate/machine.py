@@ -1,4 +1,4 @@
-"""Hosts as they were found, as the hardware of a plan: `hardware_of(cluster, "cpu", 2)`.
+"""Hosts as they were found, as the hardware of a plan: `hardware_of(cluster, "cpu", 2)`; and back.
 
 Needs no torch.
 """
@@ -68,6 +68,29 @@ def hardware_of(
     seen = [host.disk for host in cluster.hosts if host.disk is not None]
     free = min(map(_free_of, seen)) if seen else _free_disk((folder or Path("runs")).absolute())
     return _with_disks(found, free, is_measured=rates is not None)
+
+
+def hosts_of(hardware: Hardware) -> Cluster:
+    """Return hosts that are not there, as ranks are placed on them: the reverse of `hardware_of`.
+
+    Nothing is known of their cores and of the links between their GPUs.
+    """
+    from zrun.hosts.cluster import Cluster, Gpu, HostFacts
+
+    device = hardware.device
+    count = hardware.devices_per_node
+    host = HostFacts("host", hardware.cores, hardware.host_bytes, slots=count)
+    if device.kind != "cpu":
+        gpus = [
+            Gpu(f"{device.name}-{index}", device.name, device.memory_bytes, index)
+            for index in range(count)
+        ]
+        host = replace(host, gpus=tuple(gpus), slots=None)
+    if hardware.nodes == 1:
+        return Cluster((host,))
+    return Cluster(
+        tuple(host.called(f"host{index}", host.slots) for index in range(hardware.nodes))
+    )
 
 
 def _with_disks(hardware: Hardware, free: int, *, is_measured: bool) -> Hardware:

@@ -71,9 +71,16 @@ class EstimateRequest:
             raise JobError("--fit and --best ask for different things: leave one out")
         if self.gpu is not None and self.simulate is not None:
             raise JobError("--gpu and --simulate both name the hardware: leave one out")
+        named = {"--gpu": self.gpu, "--simulate": self.simulate}
+        for option, value in named.items():
+            about_hosts = self.host_options.as_arguments()
+            if value is not None and about_hosts:
+                raise JobError(
+                    f"{option} {value} names the hardware: leave out {about_hosts[0]}, which is "
+                    "about hosts that are there"
+                )
         if not self.measure:
             return
-        named = {"--gpu": self.gpu, "--simulate": self.simulate}
         for option, value in named.items():
             if value is not None:
                 raise JobError(

@@ -32,6 +32,7 @@ from zrun_core.spine.spec import RankPlace
 
 _GIB = 1 << 30
 _NUM_SHOWN = 3  # hosts or kinds of GPU in a message
+_RANKS_SHOWN = 8  # of a group in a message
 
 
 def resolve_dims(parallel: ParallelConfig, num_ranks: int) -> ParallelDims:
@@ -67,10 +68,12 @@ class RankAssignment:
 
     Attributes:
         unbound: by host, why its ranks are not bound to cores; None: they are.
+        spread: tp groups on several hosts, which the job allows.
     """
 
     ranks: list[RankPlace]
     unbound: dict[str, str | None]
+    spread: list[tuple[int, ...]]
 
 
 def assign_ranks(
@@ -122,9 +125,10 @@ def assign_ranks(
                 numa=gpu.numa if gpu is not None else _node(host, cpus[local_rank]),
             )
             places.append(place)
-    _check_tp(job, dims, places, gpus)
+    spread = _spread_groups(dims, places, gpus)
+    _check_tp(job, dims, places, gpus, spread)
     _check_alike(dims, places, gpus)
-    return RankAssignment(places, unbound)
+    return RankAssignment(places, unbound, spread)
 
 
 def _device_name(host: HostFacts, gpu: Gpu | None, local_rank: int) -> str:
@@ -228,13 +232,31 @@ def _node(host: HostFacts, cpus: tuple[int, ...]) -> int | None:
     return next((node.id for node in host.nodes if set(cpus) <= set(node.cpus)), None)
 
 
+def _spread_groups(
+    dims: ParallelDims, places: Sequence[RankPlace], gpus: Sequence[Gpu | None]
+) -> list[tuple[int, ...]]:
+    """Return the tp groups whose ranks sit on several hosts without a fabric of NVLinks."""
+    spread = []
+    for group in dims.groups("tensor") if dims.tp > 1 else ():
+        hosts = {places[rank].host for rank in group}
+        fabrics: set[str | None] = set()  # an NVLink fabric may span hosts
+        for rank in group:
+            gpu = gpus[rank]
+            fabrics.add(gpu.fabric if gpu is not None else None)
+        is_one_fabric = None not in fabrics and len(fabrics) == 1
+        if len(hosts) > 1 and not is_one_fabric:
+            spread.append(group)
+    return spread
+
+
 def _check_tp(
     job: JobConfig,
     dims: ParallelDims,
     places: Sequence[RankPlace],
     gpus: Sequence[Gpu | None],
+    spread: Sequence[tuple[int, ...]],
 ) -> None:
-    """Refuse tp groups whose ranks have no fast links to each other."""
+    """Refuse tp groups whose ranks have no fast links to each other; `spread` is on many hosts."""
     if dims.tp == 1:
         return
     with_slices = (places[rank].host for rank, gpu in enumerate(gpus) if gpu and gpu.is_slice)
@@ -245,31 +267,31 @@ def _check_tp(
             f"parallel.tp: {dims.tp}, but {listed(sliced)} {offer} MIG slices, which have no links "
             "to each other: write parallel.tp: 1, or turn MIG off"
         )
-    if job.parallel.allow_cross_node_tp:
+    if job.parallel.allow_cross_node_tp or not spread:
         return
-    spread: dict[str, None] = {}  # hosts that share a tp group, in order
-    for group in dims.groups("tensor"):
-        hosts = dict.fromkeys(places[rank].host for rank in group)
-        fabrics: set[str | None] = set()  # an NVLink fabric may span hosts
-        for rank in group:
-            gpu = gpus[rank]
-            fabrics.add(gpu.fabric if gpu is not None else None)
-        is_one_fabric = None not in fabrics and len(fabrics) == 1
-        if len(hosts) > 1 and not is_one_fabric:
-            spread |= hosts
-    if not spread:
-        return
+    hosts = list(dict.fromkeys(places[rank].host for group in spread for rank in group))
     counts = []
-    for host in list(spread)[:_NUM_SHOWN]:
+    for host in hosts[:_NUM_SHOWN]:
         count = sum(place.host == host for place in places)
         counts.append(f"{host} has {several(count, 'rank')}")
-    if len(spread) > _NUM_SHOWN:
+    if len(hosts) > _NUM_SHOWN:
         counts.append("...")
     raise PreflightError(
         f"parallel.tp: {dims.tp} ranks of one tp group would sit on several hosts "
-        f"({', '.join(counts)}): write a tp that divides the slots of every host, or "
-        "parallel.allow_cross_node_tp: true if their network is fast enough"
+        f"({', '.join(counts)}), such as {group_on_hosts(spread[0], places)}: write a tp that "
+        "divides the slots of every host, or parallel.allow_cross_node_tp: true if their network "
+        "is fast enough"
     )
+
+
+def group_on_hosts(group: Sequence[int], places: Sequence[RankPlace]) -> str:
+    """Return a group of ranks by name: `ranks 2, 3, 4, 5 on host0, host1`."""
+    shown = ", ".join(map(str, group))
+    if len(group) > _RANKS_SHOWN:
+        first = ", ".join(map(str, group[:_NUM_SHOWN]))
+        shown = f"{first} ... {group[-1]}"
+    hosts = list(dict.fromkeys(places[rank].host for rank in group))
+    return f"ranks {shown} on {listed(hosts)}"
 
 
 def _check_alike(

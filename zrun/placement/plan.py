@@ -14,7 +14,7 @@ from zrun.hosts.cluster import Cluster, HostFacts, each, listed, several
 from zrun.hosts.offload_disk import find_warnings
 from zrun.job.problems import AutoValue
 from zrun.placement.pipelines import check_micro_batches, notes_on_bubble, notes_on_late_weights
-from zrun.placement.place import RankAssignment, assign_ranks, resolve_dims
+from zrun.placement.place import RankAssignment, assign_ranks, group_on_hosts, resolve_dims
 from zrun_core.errors import JobError, PreflightError
 from zrun_core.sizes import format_size
 from zrun_core.spine.config import JobConfig
@@ -83,7 +83,7 @@ def make_plan(job: JobConfig, cluster: Cluster) -> ResolvedJob:
             "optim": job.optim.model_copy(update=_own_defaults(job, reasons)),
         }
     )
-    warnings = list(_absent(job, num_ranks))
+    warnings = [*_across_hosts(found), *_absent(job, num_ranks)]
     notes = [*notes_on_bubble(job, batch), *notes_on_late_weights(job, batch), *_are_slices(job)]
     if device == "cpu":
         warnings = [*_crowded(cluster, slots), *warnings]
@@ -173,6 +173,17 @@ def _crowded(cluster: Cluster, slots: dict[str, int]) -> Iterator[str]:
                 f"turns, no step gets faster than with {several(host.cores, 'rank')}, and each "
                 f"takes memory of its own; write slots: {host.cores}"
             )
+
+
+def _across_hosts(found: RankAssignment) -> Iterator[str]:
+    """Warn of tp groups whose messages go between hosts."""
+    if found.spread:
+        where = group_on_hosts(found.spread[0], found.ranks)
+        yield (
+            f"parallel.allow_cross_node_tp: {several(len(found.spread), 'tp group')} on several "
+            f"hosts, such as {where}: the messages of each block wait for the network; a tp that "
+            "divides the slots of every host keeps them inside"
+        )
 
 
 def _are_slices(job: JobConfig) -> Iterator[str]:

@@ -19,9 +19,12 @@ from zrun_core.sizes import format_size
 from zrun_core.spine.printable import printable
 
 if TYPE_CHECKING:  # 80 ms of 300: a table of links needs no job
+    from zrun_core.spine.parallel_dims import GroupAxis
     from zrun_core.spine.spec import RankPlace
 
 _MOST_ROWS = 64  # of a table of ranks
+_AXES: tuple[GroupAxis, ...] = ("tensor", "data", "pipe")
+_MOST_MEMBERS = 8  # of a group that are listed
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,7 @@ def topology(cluster: Cluster, ranks: Sequence[RankPlace]) -> RenderableType:
             parts.append("")
         parts += [_title(hosts), *_links(hosts[0]), *_groups(hosts[0])]
     if ranks:
-        parts += ["", seats_table(ranks, cluster)]
+        parts += ["", seats_table(ranks, cluster), *groups_table(ranks)]
     return Group(*parts)
 
 
@@ -82,7 +85,7 @@ def topology_facts(cluster: Cluster, ranks: Sequence[RankPlace]) -> dict[str, An
 
 
 def show_seats(ranks: Sequence[RankPlace], cluster: Cluster, out: TextIO) -> None:
-    """Print the table of ranks, if there are several.
+    """Print the table of ranks, if there are several, and that of their groups.
 
     Args:
         ranks: with their hosts and devices.
@@ -90,7 +93,7 @@ def show_seats(ranks: Sequence[RankPlace], cluster: Cluster, out: TextIO) -> Non
         out: where it is printed.
     """
     if len(ranks) > 1:
-        open_console(out).print(seats_table(ranks, cluster))
+        open_console(out).print(seats_table(ranks, cluster), *groups_table(ranks))
 
 
 def show_topology(cluster: Cluster, ranks: Sequence[RankPlace], out: TextIO) -> None:
@@ -127,6 +130,42 @@ def seats_table(ranks: Sequence[RankPlace], cluster: Cluster) -> RenderableType:
     if more <= 0:
         return table
     return Group(table, f"and {several(more, 'rank')} more: --json lists all")
+
+
+def groups_table(ranks: Sequence[RankPlace]) -> list[RenderableType]:
+    """Draw a row per kind of group, with the hosts that one spans; none of data-parallel ranks."""
+    from zrun_core.spine.parallel_dims import groups_along
+
+    places = [place.coordinates for place in ranks]
+    if all(place.tp == place.pp == 0 for place in places):
+        return []
+    table = Table(box=None, pad_edge=False)
+    for column in ("group", "number", "ranks", "on", "the first"):
+        table.add_column(column, justify="right" if column in ("number", "ranks") else "left")
+    for axis in _AXES:
+        groups = groups_along(axis, places, shard_size=1)
+        if len(groups[0]) > 1:
+            spans = [len({ranks[rank].host for rank in group}) for group in groups]
+            table.add_row(
+                axis,
+                str(len(groups)),
+                str(len(groups[0])),
+                _hosts_of_a_group(min(spans), max(spans)),
+                _members(groups[0]),
+            )
+    return [table]
+
+
+def _hosts_of_a_group(fewest: int, most: int) -> str:
+    if fewest == most:
+        return f"{several(most, 'host')} each"
+    return f"{fewest} to {several(most, 'host')}"
+
+
+def _members(group: Sequence[int]) -> str:
+    if len(group) <= _MOST_MEMBERS:
+        return ", ".join(map(str, group))
+    return f"{', '.join(map(str, group[: _MOST_MEMBERS - 2]))}, ... {group[-1]}"
 
 
 def _alike(cluster: Cluster) -> list[list[HostFacts]]:

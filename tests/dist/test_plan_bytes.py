@@ -311,6 +311,8 @@ def test_parts_of_a_model_hold_what_is_planned(
         schedule=job.parallel.schedule,
         split=() if job.parallel.split == "auto" else tuple(job.parallel.split),
     )
+    told = {event["type"]: event for event in found[0]["events"]}
+    assert_sent(told["end"]["traffic"], planner.traffic(candidate), job.steps)
     for number, of_rank in enumerate(found):
         told = {event["type"]: event for event in of_rank["events"]}
         rank = planner.rank(candidate, dims.coordinates(number).pp)
@@ -323,6 +325,16 @@ def test_parts_of_a_model_hold_what_is_planned(
         # Whether others have read what was sent is a matter of time.
         close = 0.005 if dims.tp == 1 else 0.02
         assert abs(rank.allocated - measured) < close * measured + messages, number
+
+
+def assert_sent(of_run: dict[str, dict[str, int]], of_step: dict[str, int], steps: int) -> None:
+    """Check that a rank has sent what was expected when it ended, and planned beforehand."""
+    for kind, each in of_run.items():
+        measured = each["measured_bytes"]
+        assert each.get("expected_bytes", measured) == measured, kind
+        # What the last update made stale is not gathered.
+        assert measured == steps * of_step[kind] or kind == "all_gather", kind
+    assert of_step.keys() == of_run.keys()
 
 
 def tokens() -> list[dict[str, torch.Tensor]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,6 +20,15 @@ from torch._subclasses import FakeTensor
 from toys import world
 
 from zrun_core.distributed.comm import CommPhase
+from zrun_core.hardware.simulated import parse_simulate
+from zrun_core.plan.answer.planner import Planner
+from zrun_core.plan.question.candidate import Candidate
+from zrun_core.plan.question.transformer import TransformerShape
+from zrun_core.plan.timing.layer_messages import Messages
+from zrun_core.plan.trace.profile import Profile
+from zrun_core.plan.trace.tracer import trace_job
+from zrun_core.spine.config import JobConfig
+from zrun_core.spine.parallel_dims import ParallelDims
 from zrun_core.tensor_parallel import linear_product
 from zrun_core.tensor_parallel.tensor_comm import TensorComm
 
@@ -299,63 +309,94 @@ def counted(keys: dict[str, Any], run_dir: str) -> Counted:
 
 DEPTH, BATCH, LENGTH, DIM = 4, 2, 6, 16
 PASSES = STEPS * 4  # micro-batches
-WHOLE = 4 * BATCH * LENGTH * DIM  # bytes of hidden states
-LOGITS = 4 * BATCH * LENGTH  # of a number for each token
+FULL = {"checkpoint": "full"}
+WAYS: dict[str, dict[str, Any]] = {
+    "whole": {"parallel": {"tp": 2}},
+    "recomputed": {"parallel": {"tp": 2}, "activations": FULL},
+    "inputs divided": {"parallel": {"tp": 2}, "activations": {**FULL, "partition": True}},
+    "sequence": {"parallel": {"tp": 2, "sequence": True}, "activations": FULL},
+}
 
 
-@pytest.mark.parametrize("checkpoint", ["none", "full"])
-@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
-def test_messages(ranks, tmp_path: Path, sequence: bool, checkpoint: str) -> None:
+def of_micro_batch(way: str) -> Counted:
+    """The calls of a micro-batch, and the bytes that a rank of two receives by them.
+
+    Of hidden states these are all by a sum, and half by a gather or a scattered sum. Recomputation
+    stops before the block's last sum.
+    """
+    hidden, logits = 4 * BATCH * LENGTH * DIM, 4 * BATCH * LENGTH  # bytes; of a number per token
+    again = 0 if way == "whole" else DEPTH  # blocks that are recomputed
+    if way == "sequence":  # what goes into a region is gathered, and its gradient is scattered
+        in_forward, in_backward = 2 * DEPTH + 1, 2 * DEPTH + 1 + 2 * again
+        scattered = 2 * DEPTH + again
+        return {
+            ("all_reduce", "forward"): (1 + 2, hidden + 2 * logits),
+            ("all_gather", "forward"): (in_forward + 1, in_forward * hidden // 2 + logits),
+            ("reduce_scatter", "forward"): (2 * DEPTH, DEPTH * hidden),
+            ("all_reduce", "backward"): (1, hidden),
+            ("all_gather", "backward"): (in_backward, in_backward * hidden // 2),
+            ("reduce_scatter", "backward"): (scattered, scattered * hidden // 2),
+        }
+    in_forward = 2 * DEPTH + 1  # with the embedding's rows
+    in_backward = 2 * DEPTH + 1 + again  # with the gradient of the head's input
+    found = {
+        ("all_reduce", "forward"): (in_forward + 2, in_forward * hidden + 2 * logits),
+        ("all_gather", "forward"): (1, logits),  # the largest ones
+        ("all_reduce", "backward"): (in_backward, in_backward * hidden),
+    }
+    if way == "inputs divided":
+        found["all_gather", "backward"] = (DEPTH, DEPTH * hidden // 2)
+    return found
+
+
+def of_messages(messages: Messages) -> Counted:
+    """The same of what is planned. What one of two ranks sends is what the other receives."""
+    found: Counted = {}
+    for message, times in messages.items():
+        key = message.kind, "backward" if message.is_backward else "forward"
+        calls, num_bytes = found.get(key, (0, 0))
+        found[key] = calls + times, num_bytes + times * message.sent_bytes(2)
+    return found
+
+
+@functools.cache
+def traced(model: str, sequence: bool) -> Profile:
+    """What one of two ranks has of a model, and does for a micro-batch."""
+    keys = small(**MODELS[model], parallel={"tp": 2, "sequence": sequence})
+    job = JobConfig.model_validate(keys)
+    policies = ("full",) if sequence else ("none", "full")
+    return trace_job(job, Path(__file__).parent, micros=(BATCH,), checkpoints=policies, threads=1)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("model", ["gpt", "llama"])
+def test_messages(ranks, tmp_path: Path, model: str, way: str) -> None:
     """Two sums of a block in forward and two in backward, or as many gathers and scattered sums.
 
-    Two ranks receive as many bytes by a sum of hidden states as these have, and half of them by a
-    gather or a scattered sum. Recomputation stops before the block's last sum.
+    As many are planned: from the traced model, and from its shape.
     """
-    keys = small(
-        model=gpt(),
-        activations={"checkpoint": checkpoint},
-        parallel={"tp": 2, "sequence": sequence},
-    )
-    again = DEPTH if checkpoint == "full" else 0  # blocks that are recomputed
-    rows, head = 1, 1  # sums: of the embedding, and of the gradient of what the head gets
-    largest, sums = 1, 2  # of the cross-entropy: gathered, and summed
-    if sequence:
-        # What goes into a region is gathered, and its gradient is a scattered sum.
-        around = 1  # behind the last block; of the gradient, in front of the first
-        expected = {
-            ("all_reduce", "forward"): (rows + sums, WHOLE + sums * LOGITS),
-            ("all_gather", "forward"): (2 * DEPTH + around + largest, 0),
-            ("reduce_scatter", "forward"): (2 * DEPTH, DEPTH * WHOLE),
-            ("all_reduce", "backward"): (head, WHOLE),
-            ("all_gather", "backward"): (2 * DEPTH + around + 2 * again, 0),
-            ("reduce_scatter", "backward"): (2 * DEPTH + again, 0),
-        }
-        gathered = (2 * DEPTH + around) * WHOLE // 2
-        expected["all_gather", "forward"] = (2 * DEPTH + around + largest, gathered + LOGITS)
-        expected["all_gather", "backward"] = (
-            2 * DEPTH + around + 2 * again,
-            gathered + again * WHOLE,
-        )
-        expected["reduce_scatter", "backward"] = (
-            2 * DEPTH + again,
-            DEPTH * WHOLE + again * WHOLE // 2,
-        )
-    else:
-        expected = {
-            ("all_reduce", "forward"): (
-                2 * DEPTH + rows + sums,
-                (2 * DEPTH + rows) * WHOLE + sums * LOGITS,
-            ),
-            ("all_gather", "forward"): (largest, LOGITS),
-            ("all_reduce", "backward"): (
-                2 * DEPTH + head + again,
-                (2 * DEPTH + head + again) * WHOLE,
-            ),
-        }
+    keys = small(**MODELS[model], **WAYS[way])
+    expected = of_micro_batch(way)
     for found in ranks(2).run(counted, keys, str(tmp_path / "run")):
         assert found == {
             key: (PASSES * calls, PASSES * size) for key, (calls, size) in expected.items()
         }
+    job = JobConfig.model_validate(keys)
+    candidate = Candidate(
+        0,
+        ParallelDims(1, tp=2),
+        BATCH,
+        4,
+        job.activations.checkpoint,
+        "fp32",
+        sequence_parallel=job.parallel.sequence,
+    )
+    hardware = parse_simulate("2xCPU")
+    part = traced(model, job.parallel.sequence)
+    planner = Planner(part, hardware, job, divide=lambda *_: part)
+    assert of_messages(planner.layer_messages(candidate)) == expected
+    shape = TransformerShape(DEPTH, DIM, 4, vocab=97, seq=LENGTH)
+    assert of_messages(Planner(shape, hardware, job).layer_messages(candidate)) == expected
 
 
 def continue_text(context: Any) -> None:

@@ -8,7 +8,14 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from zrun.estimate.bars import MEANINGS, PARTS, parts_of
-from zrun.estimate.plan_tables import fits, fullest, paper_bytes, state_bytes, step_range
+from zrun.estimate.plan_tables import (
+    fits,
+    fullest,
+    layer_lines,
+    paper_bytes,
+    state_bytes,
+    step_range,
+)
 from zrun.watch import formatting, html
 from zrun_core.sizes import format_size
 
@@ -149,6 +156,7 @@ def _times(chosen: Estimate) -> str:
         f"<p>{escape(f'{format_size(size)} over {link} per step and rank')}</p>"
         for link, size in chosen.time.link_bytes.items()
     ]
+    links += [f"<p>{escape(line)}</p>" for line in layer_lines(chosen)]
     table = html.table(("part", "seconds"), rows)
     return f"<p>{step_range(chosen.time)}</p>{table}{''.join(links)}"
 

@@ -282,7 +282,22 @@ def time_lines(estimate: Estimate) -> list[str]:
     lines += [f"speed: {', '.join(rates)}"] if rates else []
     lines += [pipeline_line(estimate)] if estimate.stages else []
     sent = [f"{format_size(size)} over {link}" for link, size in time.link_bytes.items() if size]
-    return [*lines, *([f"sent per step and rank: {', '.join(sent)}"] if sent else [])]
+    lines += [f"sent per step and rank: {', '.join(sent)}"] if sent else []
+    return [*lines, *layer_lines(estimate)]
+
+
+def layer_lines(estimate: Estimate) -> list[str]:
+    """Return a line about what ranks with slices of the same layers send; none if there are none.
+
+    Args:
+        estimate: complete with traffic.
+    """
+    num_bytes = estimate.traffic.get("tensor")
+    if not num_bytes:
+        return []
+    rank = "a rank of the first stage" if estimate.stages else "a rank"
+    others = "those that have the other slices of its layers"
+    return [f"tensor parallel: {rank} sends {format_size(num_bytes)} per step to {others}"]
 
 
 def tier_lines(estimate: Estimate, hardware: Hardware, tokens_per_sample: int | None) -> list[str]:

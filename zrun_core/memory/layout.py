@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from zrun_core.memory.tensors import TensorPart, contiguous_stride, full_part
+from zrun_core.memory.tensors import TIED, TensorPart, contiguous_stride, full_part
 
 PAGE_BYTES = 4096  # shards start on pages, so that a gathered unit can be assembled by moving pages
 
@@ -196,6 +196,12 @@ class UnitLayout:
     def partial_over(self) -> tuple[str, ...]:
         """Return those of these axes along which each rank has a part of the gradient."""
         return self.slots[0].part.partial_over if self.slots else ()
+
+    @property
+    def summed_over(self) -> tuple[str, ...]:
+        """Return the axes of the mesh, beside data, over which a step sums its gradient."""
+        tied = (TIED,) if TIED in self.replicated_over else ()
+        return (*self.partial_over, *tied)
 
 
 def dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:

@@ -86,6 +86,7 @@ class MeshInfo:
         direct_up_to: up to so many ranks exchange pairwise, so that the parts of all peers arrive
             apart; more, or ranks whose backend sums on the way, get one part.
         tied_size: stages of a pipeline that have the same parameters, this one among them.
+        tied_index: this one's place among them.
         tensor_size: ranks that have parts of the same layers.
     """
 
@@ -96,6 +97,7 @@ class MeshInfo:
     direct_up_to: int = 0
     tied_size: int = 1
     tensor_size: int = 1
+    tied_index: int = 0
 
     def num_recv_parts(self, size: int) -> int:
         """Return the number of parts that arrive where `size` ranks sum something."""
@@ -137,9 +139,9 @@ class Ownership:
         """
         of_shards = unit.shard_numel * mesh_info.num_recv_parts(mesh_info.shard_size)
         summed_over = [mesh_info.num_replicas]
-        if TIED in unit.replicated_over:
+        if TIED in unit.summed_over:
             summed_over.append(mesh_info.tied_size)
-        if TENSOR in unit.partial_over:
+        if TENSOR in unit.summed_over:
             summed_over.append(mesh_info.tensor_size)
         of_sums = [
             math.ceil(unit.shard_numel / size) * mesh_info.num_recv_parts(size)

@@ -37,6 +37,7 @@ from zrun_core.distributed.handle import Handle
 from zrun_core.distributed.transport import gather_tag, reduce_tag
 from zrun_core.memory.layout import UnitLayout
 from zrun_core.memory.state_policy import MeshInfo, Ownership, StatePolicy, slices_of
+from zrun_core.memory.tensors import TIED
 
 if TYPE_CHECKING:
     from zrun_core.zero.unit import FlatUnit
@@ -136,26 +137,55 @@ class Exchange(Ownership):
         other_shards = mesh_info.shard_size - 1
         shard_numel = unit.shard_numel
         grad_itemsize = states.reduce_dtype.itemsize
+        replicas = mesh_info.num_replicas, mesh_info.replica_index
         return {
             "all_gather": gathers * other_shards * shard_numel * unit.dtype.itemsize,
             "reduce_scatter": reductions * other_shards * shard_numel * grad_itemsize,
-            "all_reduce": sums * _all_reduce_numel(shard_numel, mesh_info) * grad_itemsize,
+            "all_reduce": sums * grad_itemsize * all_reduce_numel(shard_numel, *replicas),
         }
 
 
-def _all_reduce_numel(numel: int, mesh_info: MeshInfo) -> int:
-    """Return the elements that a rank sends in an all-reduce of `numel` over the replicas.
+def all_reduce_numel(numel: int, ranks: int, index: int) -> int:
+    """Return the elements that one of several ranks sends in an all-reduce.
 
-    Each replica sums one slice: a rank sends the other slices to the ranks that sum them, and then
-    its own slice to each of the others. Of 10 elements on 4 replicas the first has a slice of 3:
-    it sends 7, then 3 to each of three, which is 10 + (4 - 2) * 3 = 16.
+    Each sums one slice: a rank sends the other slices to the ranks that sum them, and then its own
+    slice to each of the others. Of 10 elements on 4 ranks the first has a slice of 3: it sends 7,
+    then 3 to each of three, which is 10 + (4 - 2) * 3 = 16.
+
+    Args:
+        numel: elements that are summed.
+        ranks: of the group.
+        index: of the one that sends.
     """
-    replicas = mesh_info.num_replicas
-    if replicas == 1:
+    if ranks == 1:
         return 0
-    start = slice_start(numel, replicas, mesh_info.replica_index)
-    stop = slice_start(numel, replicas, mesh_info.replica_index + 1)
-    return numel + (replicas - 2) * (stop - start)
+    start = slice_start(numel, ranks, index)
+    stop = slice_start(numel, ranks, index + 1)
+    return numel + (ranks - 2) * (stop - start)
+
+
+def shared_sum_bytes(
+    layouts: Sequence[UnitLayout],
+    states: StatePolicy,
+    mesh_info: MeshInfo,
+    axis: str,
+    place: tuple[int, int],
+) -> int:
+    """Return the bytes that a rank sends at a step's end to sum gradients: `Reducer.sum_shared`.
+
+    Args:
+        layouts: all units of the rank.
+        states: the stage's policy.
+        mesh_info: the rank's place among data-parallel ranks.
+        axis: `TENSOR` or `TIED`: with the ranks along it, it sums what they have too.
+        place: how many ranks these are, and which of them this one is.
+    """
+    total = 0
+    for unit in layouts:
+        if unit.trainable and axis in unit.summed_over:
+            start, stop = states.ownership.updated_range(unit, mesh_info)
+            total += all_reduce_numel(stop - start, *place)
+    return total * states.reduce_dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -209,8 +239,9 @@ def expected_traffic(
 ) -> dict[str, int]:
     """Return the bytes that a rank sends in training steps, by kind of collective.
 
-    The runtime is held to these numbers, and a plan states them beforehand. They hold for models
-    whose modules each run once per forward.
+    These are those of parameters and their gradients, also where several stages have them. The
+    runtime is held to these numbers, and a plan states them beforehand. They hold for models whose
+    modules each run once per forward.
 
     Args:
         layouts: all units of the rank.
@@ -243,4 +274,7 @@ def expected_traffic(
         )
         for kind, num_bytes in sent.items():
             expected[kind] += num_bytes
+    tied = mesh_info.tied_size, mesh_info.tied_index
+    of_step = shared_sum_bytes(layouts, states, mesh_info, TIED, tied)
+    expected["all_reduce"] += counts.steps * of_step
     return {kind: num_bytes for kind, num_bytes in expected.items() if num_bytes}

@@ -44,6 +44,7 @@ def mesh_info_of(comm: Comm, mesh: Mesh) -> MeshInfo:
         direct_up_to=direct_up_to(comm.device.type),
         tied_size=mesh.tied.size,
         tensor_size=mesh.tensor.size,
+        tied_index=mesh.tied.index,
     )
 
 
@@ -118,9 +119,9 @@ class Reducer:
 
         They are summed over data already; so this ends a step's gradients.
         """
-        sliced = [unit for unit in self.order.units if TENSOR in unit.layout.partial_over]
+        sliced = [unit for unit in self.order.units if TENSOR in unit.layout.summed_over]
         self._sum_over(self._mesh.tensor, sliced)
-        tied = [unit for unit in self.order.units if TIED in unit.layout.replicated_over]
+        tied = [unit for unit in self.order.units if TIED in unit.layout.summed_over]
         if not tied or self._mesh.tied.size == 1:
             return
         self._sum_over(self._mesh.tied, tied)

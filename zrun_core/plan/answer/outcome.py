@@ -71,8 +71,9 @@ class Estimate:
         source: where activations come from: "traced", "measured on the CPU", "formula" or
             "guessed".
         notes: what a reader should know.
-        traffic: bytes that a rank of the first stage sends to data-parallel peers per step,
-            exactly, by collective.
+        traffic: bytes that a rank of the first stage sends per step, exactly: those of parameters
+            and their gradients by collective, and under "tensor" what it sends to ranks that have
+            slices of the same layers.
         moved: bytes that it moves between tiers per step, exactly: by tier ("host" or "disk"), by
             direction ("read" from it or "written" to it), and by kind of state.
         stages: of a pipeline, in order; none without one, or in a search.

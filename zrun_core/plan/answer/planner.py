@@ -19,6 +19,7 @@ from zrun_core.errors import JobError
 from zrun_core.hardware.hardware import GB, MIB, Hardware
 from zrun_core.memory.buffers import Buffer, Kind, Tier
 from zrun_core.memory.layout import UnitLayout, whole_pages
+from zrun_core.memory.tensors import TENSOR
 from zrun_core.memory.tier_traffic import Direction, Move
 from zrun_core.pipeline.split import Split
 from zrun_core.plan.answer.outcome import (
@@ -41,6 +42,7 @@ from zrun_core.plan.question.candidate import Candidate
 from zrun_core.plan.question.subject import Divide, Subject
 from zrun_core.plan.question.transformer import TransformerShape
 from zrun_core.plan.timing.cost_model import CostModel
+from zrun_core.plan.timing.layer_messages import Messages, stage_messages
 from zrun_core.plan.timing.micro_batch_cost import TimingSettings
 from zrun_core.plan.timing.timing import StepTime, step_time
 from zrun_core.plan.trace.peak import Peak
@@ -500,8 +502,21 @@ class Planner:
             raise self._untraced(candidate) from None
 
     def traffic(self, candidate: Candidate) -> dict[str, int]:
-        """Return the bytes that a rank sends to data-parallel peers in a step, by collective."""
-        return self._states.traffic(candidate)
+        """Return the bytes that a rank sends in a step, as `Estimate.traffic`."""
+        found = self._states.traffic(candidate)
+        ranks = candidate.dims.tp
+        messages = self.layer_messages(candidate)
+        of_micro_batch = sum(each.sent_bytes(ranks) * times for each, times in messages.items())
+        found[TENSOR] += candidate.accumulation * of_micro_batch
+        return {kind: num_bytes for kind, num_bytes in found.items() if num_bytes}
+
+    def layer_messages(self, candidate: Candidate) -> Messages:
+        """Return what ranks of the first stage with slices of the same layers exchange.
+
+        It is that of a micro-batch.
+        """
+        partition = self.job.activations.partition
+        return stage_messages(self.cost_model, candidate, 0, partition=partition)
 
     def moved(self, candidate: Candidate) -> dict[str, dict[str, dict[str, int]]]:
         """Return the bytes that a step of a rank moves between tiers, as `Estimate.moved`."""

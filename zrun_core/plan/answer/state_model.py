@@ -11,6 +11,7 @@ from zrun_core.memory.buffers import Buffer, Tier
 from zrun_core.memory.layout import UnitLayout, whole_pages
 from zrun_core.memory.placement import place
 from zrun_core.memory.state_policy import MeshInfo, ZeroPolicy
+from zrun_core.memory.tensors import TENSOR
 from zrun_core.memory.tier_traffic import Move, step_traffic
 from zrun_core.pipeline.schedule import num_versions
 from zrun_core.pipeline.split import Split
@@ -31,7 +32,7 @@ from zrun_core.plan.trace.rows import TracePhase
 from zrun_core.spine.config import JobConfig
 from zrun_core.spine.parallel_dims import Coordinates
 from zrun_core.spine.sections.precision import PrecisionConfig
-from zrun_core.zero.exchange import StepCounts, expected_traffic, planned_gathers
+from zrun_core.zero.exchange import StepCounts, expected_traffic, planned_gathers, shared_sum_bytes
 from zrun_core.zero.precision import Precision
 from zrun_core.zero.sharding_config import ShardingConfig
 
@@ -160,15 +161,19 @@ class StateModel:
         return mesh_info_of_rank(settings, candidate.dims, rank, self._device_type, num_tied)
 
     def traffic(self, candidate: Candidate) -> dict[str, int]:
-        """Return the bytes that a step sends to data-parallel peers, by collective.
+        """Return the bytes of parameters and gradients that a step sends, by collective.
 
+        Under `TENSOR` are sums of gradients over the ranks that have slices of the same layers.
         They are those of the first rank of the first stage, and exact.
         """
         settings = self._settings_of(candidate)
         counts = StepCounts(1, candidate.accumulation, 1)
         mesh_info = self._mesh_info(candidate, 0)
         layouts = self.of_stage(candidate, 0).layouts
-        return expected_traffic(layouts, settings.states, settings.exchange, counts, mesh_info)
+        found = expected_traffic(layouts, settings.states, settings.exchange, counts, mesh_info)
+        place = candidate.dims.tp, 0
+        found[TENSOR] = shared_sum_bytes(layouts, settings.states, mesh_info, TENSOR, place)
+        return found
 
     def moved(self, candidate: Candidate) -> dict[Move, int]:
         """Return the bytes of states that a step moves between tiers, as `traffic` does."""

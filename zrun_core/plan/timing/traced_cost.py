@@ -115,7 +115,7 @@ def columns_of(trace: Trace, num_blocks: int) -> OpColumns:
         moved=np.ascontiguousarray(ops["size"]),
         family=family[operator],
         dims=dims[operator],
-        owner=_owners(ops["block"].astype(np.int64), is_backward, num_blocks),
+        owner=owners(ops["block"].astype(np.int64), is_backward, num_blocks),
         is_backward=is_backward,
         is_wide=is_wide[operator],
         is_single=is_single[operator],
@@ -128,7 +128,7 @@ def _family_of(operator: Operator) -> int:
     return _FAMILIES.get(operator.family, _STREAM)
 
 
-def _owners(block: Indices, is_backward: Flags, num_blocks: int) -> Indices:
+def owners(block: Indices, is_backward: Flags, num_blocks: int) -> Indices:
     """Return the segment of each operation.
 
     Operations between two blocks belong to the block that ran last. With two blocks, in forward:

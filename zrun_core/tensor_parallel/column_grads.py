@@ -79,7 +79,7 @@ class ColumnGrads:
             numbers = [number for number, crosses in enumerate(crossing) if crosses]
             moves = [borders[number] for number in numbers]
             first, *moved = _Begin.apply(  # type: ignore[no-untyped-call]
-                moves, kept, params, *(tensors[number] for number in numbers), *params
+                moves, kept, self.leave, params, *(tensors[number] for number in numbers), *params
             )
             inside.update(zip(numbers, moved, strict=True))
             if params:
@@ -129,12 +129,14 @@ class _Begin(torch.autograd.Function):
         ctx: Any,
         borders: Sequence[Border],
         kept: list[tuple[nn.Parameter, Make]],
+        leave: Callable[[], None],
         params: Sequence[nn.Parameter],
         *inputs: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.borders = borders
         ctx.kept = kept
+        ctx.leave = leave
         ctx.params = params
         moved = [border.there(x) for x, border in zip(inputs, borders, strict=False)]
         return inputs[0].new_empty(0), *moved
@@ -151,10 +153,11 @@ class _Begin(torch.autograd.Function):
                 moved[last] = wait()  # one at a time: all have the same tag
             wait = ctx.borders[number].begin_back(grad)
             last = number
+        ctx.leave()  # a recomputation, which stops within the region, would hold on to its graph
         made = _made(ctx.kept)
         if wait is not None:
             moved[last] = wait()
-        return None, None, None, *moved, *(made.get(id(param)) for param in ctx.params)
+        return None, None, None, None, *moved, *(made.get(id(param)) for param in ctx.params)
 
 
 def _made(kept: list[tuple[nn.Parameter, Make]]) -> dict[int, torch.Tensor]:

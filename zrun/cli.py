@@ -14,6 +14,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
+from zrun.flags import Command
 from zrun_core.errors import ExitCode, ZrunError, lack_of_threads
 from zrun_core.spine.printable import printable
 
@@ -52,7 +53,7 @@ class _LazyGroup(TyperGroup):
         group = entry
         if not isinstance(entry, typer.Typer):
             group = typer.Typer(add_completion=False)
-            group.command(cmd_name)(entry)
+            group.command(cmd_name, cls=Command)(entry)
         command = typer.main.get_command(group)
         command.name = cmd_name
         return command

@@ -158,6 +158,26 @@ def test_a_mistake_in_the_job_is_one_line_without_traceback(zrun: Zrun) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (
+            "train job.yaml --resume --ui plain",
+            "option --ui follows: write --resume auto --ui plain",
+        ),
+        ("train job.yaml --resume", "none follows: write --resume auto"),
+        ("train job.yaml --resume zero.stage=3", "write --resume auto zero.stage=3"),
+        ("check job.yaml -H --json", "-H takes a value, and the option --json follows"),
+        ("estimate 7.5B --write --fit", "write --write FILE --fit"),
+        ("ckpt verify runs --step --json", "--step takes a value"),
+    ],
+)
+def test_no_option_is_the_value_of_another(zrun: Zrun, line: str, words: str) -> None:
+    result = zrun(*line.split())
+    assert result.code == ExitCode.USAGE
+    assert words in result.err
+
+
 def test_check_prints_the_plan(zrun: Zrun) -> None:
     result = zrun("check", "job.yaml", "--slots", "2")
     assert result.code == 0, result.err

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from zrun.flags import Command
 from zrun_core.errors import ExitCode
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ _Step = Annotated[
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
-@ckpt.command()
+@ckpt.command(cls=Command)
 def ls(where: _Where, as_json: _Json = False) -> None:
     """List the steps, newest first, and what is wrong with those that do not count.
 
@@ -94,7 +95,7 @@ def ls(where: _Where, as_json: _Json = False) -> None:
     place.newest_valid()
 
 
-@ckpt.command()
+@ckpt.command(cls=Command)
 def inspect(
     where: _Where,
     step: _Step = None,
@@ -122,7 +123,7 @@ def inspect(
         _print(step_tables.tensors_table(manifest))
 
 
-@ckpt.command()
+@ckpt.command(cls=Command)
 def verify(
     where: _Where,
     step: Annotated[
@@ -156,7 +157,7 @@ def verify(
         raise typer.Exit(ExitCode.CHECKPOINT)
 
 
-@ckpt.command()
+@ckpt.command(cls=Command)
 def export(
     where: _Where,
     out: Annotated[
@@ -217,7 +218,7 @@ def _use_of(manifest: Manifest, out: Path) -> str:
     return f"{loads}; for its tokenizer, give the model or the dataset an attribute tokenizer"
 
 
-@ckpt.command()
+@ckpt.command(cls=Command)
 def prune(
     where: _Where,
     keep: Annotated[

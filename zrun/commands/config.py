@@ -8,10 +8,12 @@ from typing import Annotated
 
 import typer
 
+from zrun.flags import Command
+
 config = typer.Typer(no_args_is_help=True, help="Show a resolved job, or the schema of job files.")
 
 
-@config.command()
+@config.command(cls=Command)
 def show(
     job: Annotated[Path, typer.Argument(help="The job file.", show_default=False)],
     overrides: Annotated[
@@ -36,7 +38,7 @@ def show(
         print(with_origins(loaded), end="")
 
 
-@config.command()
+@config.command(cls=Command)
 def schema() -> None:
     """Print the JSON schema of job files, for editors.
 

@@ -49,7 +49,9 @@ def train(
     resume: Annotated[
         str | None,
         typer.Option(
-            help="auto, a step, best, a path, or never; short for resume=...", show_default=False
+            metavar="auto|STEP|best|PATH|never",
+            help="Where it goes on from; short for resume=...",
+            show_default=False,
         ),
     ] = None,
     fresh: Annotated[
@@ -138,8 +140,17 @@ def train(
 
 
 def _as_overrides(slots: int | None, resume: str | None) -> list[str]:
-    """Return the options that are short for keys of the job, as such keys."""
+    """Return the options that are short for keys of the job, as such keys.
+
+    Raises:
+        JobError: a key with its value stands where `--resume` has its own.
+    """
     given = []
+    if resume is not None and "=" in resume and not Path(resume).exists():
+        raise JobError(
+            f"--resume {resume}: this is a key of the job, and no checkpoint: write --resume auto "
+            f"{resume}"
+        )
     if slots is not None:
         given.append(f"slots={slots}")
     if resume is not None:

@@ -234,6 +234,12 @@ def test_rings_that_outgrow_their_plan_are_told(ranks, tmp_path):
         ], told
 
 
+SIZES = {"dim": 128, "depth": 4, "heads": 4, "seq_len": 128, "vocab_size": 2003}
+PIPEDREAM = {  # a window of 64 steps per stage, and the next, at whose end peaks are told
+    "model": {"call": "zrun_core.models.gpt:gpt", "args": {**SIZES, "tied": False}},
+    "batch": {"global": 1, "micro": 1},
+    "optim": {"lr": 1e-2, "clip": None},
+}
 PIPELINES: list[tuple[dict[str, int], dict[str, Any], dict[str, Any]]] = [
     ({"dp": 2, "pp": 2}, {}, {"zero": 2, "activations": {"checkpoint": "full"}}),
     ({"dp": 1, "pp": 4}, {}, {}),
@@ -241,6 +247,9 @@ PIPELINES: list[tuple[dict[str, int], dict[str, Any], dict[str, Any]]] = [
     ({"dp": 1, "pp": 2}, {"schedule": "gpipe"}, {"precision": "bf16"}),
     ({"dp": 1, "pp": 2}, {"schedule": "zero_bubble"}, {}),
     ({"dp": 1, "pp": 4}, {"schedule": "zero_bubble"}, {"precision": "bf16"}),
+    ({"dp": 1, "pp": 2}, {"schedule": "pipedream"}, {**PIPEDREAM, "steps": 129}),
+    ({"dp": 1, "pp": 2}, {"schedule": "pipedream_vertical"}, {**PIPEDREAM, "steps": 129}),
+    ({"dp": 1, "pp": 3}, {"schedule": "pipedream_vertical"}, {**PIPEDREAM, "steps": 193}),
 ]
 
 
@@ -274,11 +283,10 @@ SLICES: list[tuple[dict[str, int], dict[str, Any], dict[str, Any]]] = [
 def test_parts_of_a_model_hold_what_is_planned(
     ranks, tmp_path, sizes: dict[str, int], parallel: dict[str, Any], keys: dict[str, Any]
 ) -> None:
-    tied = {"dim": 128, "depth": 4, "heads": 4, "seq_len": 128, "vocab_size": 2003, "tied": True}
     axes = {axis: sizes[axis] for axis in ("tp", "pp") if axis in sizes}
     keys = runs.job(
         **{
-            "model": {"call": "zrun_core.models.gpt:gpt", "args": tied},
+            "model": {"call": "zrun_core.models.gpt:gpt", "args": {**SIZES, "tied": True}},
             "data": {"call": "test_plan_bytes.py:tokens"},
             "steps": 3,
             "batch": {"global": 32, "micro": 4},
@@ -296,15 +304,18 @@ def test_parts_of_a_model_hold_what_is_planned(
     def divided(tp: int, sequence: bool) -> Profile:
         changed = job.parallel.model_copy(update={"tp": tp, "sequence": sequence})
         asked = job.model_copy(update={"parallel": changed})
-        return trace_job(asked, Path(__file__).parent, micros=(4,), checkpoints=policies, threads=1)
+        micros = (asked.batch.micro,)
+        return trace_job(
+            asked, Path(__file__).parent, micros=micros, checkpoints=policies, threads=1
+        )
 
     hardware = parse_simulate(f"{dims.world_size}xCPU")
     planner = Planner(divided(1, False), hardware, job, divide=divided)
     candidate = Candidate(
         job.zero.stage,
         dims,
-        4,
-        8 // dims.dp,
+        job.batch.micro,
+        job.batch.global_ // job.batch.micro // dims.dp,
         job.activations.checkpoint,
         job.precision.compute,
         sequence_parallel=job.parallel.sequence,

@@ -8,7 +8,8 @@ process, and how far the gradients of the first step are, as a share of the larg
 parameter. `dropout` is where activations are whole, after embeddings and at the end of what blocks
 add to them: there ranks of a tensor group drop what one process drops that draws a number where
 each region begins, as they do. Slices of a sequence have other dropouts than the whole, and are not
-compared with it: `apart`.
+compared with it: `apart`. The column `DTensor` compares 2 ranks with as many that torch's own
+`parallelize_module` has divided the layers among, and parameters after the last step too.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # zrun without ins
 import numpy as np
 import pipeline_zoo
 from distances import Found, values
+from dtensor_oracle import STYLES, by_dtensors
 from pipeline_table import transformer
 from pool import RankPool
 from pool import end as end_pools
@@ -31,6 +33,7 @@ from runs import job, losses, run
 from test_pipelines import gpt
 from torch import nn
 
+from zrun_core.checkpoint.manifest_fields import VALUE
 from zrun_core.distributed import rng
 
 STEPS = 30
@@ -128,6 +131,27 @@ def gradients(found: Found) -> dict[str, Any]:
     return {name: value for (name, state), value in values(found).items() if "momentum" in state}
 
 
+def furthest(ours: dict[str, Any], theirs: dict[str, Any]) -> float:
+    """Return how far arrays are apart, as a share of the largest value of each."""
+    assert ours.keys() == theirs.keys()
+    return max(
+        float(np.abs(ours[name] - value).max() / max(np.abs(value).max(), 1e-6))
+        for name, value in theirs.items()
+    )
+
+
+def beside_dtensors(model: str, steps: int, pool: RankPool) -> tuple[float, float]:
+    """Return how far losses are from those of torch's DTensors; and gradients or parameters."""
+    keys = keys_of(model, steps, {"tp": pool.world_size})
+    keys["data"] = {"call": keys["data"], "shuffle": False}
+    many, first = on_ranks(keys, pool), on_ranks({**keys, "steps": 1}, pool)
+    theirs = pool.run(by_dtensors, keys, model)[0]
+    ours = {name: value for (name, state), value in values(many).items() if state == VALUE}
+    apart = max(abs(losses(many[0])[step] / loss - 1) for step, loss in theirs.losses.items())
+    of_grads = furthest(gradients(first), theirs.gradients)
+    return apart, max(of_grads, furthest(ours, theirs.params))
+
+
 def main() -> int:
     """Print the table; return 0 if all cells are close enough."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -136,7 +160,7 @@ def main() -> int:
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     options = parser.parse_args()
     pools = {size: RankPool(size) for size in (1, 2, 4)}
-    heads = "".join(f"{case:>20}" for case in options.cases)
+    heads = "".join(f"{case:>20}" for case in [*options.cases, "DTensor"])
     print(f"{'model':21}{heads}", flush=True)
     is_good = True
     for model in options.models:
@@ -152,11 +176,11 @@ def main() -> int:
             many = losses(trained(model, options.steps, parallel, pool)[0])
             apart = max(abs(many[step] / loss - 1) for step, loss in losses(one[0]).items())
             ours = gradients(trained(model, 1, parallel, pool))
-            assert ours.keys() == first.keys()
-            of_grads = max(
-                float(np.abs(ours[name] - grad).max() / max(np.abs(grad).max(), 1e-6))
-                for name, grad in first.items()
-            )
+            of_grads = furthest(ours, first)
+            is_good = is_good and apart <= CLOSE and of_grads <= CLOSE_GRAD
+            cells.append(f"{apart:.1e}, {of_grads:.1e}")
+        if model in STYLES:
+            apart, of_grads = beside_dtensors(model, options.steps, pools[2])
             is_good = is_good and apart <= CLOSE and of_grads <= CLOSE_GRAD
             cells.append(f"{apart:.1e}, {of_grads:.1e}")
         print(f"{model:21}" + "".join(f"{cell:>20}" for cell in cells), flush=True)

@@ -6,10 +6,10 @@
 Each cell trains a small model for 30 steps in fp32. It says how far losses are from those of one
 process, and how far the gradients of the first step are, as a share of the largest of each
 parameter. `dropout` is where activations are whole, after embeddings and at the end of what blocks
-add to them: there ranks of a tensor group drop what one process drops that draws a number where
-each region begins, as they do. Slices of a sequence have other dropouts than the whole, and are not
-compared with it: `apart`. The column `DTensor` compares 2 ranks with as many that torch's own
-`parallelize_module` has divided the layers among, and parameters after the last step too.
+add to them: there ranks of a tensor group drop what one process drops. Slices of a sequence have
+other dropouts than the whole, and are not compared with it: `apart`. The column `DTensor` compares
+2 ranks with as many that torch's own `parallelize_module` has divided the layers among, and
+parameters after the last step too.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # zrun without installing it
 
 import numpy as np
-import pipeline_zoo
 from distances import Found, values
 from dtensor_oracle import STYLES, by_dtensors
 from pipeline_table import transformer
@@ -31,10 +30,8 @@ from pool import RankPool
 from pool import end as end_pools
 from runs import job, losses, run
 from test_pipelines import gpt
-from torch import nn
 
 from zrun_core.checkpoint.manifest_fields import VALUE
-from zrun_core.distributed import rng
 
 STEPS = 30
 CLOSE = 1e-6  # losses
@@ -66,8 +63,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "transformers bert": transformer("BertForMaskedLM", **BERT),
     "bert, dropout": transformer("BertForMaskedLM", **{**BERT, "hidden_dropout_prob": 0.1}),
 }
-# Of models with dropout, the modules with which regions begin.
-BEGINNINGS = {"gpt2, dropout": ("attn", "mlp"), "bert, dropout": ("self", "intermediate")}
 CASES: dict[str, dict[str, Any]] = {
     "tp 2": {"tp": 2},
     "tp 2, sequence": {"tp": 2, "sequence": True},
@@ -90,27 +85,9 @@ def keys_of(model: str, steps: int, parallel: dict[str, Any]) -> dict[str, Any]:
     return job(**keys, **MODELS[model])
 
 
-def drawing(beginnings: list[str], **args: Any) -> nn.Module:
-    """Return a model of transformers that draws a number where these modules begin in training."""
-    model = pipeline_zoo.transformer(**args)
-    for name, module in model.named_modules():
-        if name.rpartition(".")[2] in beginnings:
-            module.register_forward_pre_hook(draw)
-    return model
-
-
-def draw(*_: Any) -> None:
-    """Draw a number, as a region does when it begins."""
-    rng._draw()
-
-
 def alone(model: str, steps: int, pool: RankPool) -> Found:
     """Train a model in one process."""
-    keys = keys_of(model, steps, {})
-    if model in BEGINNINGS:
-        args = {**keys["model"]["args"], "beginnings": BEGINNINGS[model]}
-        keys["model"] = {"call": "tensor_table.py:drawing", "args": args}
-    return on_ranks(keys, pool)
+    return on_ranks(keys_of(model, steps, {}), pool)
 
 
 def trained(model: str, steps: int, parallel: dict[str, Any], pool: RankPool) -> Found:

@@ -206,6 +206,11 @@ FEATURES: dict[str, dict[str, Any]] = {  # what test_axes.py has not
     "every other": {"activations": {"checkpoint": "every_n"}, "parallel": IN_STAGES},
     "sequence, stage 3": {"zero": 3, "activations": {"checkpoint": "full"}, "parallel": IN_STAGES},
     "sequence, disk": {"zero": 3, "offload": DISK, "parallel": {**TP, "sequence": True}},
+    "dropout outside": {
+        **transformer("GPT2LMHeadModel", attn_pdrop=0.0),
+        "activations": {"checkpoint": "full"},
+        "parallel": TP,
+    },
     "gathered widths": {**transformer("Olmo2ForCausalLM"), "parallel": TP},
     "experts, stage 3": {
         **transformer("MixtralForCausalLM"),

@@ -105,6 +105,15 @@ def test_a_region_moves_the_models_stream_alike_at_all_places_along_tensor() -> 
     assert after[0] == after[1]
 
 
+def test_a_region_in_which_nothing_is_drawn_leaves_the_models_stream_alone() -> None:
+    begun()
+    expected = draw()
+    streams = begun()
+    with streams.inside():
+        nn.functional.dropout(torch.ones(8), 0.0)
+    assert draw() == expected
+
+
 class Layer(nn.Module):
     """Dropout outside, then in two regions; between two layers without anything that draws."""
 

@@ -96,6 +96,9 @@ class Streams:
         A region that is recomputed in backward draws the same again. `torch.utils.checkpoint` knows
         the default generators only, and cannot say which of several micro-batches it runs again;
         but it sets them back, so the number comes out of them that came before.
+
+        Where nothing is drawn inside, the model's stream stays where it was, as if there were no
+        region: ranks along `tensor` draw what one rank does.
         """
         leave = self.enter_inside()
         try:
@@ -105,14 +108,19 @@ class Streams:
 
     def enter_inside(self) -> Callable[[], None]:
         """Begin to draw as within `inside`; return what ends it."""
-        number = _draw()
         generators = _generators(self._device)
+        untouched = [generator.get_state() for generator in generators]
+        number = _draw()
         states = [generator.get_state() for generator in generators]
         for generator in generators:
             generator.manual_seed(mix(self._inside, number))
+        begun = [generator.get_state() for generator in generators]
 
         def leave() -> None:
-            for generator, state in zip(generators, states, strict=True):
+            pairs = zip(generators, begun, strict=True)
+            has_drawn = any(not torch.equal(each.get_state(), state) for each, state in pairs)
+            back = states if has_drawn else untouched
+            for generator, state in zip(generators, back, strict=True):
                 generator.set_state(state)
 
         return leave

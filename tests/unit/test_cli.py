@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import yaml
 from warm import WarmPopen
 
 from zrun import cli
 from zrun.job.load import load_job
 from zrun.job.structure import inspect_structure
 from zrun_core.errors import ExitCode, JobError, UserCodeError
+from zrun_core.spine.sections.tensor_roles import Role, read_entry
 
 JOB = """\
 name: tiny
@@ -371,6 +373,15 @@ def test_check_refuses_what_training_would(zrun: Zrun, override: str, message: s
 
 def test_explain_a_section_lists_its_keys(zrun: Zrun) -> None:
     assert "  keys     batch.global, batch.micro\n" in zrun("explain", "batch").out
+
+
+def test_explain_has_a_line_for_each_role(zrun: Zrun) -> None:
+    shown = zrun("explain", "parallel.plan").out.partition("  values\n")[2].splitlines()
+    assert [line.split()[0] for line in shown] == list(Role)
+    for line in shown:
+        meaning, _, example = line.rpartition("; ")
+        (role,) = yaml.safe_load(example).values()
+        assert meaning.split()[0] == read_entry(role).role
 
 
 def test_explain_all(zrun: Zrun) -> None:

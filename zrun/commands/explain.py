@@ -45,6 +45,7 @@ def _facts(key: JobKey) -> dict[str, Any]:
         "required": key.required,
         "default": default_of(key),
         "example": key.example,
+        "values": key.values,
     }
 
 
@@ -59,6 +60,11 @@ def _print(key: JobKey) -> None:
     default = "none, the key is required" if key.required else write(default_of(key))
     print(f"  default  {default}")
     print(f"  example  {key.name}: {write(key.example)}")
+    if key.values:
+        width = max(map(len, key.values))
+        print("  values")
+        for word, meaning in key.values.items():
+            print(f"    {word:{width}}  {meaning}")
     if key.section is not None:
         print(f"  keys     {', '.join(name for name in _names_below(key))}")
 

@@ -6,7 +6,7 @@ editor) comes from here, and so from `zrun_core.spine`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from types import UnionType
@@ -43,6 +43,7 @@ class JobKey:
         example: a value that it takes.
         section: the keys below this one.
         is_union: whether pydantic reports its branches one by one.
+        values: words that a text of it may begin with, and the meaning and an example of each.
     """
 
     path: tuple[str, ...]
@@ -57,6 +58,7 @@ class JobKey:
     example: Any
     section: type[Section] | None
     is_union: bool
+    values: Mapping[str, str]
 
     def __str__(self) -> str:
         return ".".join(self.path)
@@ -175,6 +177,7 @@ def _key(section: type[Section], path: tuple[str, ...]) -> JobKey:
         example=field.examples[0] if field.examples else default,
         section=_section_in(field.annotation),
         is_union=len(_members(field.annotation)) > 1,
+        values=dict(fragment.get("values", ())),
     )
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationInfo, field_validator
 
 from zrun_core.spine.sections.section import Ranks, Section
-from zrun_core.spine.sections.tensor_roles import Role, read_entry
+from zrun_core.spine.sections.tensor_roles import ROLES, Role, read_entry
 
 Axis = Literal["tp", "dp", "pp"]
 
@@ -71,9 +71,10 @@ class ParallelConfig(Section):
     plan: Literal["auto"] | Annotated[dict[str, str], Field(min_length=1)] = Field(
         default="auto",
         description="how tp divides modules that zrun does not know, by patterns of their names: "
-        f"{', '.join(Role)}; fused says how many sections, or in which proportions (fused 4:1:1), "
-        "divide is for attributes that count heads, and transposed behind a role says that a "
-        "parameter is [experts, in, out]; auto: what zrun knows is all",
+        f"{', '.join(Role)}; auto: what zrun knows is all",
+        json_schema_extra={
+            "values": [[role, f"{what}; {line}"] for role, (what, line) in ROLES.items()]
+        },
         examples=[{"*.qkv": "fused 3", "*.out": "rowwise", "*.num_heads": "divide"}],
     )
     sequence: bool = Field(

@@ -1,22 +1,7 @@
 """The roles that a job may give modules in `parallel.plan`, for tensor parallelism.
 
-"*.q_proj": colwise            rows of the weight, whose results are slices
-"*.o_proj": rowwise            columns of the weight; the results are summed over ranks
-"*.c_attn": fused 3            colwise, of 3 equal sections: a slice of each
-"*.qkv_proj": fused 4:1:1      colwise, of sections in these proportions
-"wte": vocabulary              rows of an embedding
-"lm_head": head                rows of the linear that makes logits
-"*.q_norm": summed             whole, and used on slices: its gradient is summed over ranks
-"*.attn.num_heads": divide     an integer attribute
-"*.router": whole              whole on every rank, whatever else is known of it
-"*.self_attn": attention       an nn.MultiheadAttention: each rank has some of its heads
-"*.experts": experts           a module of packed experts, of whose parameters ranks have slices:
-                               what it makes of them is summed. Its weights are [experts, out, in],
-                               "*.experts.gate_up": fused 2 and "*.experts.down": rowwise;
-                               behind them, transposed says that one is [experts, in, out]
-"*.experts.down_bias": once    whole, in a module of experts: in their sum over ranks it counts once
-"*.q_proj": colwise_gather_output     rows of the weight, whose results are gathered
-"*.o_proj": rowwise_split_input       columns of the weight, whose input is whole
+A module of packed experts has weights [experts, out, in]; `transposed` behind the role of one says
+that it is [experts, in, out].
 """
 
 from __future__ import annotations
@@ -47,6 +32,54 @@ class Role(StrEnum):
     ROWWISE_SPLIT_INPUT = "rowwise_split_input"
 
 
+# Of each role: what it says, and a line of a plan that has it.
+ROLES: dict[Role, tuple[str, str]] = {
+    Role.COLWISE: (
+        "a linear of whose weight ranks have rows: its results are slices",
+        '"*.q_proj": colwise',
+    ),
+    Role.ROWWISE: (
+        "a linear of whose weight ranks have columns: its results are summed over ranks",
+        '"*.o_proj": rowwise',
+    ),
+    Role.FUSED: (
+        "several colwise linears in one weight, of which ranks have a slice each: how many "
+        "sections, or their proportions as in 4:1:1",
+        '"*.c_attn": fused 3',
+    ),
+    Role.VOCABULARY: ("an embedding, of which ranks have rows", '"*.wte": vocabulary'),
+    Role.HEAD: ("the linear that makes logits, of which ranks have rows", '"lm_head": head'),
+    Role.SUMMED: (
+        "whole, and used on slices, as a norm of each head: its gradient is summed over ranks",
+        '"*.q_norm": summed',
+    ),
+    Role.DIVIDE: (
+        "an integer attribute that counts heads or width: tp divides it",
+        '"*.num_heads": divide',
+    ),
+    Role.WHOLE: ("whole on every rank, whatever else is known of it", '"*.router": whole'),
+    Role.ATTENTION: (
+        "an nn.MultiheadAttention, of which ranks have some heads",
+        '"*.self_attn": attention',
+    ),
+    Role.EXPERTS: (
+        "a module of packed experts, whose weights [experts, out, in] have roles of their own "
+        "(transposed behind one: [experts, in, out]): what it makes is summed over ranks",
+        '"*.experts": experts',
+    ),
+    Role.ONCE: (
+        "a parameter of such a module that is whole, and counts once in that sum",
+        '"*.experts.down_bias": once',
+    ),
+    Role.COLWISE_GATHER_OUTPUT: (
+        "colwise, and its results are gathered, so that what follows is whole",
+        '"*.q_proj": colwise_gather_output',
+    ),
+    Role.ROWWISE_SPLIT_INPUT: (
+        "rowwise, and what it is given is whole: ranks take a slice of that",
+        '"*.o_proj": rowwise_split_input',
+    ),
+}
 _LINEAR = (Role.COLWISE, Role.ROWWISE, Role.FUSED)
 
 

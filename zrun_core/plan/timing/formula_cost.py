@@ -75,6 +75,10 @@ def cost_by_formula(
     repeated_traffic = backward_traffic
     if key.checkpoint in ("full", "every_n"):
         repeated_traffic = backward_traffic + forward_traffic  # forward runs once more
+    elif key.checkpoint == "selective":
+        # What lies between products does, up to the last of a forward's messages.
+        share = 3 / 4 if key.sequence_parallel else 1 / 2
+        repeated_traffic = backward_traffic + forward_traffic.times(share)
     recomputed = SegmentCost(
         forward=block.forward,
         backward=block.backward + recompute + accumulate,

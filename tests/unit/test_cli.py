@@ -363,10 +363,11 @@ def test_explain_a_key(zrun: Zrun) -> None:
         ("optim.args.nestrov=true", "optim.args.nestrov: adamw has no such argument"),
         ("activations.checkpoint=full", "the model has no repeated blocks"),
         ("compile=true", "compile: the model has no repeated blocks"),
+        ("parallel={tp: 2, plan: {'*.q': colwise}}", "parallel.plan: no module matches '*.q'"),
     ],
 )
 def test_check_refuses_what_training_would(zrun: Zrun, override: str, message: str) -> None:
-    result = zrun("check", "job.yaml", override)
+    result = zrun("check", "job.yaml", override, "--slots", "2")
     assert result.code == ExitCode.USAGE
     assert message in result.err
 

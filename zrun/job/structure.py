@@ -54,8 +54,8 @@ def inspect_structure(job: LoadedJob, timeout_s: float) -> Structure:
         timeout_s: seconds for all of it.
 
     Raises:
-        JobError: a reference leads nowhere, or the optimizer, checkpointing, compiling or the
-            pipeline does not suit the model.
+        JobError: a reference leads nowhere, or the optimizer, checkpointing, compiling, the
+            pipeline or tensor parallelism does not suit the model.
         UserCodeError: the user's code raised, returned something else, crashed, or took longer.
     """
     job_dir = job.path.absolute().parent
@@ -125,6 +125,7 @@ def _inspect(job: JobConfig, job_dir: Path) -> Structure:
     from zrun_core.optim.resolve import resolve_optimizer
     from zrun_core.pipeline.split import check_blocks
     from zrun_core.train import parallelize
+    from zrun_core.train.tensor_building import planned
     from zrun_core.user_code import build, user
     from zrun_core.zero.auto_wrap import repeated_blocks
 
@@ -152,6 +153,7 @@ def _inspect(job: JobConfig, job_dir: Path) -> Structure:
         names = [] if job.parallel.split == "auto" else job.parallel.split
         blocks = [name for name, _ in repeated_blocks(model)]
         check_blocks(names, blocks, job.parallel.pp, job.parallel.virtual)
+    planned(model, job.parallel)
     parameters = list(model.parameters())
     notes = parallelize.transform(
         model, job.zero, job.precision, job.activations, compile=job.compile

@@ -86,7 +86,7 @@ def make_plan(job: JobConfig, cluster: Cluster) -> ResolvedJob:
     warnings = [*_across_hosts(found), *_absent(job, num_ranks)]
     notes = [*notes_on_bubble(job, batch), *notes_on_late_weights(job, batch), *_are_slices(job)]
     if device == "cpu":
-        warnings = [*_crowded(cluster, slots), *warnings]
+        warnings = [*_crowded(cluster, slots, dims.tp * dims.pp), *warnings]
         notes += _stays_on_host(job)
     else:
         notes += _pageable(job, cluster)
@@ -163,15 +163,16 @@ def check_gpus(asked: int | None, job: JobConfig, cluster: Cluster) -> None:
         )
 
 
-def _crowded(cluster: Cluster, slots: dict[str, int]) -> Iterator[str]:
-    """Warn of each host that has more ranks than cores."""
+def _crowded(cluster: Cluster, slots: dict[str, int], num_model: int) -> Iterator[str]:
+    """Warn of each host that has more ranks than cores; one model takes `num_model` ranks."""
     for host in cluster.hosts:
         ranks = slots[host.hostname]
         if ranks > host.cores:
+            advice = "" if host.cores % num_model else f"; write slots: {host.cores}"
             yield (
                 f"{ranks} ranks share {several(host.cores, 'core')} of {host.hostname}: they take "
                 f"turns, no step gets faster than with {several(host.cores, 'rank')}, and each "
-                f"takes memory of its own; write slots: {host.cores}"
+                f"takes memory of its own{advice}"
             )
 
 

@@ -269,7 +269,7 @@ LLAMA = {
 SEQUENCE = {"sequence": True}
 # Of ranks with slices of layers: each model, each ZeRO stage, with and without a pipeline.
 SLICES: list[tuple[dict[str, int], dict[str, Any], dict[str, Any]]] = [
-    ({"dp": 1, "tp": 2}, {}, {}),
+    ({"dp": 1, "tp": 2}, {}, {"activations": {"checkpoint": "full", "partition": True}}),
     ({"dp": 2, "tp": 2}, SEQUENCE, {"zero": 1, "activations": {"checkpoint": "full"}}),
     ({"dp": 1, "tp": 2, "pp": 2}, SEQUENCE, {"zero": 2}),
     ({"dp": 2, "tp": 2}, {}, {"zero": 3, "precision": "bf16", **GPT2}),
@@ -321,6 +321,7 @@ def test_parts_of_a_model_hold_what_is_planned(
         sequence_parallel=job.parallel.sequence,
         schedule=job.parallel.schedule,
         split=() if job.parallel.split == "auto" else tuple(job.parallel.split),
+        partition=job.activations.partition,
     )
     told = {event["type"]: event for event in found[0]["events"]}
     assert_sent(told["end"]["traffic"], planner.traffic(candidate), job.steps)

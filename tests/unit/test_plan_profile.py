@@ -116,12 +116,25 @@ def test_inputs_that_wait_elsewhere_are_two_at_a_time(every: int, gone: int) -> 
     trace = recomputed(6)
     before = trace.events.copy()
     here = peak_of(trace, 1, steady={})
-    away = peak_of(trace.with_inputs_away(every), 1, steady={})
+    away = peak_of(trace.with_inputs_apart(every, ranks=1, away=True), 1, steady={})
     assert here.num_bytes - away.num_bytes == gone * 100
     assert input_bytes(trace.events, every, 2).tolist() == [200.0] * (6 // every)
-    balance = np.where(trace.with_inputs_away(every).events["alloc"], 1, -1)
+    balance = np.where(trace.with_inputs_apart(every, ranks=1, away=True).events["alloc"], 1, -1)
     assert balance.sum() == 1, "the output of the last block stays"
     assert (trace.events == before).all()
+
+
+@pytest.mark.parametrize(("away", "slices"), [(False, 6), (True, 2)])
+def test_inputs_that_are_divided_are_slices_but_of_the_block_that_runs(
+    away: bool, slices: int
+) -> None:
+    trace = recomputed(6)
+    here = peak_of(trace, 1, steady={})
+    apart = trace.with_inputs_apart(1, ranks=4, away=away)
+    # The first block's input is the batch's embedding, 100 too; and the last block's output stays.
+    assert here.num_bytes - peak_of(apart, 1, steady={}).num_bytes == 6 * 100 - 100 - slices * 25
+    balance = np.where(apart.events["alloc"], 1, -1)
+    assert balance.sum() == 1, "the output of the last block stays"
 
 
 def test_micro_batches_in_flight_hold_what_forward_kept() -> None:

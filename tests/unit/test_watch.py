@@ -704,7 +704,7 @@ def test_the_report_says_what_a_gpu_held_in_vain_and_what_is_elsewhere() -> None
     ) in lines
     elsewhere = memory(0, kept_bytes={"disk": 3 * MIB, "host": MIB})
     lines = report(after(START, elsewhere, memory(1)), Path("runs/x")).splitlines()
-    assert "offloaded  inputs of blocks: 3.0 MiB on disk and 1.0 MiB in host memory" in lines
+    assert "inputs of blocks  3.0 MiB on disk and 1.0 MiB in host memory" in lines
 
 
 TIERS = {

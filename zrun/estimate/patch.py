@@ -50,6 +50,7 @@ def job_changes(
         "zero.stage": candidate.stage,
         "batch.micro": candidate.micro,
         "activations.checkpoint": candidate.checkpoint,
+        "activations.partition": candidate.partition,
         "precision.compute": candidate.precision,
         "parallel.tp": dims.tp,
         "parallel.sequence": candidate.sequence_parallel,

@@ -387,6 +387,7 @@ def _candidate(job: JobConfig, batch: BatchPlan, hardware: Hardware) -> Candidat
         init=job.init,
         schedule=parallel.schedule,
         split=() if parallel.split == "auto" else tuple(parallel.split),
+        partition=job.activations.partition,
     )
 
 

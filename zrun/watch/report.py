@@ -74,7 +74,7 @@ def report_rows(state: RunState, curve: str = "") -> list[tuple[str, str]]:
     rows += stage_rows(state)
     rows += tier_rows(state)
     rows.append(("fragmentation", _fragmentation(state)))
-    rows.append(("offloaded", _kept(state)))
+    rows.append(("inputs of blocks", _kept(state)))
     if state.estimate is not None:
         rows.append(("estimate", formatting.foretold(state.estimate)))
     return [(name, value) for name, value in rows if value]
@@ -142,7 +142,7 @@ def _kept(state: RunState) -> str:
     parts = [
         f"{format_size(most[tier])} {place}" for tier, place in places.items() if most.get(tier)
     ]
-    return f"inputs of blocks: {' and '.join(parts)}" if parts else ""
+    return " and ".join(parts)
 
 
 def _losses(state: RunState) -> str:

@@ -290,6 +290,7 @@ class Planner:
             stage,
             tuple(beyond.values()),
             rank_memory.moves_inputs(candidate),
+            candidate.input_ranks,
             rank_memory.makes_weights_late(candidate),
         )
         found = self._peaks.get(key)
@@ -335,7 +336,7 @@ class Planner:
         late = () if self.device_type == "cuda" else states.moments
         away = rank_memory.moves_inputs(candidate)
         passes = min(2, candidate.accumulation)
-        key = (candidate.key, passes, late, away, candidate.init)
+        key = (candidate.key, passes, late, away, candidate.input_ranks, candidate.init)
         every = self._every(candidate)
         if key not in self._beyond:
             if self.device_type == "cuda":
@@ -515,8 +516,7 @@ class Planner:
 
         It is that of a micro-batch.
         """
-        partition = self.job.activations.partition
-        return stage_messages(self.cost_model, candidate, 0, partition=partition)
+        return stage_messages(self.cost_model, candidate, 0)
 
     def moved(self, candidate: Candidate) -> dict[str, dict[str, dict[str, int]]]:
         """Return the bytes that a step of a rank moves between tiers, as `Estimate.moved`."""

@@ -151,7 +151,13 @@ class _Enumeration:
                         init=init,
                         schedule=schedule,
                         split=self._split(dims),
+                        partition=self._partition(dims.tp, checkpoint),
                     )
+
+    def _partition(self, tp: int, checkpoint: str) -> bool:
+        """Return whether inputs of recomputed blocks are divided, as the base asks for it."""
+        asked = self._base is not None and self._base.partition
+        return asked and tp > 1 and checkpoint != "none"
 
     def _sequences(self, tp: int) -> Sequence[bool]:
         """Return whether ranks have slices of the sequence: as the base, and where that is possible

@@ -219,7 +219,7 @@ def moves_inputs(candidate: Candidate) -> bool:
 def input_bytes(
     profile: Profile | None, shape: TransformerShape | None, candidate: Candidate, every: int
 ) -> list[int]:
-    """Return the bytes of each input of a recomputed block of the model, on one rank.
+    """Return the bytes of each input of a recomputed block of the model that one rank keeps.
 
     Args:
         profile: of the model; None: `shape` answers.
@@ -229,9 +229,11 @@ def input_bytes(
     """
     if profile is not None:
         events = profile.traces[candidate.checkpoint].of(candidate.micro).events
-        return [round(size) for size in waiting_inputs.input_bytes(events, every, candidate.micro)]
+        sizes = waiting_inputs.input_bytes(events, every, candidate.micro)
+        return [-(-round(size) // candidate.input_ranks) for size in sizes]
     assert shape is not None
-    return [_block_input(shape, candidate)] * -(-shape.layers // every)
+    kept = -(-_block_input(shape, candidate) // candidate.input_ranks)
+    return [kept] * -(-shape.layers // every)
 
 
 def _block_input(shape: TransformerShape, candidate: Candidate) -> int:
@@ -246,7 +248,10 @@ def _trace_of(profile: Profile, candidate: Candidate, every: int) -> Trace:
     if makes_weights_late(candidate):
         stays = candidate.placement.grad is Tier.DEVICE
         trace = trace.with_late_weights(adds_others=stays and not _reduces_each(candidate))
-    return trace.with_inputs_away(every) if moves_inputs(candidate) else trace
+    if moves_inputs(candidate) or candidate.input_ranks > 1:
+        away = moves_inputs(candidate)
+        return trace.with_inputs_apart(every, ranks=candidate.input_ranks, away=away)
+    return trace
 
 
 def traced(
@@ -387,12 +392,16 @@ def by_formula(
         )
 
     kept = stage.held_blocks * of_block(policy)
+    recomputed = stage.held_blocks
+    if policy == "every_n":
+        recomputed = -(-recomputed // every)
+    whole = _block_input(shape, candidate)
+    own = whole / candidate.input_ranks
+    if candidate.input_ranks > 1:  # the whole one is there while its block runs
+        kept -= recomputed * (whole - own) - whole
     if moves_inputs(candidate):
-        recomputed = stage.held_blocks
-        if policy == "every_n":
-            recomputed = -(-recomputed // every)
-        gone = max(0, recomputed - _INPUTS_HERE)
-        kept = max(0.0, kept - gone * _block_input(shape, candidate))
+        kept -= max(0, recomputed - _INPUTS_HERE) * own
+    kept = max(0.0, kept)
     again = 0.0
     if policy != "none":
         of_recomputed = "full" if policy == "every_n" else policy

@@ -33,6 +33,7 @@ class Candidate:
         schedule: as of `parallel.schedule`: the order of its forwards and backwards.
         split: names of the first block of each chunk but the first; none: where it is most even.
         init: "factory": a node holds the whole model while it is built; "meta": none does.
+        partition: tensor-parallel ranks divide the inputs of recomputed blocks (P_a).
     """
 
     stage: int
@@ -46,6 +47,13 @@ class Candidate:
     init: str = "factory"
     schedule: str = "1f1b"
     split: tuple[str, ...] = ()
+    partition: bool = False
+
+    @property
+    def input_ranks(self) -> int:
+        """Ranks that divide the inputs of recomputed blocks. Those of sequences are slices."""
+        divides = self.partition and self.checkpoint != "none" and not self.sequence_parallel
+        return self.dims.tp if divides else 1
 
     @property
     def layer_major(self) -> bool:
@@ -106,7 +114,8 @@ class Candidate:
             words.append(f"shard {dims.shard_size}")
         words.append(f"micro {self.micro} x {self.accumulation}")
         if self.checkpoint != "none":
-            words.append(f"checkpoint {self.checkpoint}")
+            divided = " of divided inputs" if self.input_ranks > 1 else ""
+            words.append(f"checkpoint {self.checkpoint}{divided}")
         if self.offloads:
             words.append(_offloads_in_words(self.placement))
         return ", ".join([*words, self.precision])

@@ -59,16 +59,13 @@ class LayerMessage(NamedTuple):
 Messages: TypeAlias = Counter[LayerMessage]
 
 
-def stage_messages(
-    cost_model: CostModel, candidate: Candidate, stage: int, *, partition: bool
-) -> Messages:
+def stage_messages(cost_model: CostModel, candidate: Candidate, stage: int) -> Messages:
     """Return what a rank of a pipeline stage exchanges for a micro-batch.
 
     Args:
         cost_model: of the model.
         candidate: how it is trained.
         stage: number of it.
-        partition: the inputs of recomputed blocks are divided.
 
     Raises:
         KeyError: nothing tells what its micro-batches do.
@@ -77,7 +74,7 @@ def stage_messages(
     dims = candidate.dims
     if dims.tp == 1:
         return Counter()
-    of_segment = _by_segment(cost_model, candidate, partition=partition)
+    of_segment = _by_segment(cost_model, candidate)
     split = cost_model.pipeline.split(dims, candidate.split)
     if split.pp == 1:
         return sum(of_segment, Messages())
@@ -105,9 +102,7 @@ def _gather(num_bytes: float, key: CandidateKey, *, is_backward: bool) -> LayerM
     return LayerMessage("all_gather", is_backward, numel, itemsize)
 
 
-def _by_segment(
-    cost_model: CostModel, candidate: Candidate, *, partition: bool
-) -> Sequence[Messages]:
+def _by_segment(cost_model: CostModel, candidate: Candidate) -> Sequence[Messages]:
     """Return the messages before the blocks, of each of them, and after them."""
     key = candidate.key
     every = cost_model.settings.every_n if key.checkpoint == "every_n" else 1
@@ -121,7 +116,7 @@ def _by_segment(
         trace = profile.traces[key.checkpoint].of(key.micro)
         found = messages_of_trace(trace, key.micro, profile.num_blocks)
         inputs = _inputs_of_trace(trace, key, every)
-    if partition and key.checkpoint != "none" and not key.sequence_parallel:
+    if candidate.input_ranks > 1:
         for block, num_bytes in inputs.items():
             found[block + 1][_gather(num_bytes, key, is_backward=True)] += 1
     return found

@@ -28,7 +28,7 @@ from zrun_core.plan.trace.rows import (
     distinct,
     same_but,
 )
-from zrun_core.plan.trace.waiting_inputs import without_waiting_inputs
+from zrun_core.plan.trace.waiting_inputs import with_divided_inputs, without_waiting_inputs
 
 if TYPE_CHECKING:
     from zrun_core.stages.flow import ModelFlow
@@ -98,21 +98,30 @@ class Trace:
         """Return the trace that holds for `micro` samples."""
         return self.exact.get(micro, self)
 
-    def with_inputs_away(self, every: int) -> Trace:
-        """Return the same with the inputs of recomputed blocks elsewhere until backward.
+    def with_inputs_apart(self, every: int, *, ranks: int, away: bool) -> Trace:
+        """Return the same with the inputs of recomputed blocks kept apart until backward.
 
         Args:
             every: one block in so many is recomputed.
+            ranks: that divide them; 1: they are whole.
+            away: they are elsewhere than on the device.
         """
-        found = self._away.get(every)
+        key = every, ranks, away
+        found = self._apart.get(key)
         if found is None:
-            exact = {micro: trace.with_inputs_away(every) for micro, trace in self.exact.items()}
-            events = without_waiting_inputs(self.events, every)
-            found = self._away[every] = replace(self, events=events, exact=exact)
+            exact = {
+                micro: trace.with_inputs_apart(every, ranks=ranks, away=away)
+                for micro, trace in self.exact.items()
+            }
+            if ranks > 1:
+                events = with_divided_inputs(self.events, every, ranks, away=away)
+            else:
+                events = without_waiting_inputs(self.events, every)
+            found = self._apart[key] = replace(self, events=events, exact=exact)
         return found
 
     @cached_property
-    def _away(self) -> dict[int, Trace]:
+    def _apart(self) -> dict[tuple[int, int, bool], Trace]:
         return {}
 
     def with_late_weights(self, *, adds_others: bool) -> Trace:

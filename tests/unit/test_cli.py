@@ -634,6 +634,25 @@ def test_check_of_a_cluster_that_is_not_there(zrun: Zrun, warm: None) -> None:
     assert [stage["blocks"] for stage in report["memory"]["stages"]] == [[[0, 2]], [[2, 4]]]
 
 
+def test_estimate_of_divided_inputs(zrun: Zrun, warm: None) -> None:
+    Path("deep.yaml").write_text(ON_FOUR.replace("hosts: hostfile\n", ""))
+    given = ["estimate", "deep.yaml", "parallel={tp: 2}", "activations.checkpoint=full", "--json"]
+    whole, divided, sliced = (
+        json.loads(zrun(*given, *more).out)["estimate"]
+        for more in (
+            [],
+            ["activations.partition=true"],
+            ["activations.partition=true", "parallel.sequence=true"],
+        )
+    )
+    one_input = 4 * 2 * 16 * 32
+    gone = [each["ranks"][0]["peak"]["num_bytes"] for each in (whole, divided)]
+    # Slices of four blocks, and the whole input of the one that runs, in place of four inputs.
+    assert gone[0] - gone[1] == 4 * one_input // 2 - one_input
+    assert not any("activations.partition" in note for note in divided["notes"])
+    assert any("activations.partition changes nothing" in note for note in sliced["notes"])
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [

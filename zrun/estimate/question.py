@@ -324,9 +324,12 @@ def _profile(
 def _divided(job: JobConfig, tp: int, sequence: bool) -> JobConfig:
     """Return a job whose model is divided over `tp` ranks, with slices of the sequence or not."""
     changed: dict[str, Any] = {"tp": tp, "sequence": sequence}
-    if tp == 1:
-        changed["plan"] = "auto"  # there is nothing to divide
-    return job.model_copy(update={"parallel": job.parallel.model_copy(update=changed)})
+    activations = job.activations
+    if tp == 1:  # there is nothing to divide
+        changed["plan"] = "auto"
+        activations = activations.model_copy(update={"partition": False})
+    parallel = job.parallel.model_copy(update=changed)
+    return job.model_copy(update={"parallel": parallel, "activations": activations})
 
 
 def _import_planner() -> None:

@@ -651,6 +651,11 @@ class Planner:
             notes.append(f"nobody has measured the disk, which is taken to move {rate}")
         if not self.hardware.measured:
             notes.append(FROM_DATA_SHEETS)
+        if candidate.partition and candidate.sequence_parallel:
+            notes.append(
+                "activations.partition changes nothing: with parallel.sequence the inputs of "
+                "blocks are slices of the sequence already"
+            )
         return notes
 
     @staticmethod

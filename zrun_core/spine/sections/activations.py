@@ -30,7 +30,6 @@ class ActivationsConfig(Section):
         default=False,
         description="with parallel.tp: each rank of a tensor group keeps a slice of the input of a "
         "recomputed block, and all of them gather it in backward (Rajbhandari et al. 2020, P_a)",
-        examples=[True],
     )
 
     @model_validator(mode="after")

@@ -395,6 +395,7 @@ def test_messages(ranks, tmp_path: Path, model: str, way: str) -> None:
         job.activations.checkpoint,
         "fp32",
         sequence_parallel=job.parallel.sequence,
+        partition=job.activations.partition,
     )
     hardware = parse_simulate("2xCPU")
     part = traced(model, job.parallel.sequence)

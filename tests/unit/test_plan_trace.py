@@ -131,9 +131,21 @@ def test_values_decide() -> None:
     assert peak_of(profile.traces["none"], 4, steady={}).num_bytes > 0
 
 
+def runs_lstm_in_bf16() -> bool:
+    """Return whether torch's LSTM runs under autocast here: oneDNN's wants AVX-512 for bf16."""
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            nn.LSTM(4, 4)(torch.ones(1, 1, 4))
+    except RuntimeError:
+        return False
+    return True
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("model", ["Recurrent", "Lookups"])
 def test_what_is_foretold_is_what_runs(model: str, precision: str) -> None:
+    if (model, precision) == ("Recurrent", "bf16") and not runs_lstm_in_bf16():
+        pytest.skip("torch has no LSTM in bf16 for this CPU")
     asked = job(f"plan_models.py:{model}", precision=precision)
     fake, real = (trace_job(asked, HERE, micros=(4,), mode=mode) for mode in ("fake", "values"))
     assert (fake.source, real.source) == ("traced", "measured on the CPU")

@@ -146,6 +146,16 @@ def test_what_a_rank_finds(tmp_path: Path, thread: str) -> None:
     assert len({found["environ"]["MASTER_PORT"] for found in told}) == 1
 
 
+def test_what_its_argument_needs_is_imported_before_the_fork(tmp_path: Path) -> None:
+    code = (
+        "import os\ndef import_for(argument):\n"
+        "    global found\n    found = argument, os.getpid()\n"
+        "def main():\n    print(found[0], found[1] == os.getpid())\n"
+    )
+    start(tmp_path, code)
+    assert logs(tmp_path) == [["spec.json False"]] * 3
+
+
 def test_whoever_binds_by_hand_is_left_alone(tmp_path: Path) -> None:
     start(
         tmp_path,

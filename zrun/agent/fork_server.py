@@ -5,7 +5,8 @@ file system. One process does so for all ranks of the host, forks each of them, 
 adopts them, as it does all orphans. What the import has made they share until they write to it.
 
     agent                          fork server                    ranks
-      |-- ForkRequest (stdin) -------> imports MODULE
+      |-- ForkRequest (stdin) -------> imports MODULE, and what
+      |                                its import_for(ARGUMENT) does
       |                                forks ---------------------> own session, log, environment
       |                                |                            close their end of `told`
       | <-- ForkReply (pipe `told`) ---| ends                       wait
@@ -72,13 +73,16 @@ def main() -> None:
     # Nothing that an import makes is garbage, and to look for some takes a quarter of the time that
     # torch needs.
     gc.disable()
-    entry = importlib.import_module(module).main
+    loaded = importlib.import_module(module)
+    import_for = getattr(loaded, "import_for", None)
+    if import_for is not None:
+        import_for(argument)
     gc.freeze()  # a collection would write to every object, and so copy it
     if request is not None:
         _fork_ranks(request, module, argument)
     gc.enable()
     sys.argv = [sys.modules[module].__file__ or module, argument]
-    entry()
+    loaded.main()
 
 
 def _request() -> ForkRequest:

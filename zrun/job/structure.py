@@ -169,12 +169,11 @@ def _inspect(job: JobConfig, job_dir: Path) -> Structure:
 
 
 def _build(job: JobConfig, job_dir: Path) -> nn.Module:
-    import torch
-
     from zrun_core.user_code import user
+    from zrun_core.user_code.on_meta import on_meta
 
     try:
-        with torch.device("meta"):
+        with on_meta():
             return user.build_model(job.model, job_dir)
     except UserCodeError as error:
         if job.init == "meta" or "meta" not in str(error):

@@ -16,6 +16,7 @@ from torch import nn
 from zrun_core.spine.sections.tensor_roles import Role
 from zrun_core.tensor_parallel.borders import copy_in, gather_out, split_in, sum_out
 from zrun_core.tensor_parallel.tensor_comm import TensorComm
+from zrun_core.zero.graph_breaks import outside_graphs
 
 
 def divide_lone(linear: nn.Linear, role: Role, comm: TensorComm, name: str) -> None:
@@ -29,12 +30,12 @@ def divide_lone(linear: nn.Linear, role: Role, comm: TensorComm, name: str) -> N
     """
     size = linear.out_features
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @outside_graphs
     def gather_output(x: torch.Tensor) -> torch.Tensor:
         y = F.linear(copy_in(x, comm, f"input of {name}"), linear.weight, linear.bias)
         return gather_out(y, comm, -1, f"output of {name}").narrow(-1, 0, size)  # no padding
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @outside_graphs
     def split_input(x: torch.Tensor) -> torch.Tensor:
         own = split_in(x, comm, -1, f"input of {name}")
         y = sum_out(F.linear(own, linear.weight), comm, f"output of {name}")

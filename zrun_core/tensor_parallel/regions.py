@@ -33,6 +33,7 @@ from zrun_core.tensor_parallel.region import Region
 from zrun_core.tensor_parallel.sequence import gather_border, scatter_out
 from zrun_core.tensor_parallel.tensor_comm import TensorComm
 from zrun_core.tensor_parallel.torch_attention import replace_forward
+from zrun_core.zero.graph_breaks import outside_graphs
 
 
 class Regions:
@@ -60,7 +61,7 @@ class Regions:
         send = functools.partial(
             self._send_out, columns=list(columns.values()), is_sliced=is_sliced
         )
-        send = torch.compiler.disable(send)
+        send = outside_graphs(send)
         row = model.get_submodule(region.row)
         for number, name in enumerate(region.entries):
             enter = functools.partial(
@@ -71,7 +72,7 @@ class Regions:
                 is_hidden=region.role is Role.EXPERTS,
                 name=f"input of {name}",
             )
-            hook = torch.compiler.disable(enter)
+            hook = outside_graphs(enter)
             model.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True)
         if region.role is Role.EXPERTS:
             _send_results(row, functools.partial(send, name=region.row))
@@ -80,7 +81,7 @@ class Regions:
             attention: Any = model.get_submodule(region.around)
             replace_forward(attention, self.comm, region.around)
 
-        @torch.compiler.disable  # type: ignore[untyped-decorator]
+        @outside_graphs
         def forward(x: torch.Tensor) -> torch.Tensor:
             y: torch.Tensor = send(vars(row)[PRODUCT](row, x, None), name=region.row)
             bias = row._parameters.get("bias")
@@ -146,24 +147,24 @@ class Regions:
     def draw_in(self, block: nn.Module) -> None:
         """Draw from the stream of regions in all of a block: each rank has other tokens there."""
         forward = block.forward
+        enter = outside_graphs(self.enter)
+        leave = outside_graphs(self.leave)
 
         def drawing(*args: Any, **kwargs: Any) -> Any:
-            self.enter(is_training=block.training)
+            enter(is_training=block.training)
             try:
                 return forward(*args, **kwargs)
             finally:
-                self.leave()
+                leave()
 
         block.forward = drawing
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def enter(self, *, is_training: bool) -> None:
         """Draw from the stream of regions, unless the model is only evaluated."""
         self._leave = None  # see [Note: regions that are left early]
         if self.streams is not None and is_training:
             self._leave = self.streams.enter_inside()
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def leave(self) -> None:
         """Draw from the model's stream again."""
         if self._leave is not None:

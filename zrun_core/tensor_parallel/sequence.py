@@ -23,6 +23,7 @@ from torch import nn
 from zrun_core.errors import JobError
 from zrun_core.tensor_parallel.borders import Border, Move, cross, gather_out, split_in
 from zrun_core.tensor_parallel.tensor_comm import TensorComm
+from zrun_core.zero.graph_breaks import outside_graphs
 
 _DIM = 1  # of [batch, sequence, hidden]
 
@@ -73,7 +74,7 @@ def slice_between(model: nn.Module, blocks: Sequence[str], comm: TensorComm) -> 
     """
     first, last = blocks[0], blocks[-1]
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @outside_graphs
     def split(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         hidden = _hidden_states(args, kwargs)
         check_length(hidden, comm.size, first)
@@ -82,7 +83,7 @@ def slice_between(model: nn.Module, blocks: Sequence[str], comm: TensorComm) -> 
             return (own, *args[1:]), kwargs
         return args, {key: own if value is hidden else value for key, value in kwargs.items()}
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @outside_graphs
     def join(module: nn.Module, args: Any, output: Any) -> Any:
         name = f"output of {last}"
         if isinstance(output, torch.Tensor):

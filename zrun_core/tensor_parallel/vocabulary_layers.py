@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -21,6 +20,7 @@ from zrun_core.tensor_parallel.borders import copy_border, sum_out
 from zrun_core.tensor_parallel.column_grads import ColumnGrads
 from zrun_core.tensor_parallel.logit_slice import logit_slice
 from zrun_core.tensor_parallel.vocabulary import Vocabulary
+from zrun_core.zero.graph_breaks import outside_graphs
 
 # Options of an embedding that need all of its rows, or change them while the model runs.
 _WHOLE_ONLY = {
@@ -80,7 +80,7 @@ def divide_embedding(module: nn.Module, vocabulary: Vocabulary) -> None:
             )
     forward = module.forward
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @outside_graphs
     def divided(*args: Any, **kwargs: Any) -> Any:
         with _Lookups(module, vocabulary):
             return forward(*args, **kwargs)
@@ -99,7 +99,7 @@ def divide_head(module: nn.Module, vocabulary: Vocabulary) -> None:
     border = copy_border(vocabulary.comm, f"input of {vocabulary.name}")
     forward = module.forward
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @outside_graphs
     def divided(x: Tensor) -> Tensor:
         (entered,) = columns.enter([x], [border])
         logits = forward(entered)

@@ -66,7 +66,22 @@ from zrun_core.user_code import user
 from zrun_core.user_code.build import Built, build_once_per_host
 from zrun_core.user_code.loss import compute_loss
 from zrun_core.user_code.meta_init import build_on_meta
+from zrun_core.zero.graph_breaks import load_compiler
 from zrun_core.zero.sharding_config import ShardingConfig, check_model_fits
+
+
+def import_for(path: str) -> None:
+    """Import what ranks of the job at `path`, a spec.json, would each import after they are forked.
+
+    Fake tensors and recomputation too need the module of torch's compiler.
+    """
+    try:
+        job = RunSpec.read(Path(path)).job
+    except (OSError, ValueError):
+        return  # `main` says what is wrong with it
+    has_parts = job.parallel.tp > 1 or job.parallel.pp > 1
+    if has_parts or job.compile or job.activations.checkpoint != "none":
+        load_compiler()
 
 
 def main() -> NoReturn:
@@ -185,6 +200,8 @@ class Worker:
         self.phase.enter("import")
         user.add_to_path(self.job_dir)
         user.load(job.model, self.job_dir)
+        if job.compile:
+            load_compiler()
 
         self.phase.enter("build")
         settings = self._sharding_config(device, room)

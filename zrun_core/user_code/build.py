@@ -31,6 +31,7 @@ from zrun_core.distributed.comm import Comm
 from zrun_core.distributed.transport import Group
 from zrun_core.errors import PeerError, PreflightError, UserCodeError
 from zrun_core.sizes import format_size
+from zrun_core.user_code.on_meta import on_meta
 
 Factory = Callable[[], nn.Module]
 Read = Callable[[str, nn.Parameter], torch.Tensor]
@@ -232,7 +233,7 @@ def _build_structure(factory: Factory, seed: int) -> tuple[nn.Module, tuple[str,
         tensors outside of modules.
     """
     try:
-        with torch.device("meta"):
+        with on_meta():
             module = factory()
         strays = [name for name, inner in module.named_modules() if _holds_meta(vars(inner))]
         reason = ""

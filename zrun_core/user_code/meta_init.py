@@ -19,6 +19,7 @@ from zrun_core.distributed.rng import mix
 from zrun_core.errors import JobError, UserCodeError
 from zrun_core.memory.arena import byte_buffer
 from zrun_core.user_code.build import Built, Factory, check, no_value
+from zrun_core.user_code.on_meta import on_meta
 
 _ADVICE = "write init: factory"
 _OPERATORS = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__"}
@@ -40,7 +41,7 @@ def build_on_meta(factory: Factory, seed: int, *, values: bool = True) -> Built:
     torch.manual_seed(seed)
     watch = _WatchWrites()
     try:
-        with torch.device("meta"), watch:
+        with on_meta(), watch:
             module = factory()
     except UserCodeError as error:
         raise JobError(

@@ -39,6 +39,7 @@ from zrun_core.stages.flow import ModelFlow
 from zrun_core.stages.follow import follow
 from zrun_core.user_code import user
 from zrun_core.user_code.loss import LossFunction, LossKind, compute_loss
+from zrun_core.user_code.on_meta import on_meta
 from zrun_core.zero.auto_wrap import repeated_blocks, running_norm_params
 from zrun_core.zero.precision import Precision
 from zrun_core.zero.tiling import tile_linears
@@ -89,7 +90,7 @@ def build(job: JobConfig, job_dir: Path, device: str, *, for_real: bool = False)
 def _whole(job: JobConfig, job_dir: Path, *, for_real: bool) -> nn.Module:
     if not for_real:
         try:
-            with torch.device("meta"):
+            with on_meta():
                 return user.build_model(job.model, job_dir)
         except UserCodeError:
             pass  # it may need values

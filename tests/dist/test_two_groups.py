@@ -30,7 +30,8 @@ from zrun_core.distributed.mesh import Mesh
 from zrun_core.distributed.named_vector import NamedVector
 from zrun_core.errors import DivergedError, HangError
 from zrun_core.guards.replicas import ReplicaGuard
-from zrun_core.spine.flight_recorder import FlightRecorder, Watchdog
+from zrun_core.guards.watchdog import Watchdog
+from zrun_core.spine.flight_recorder import FlightRecorder
 from zrun_core.spine.parallel_dims import Coordinates
 from zrun_core.spine.sections.checkpoint import CheckpointConfig
 from zrun_core.spine.spec import ResumeSpec

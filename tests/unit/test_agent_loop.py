@@ -23,7 +23,8 @@ from zrun.agent.observer import Observer
 from zrun.agent.workers import WorkerProcess
 from zrun.transport.frame_reader import FrameReader
 from zrun.transport.frames import StartRequest, StopMode, pack
-from zrun_core.spine.flight_recorder import FlightRecorder, FlightRecorderView
+from zrun_core.spine.flight_recorder import FlightRecorder
+from zrun_core.spine.flight_view import FlightRecorderView
 from zrun_core.spine.stop_signals import SAVE
 
 PATIENCE_S = 30.0

@@ -16,7 +16,10 @@ import pytest
 from zrun_core.distributed import comm
 from zrun_core.distributed.transport import Group
 from zrun_core.errors import HangError
-from zrun_core.spine.flight_recorder import FlightRecorder, FlightRecorderView, IssuedOp, Watchdog
+from zrun_core.guards.watchdog import Watchdog
+from zrun_core.spine.flight_page import IssuedOp
+from zrun_core.spine.flight_recorder import FlightRecorder
+from zrun_core.spine.flight_view import FlightRecorderView
 
 
 def over(*ranks: int, axis: str = "world") -> Group:

@@ -16,7 +16,9 @@ from zrun.launch.failures import Hang
 from zrun.launch.hangs import HangInvestigation, HangWatch, HungRanks, StepTimes
 from zrun.system.processes import Process
 from zrun_core.errors import ExitCode
-from zrun_core.spine.flight_recorder import FlightRecorder, FlightRecorderView, RankProgress
+from zrun_core.spine.flight_page import RankProgress
+from zrun_core.spine.flight_recorder import FlightRecorder
+from zrun_core.spine.flight_view import FlightRecorderView
 from zrun_core.spine.sections.guards import LimitsConfig
 from zrun_core.spine.spec import LaunchPlan, RankPlace
 

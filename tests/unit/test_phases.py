@@ -10,7 +10,7 @@ import pytest
 from zrun.watch.phases import PhaseWatch
 from zrun.watch.plain import Plain
 from zrun.watch.run_state import RunState
-from zrun_core.spine.flight_recorder import PHASES, RankProgress
+from zrun_core.spine.flight_page import PHASES, RankProgress
 
 
 def state(phase: str, step: int = 0, *, waiting: bool = False, first: int = 1) -> RankProgress:

@@ -41,7 +41,8 @@ from zrun.watch.log_view import LogSource, Tail, shown, sources
 from zrun.watch.runs_table import remarks, runs_table
 from zrun_core.errors import HangError, JobError, PreflightError, SaveError
 from zrun_core.spine.events import encode
-from zrun_core.spine.flight_recorder import FlightRecorder, read_first_progress
+from zrun_core.spine.flight_page import read_first_progress
+from zrun_core.spine.flight_recorder import FlightRecorder
 
 PLACES = [{"rank": rank, "host": f"n{rank // 2}"} for rank in range(4)]
 

@@ -32,7 +32,8 @@ from zrun.job.environment import WORKER_DEFAULTS
 from zrun.system import processes
 from zrun.transport.frames import StartRequest, StopMode
 from zrun_core.errors import ExitCode
-from zrun_core.spine.flight_recorder import FlightRecorderView, host_file
+from zrun_core.spine.flight_page import host_file
+from zrun_core.spine.flight_view import FlightRecorderView
 from zrun_core.spine.folders import make_private
 
 _STORE = "store"  # the file through which the workers find each other

@@ -18,7 +18,8 @@ from zrun.system import processes
 from zrun.system.processes import Process
 from zrun.system.tail_file import last_lines
 from zrun.transport.frames import Frame
-from zrun_core.spine.flight_recorder import Awaited, FlightRecorderView, RankProgress
+from zrun_core.spine.flight_page import RankProgress
+from zrun_core.spine.flight_view import Awaited, FlightRecorderView
 
 _STACKS_S = 1.0  # that ranks get for writing their stacks
 _LARGEST_NOTE = 1 << 18  # characters

@@ -20,7 +20,7 @@ from ipaddress import ip_address
 from typing import TYPE_CHECKING, Any
 
 from zrun.transport.frames import SILENCE_S
-from zrun_core.spine.flight_recorder import RankProgress
+from zrun_core.spine.flight_page import RankProgress
 
 if TYPE_CHECKING:  # an agent is there sooner without pydantic
     from zrun_core.spine.sections.guards import LimitsConfig

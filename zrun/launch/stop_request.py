@@ -16,7 +16,7 @@ from zrun.system.deadlines import StopDeadline
 from zrun.system.processes import Process
 from zrun.system.signals import STOP_NOW
 from zrun_core.errors import HangError, JobError, PreflightError
-from zrun_core.spine.flight_recorder import read_first_progress
+from zrun_core.spine.flight_page import read_first_progress
 from zrun_core.spine.sections.guards import LimitsConfig
 
 _CLEANING_S = 30.0  # that a launcher may take for the rest, once the workers had their time

@@ -35,7 +35,7 @@ from zrun.system.signals import LauncherSignals
 from zrun.transport.frames import BEAT_S, GRACE_S, PROGRESS_S, SILENCE_S, Frame, StopMode
 from zrun_core.errors import ExitCode, RendezvousError
 from zrun_core.spine.events import Event
-from zrun_core.spine.flight_recorder import RankProgress
+from zrun_core.spine.flight_page import RankProgress
 from zrun_core.spine.sections.guards import LimitsConfig
 from zrun_core.spine.spec import LaunchPlan
 

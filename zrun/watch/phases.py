@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from zrun_core.spine.events import Event
-from zrun_core.spine.flight_recorder import PHASES, RankProgress
+from zrun_core.spine.flight_page import PHASES, RankProgress
 
 _LOOK_S = 0.25
 _LONG_S = 2.0  # that are worth a place in the panel

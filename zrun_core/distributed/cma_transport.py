@@ -58,7 +58,7 @@ import torch
 
 from zrun_core.distributed.transport import MESSAGE_TAGS, NUM_TAGS, Group, Transport, Work
 from zrun_core.errors import HangError, PeerError
-from zrun_core.spine.flight_recorder import process_state
+from zrun_core.spine.flight_page import process_state
 
 SWITCH = "ZRUN_HOST_MEMORY"  # environment variable: "off" makes ranks of a host use sockets
 

@@ -28,11 +28,12 @@ from zrun_core.errors import (
     RendezvousError,
     UserCodeError,
 )
+from zrun_core.guards.watchdog import Watchdog
 from zrun_core.library import arguments
 from zrun_core.library.background_save import Background
 from zrun_core.library.run_record import Record
 from zrun_core.spine import heap
-from zrun_core.spine.flight_recorder import FlightRecorder, Watchdog
+from zrun_core.spine.flight_recorder import FlightRecorder
 from zrun_core.spine.tracebacks import user_location
 
 _ADVICE = (

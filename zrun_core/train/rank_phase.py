@@ -12,7 +12,7 @@ class RankPhase:
     """The phase of one rank, on its page of the flight recorder if there is one.
 
     Attributes:
-        name: of the phase, one of `flight_recorder.PHASES`.
+        name: of the phase, one of `flight_page.PHASES`.
     """
 
     def __init__(self, board: FlightRecorder | None) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zrun_core.spine.flight_recorder import MEAN_NAME
+from zrun_core.spine.flight_view import MEAN_NAME
 from zrun_core.telemetry.recorder import Recorder, checked_name
 from zrun_core.train.rank_phase import RankPhase
 from zrun_core.user_code.user import user_code

@@ -43,6 +43,7 @@ from zrun_core.errors import (
     StoppedError,
     ZrunError,
 )
+from zrun_core.guards.watchdog import Watchdog
 from zrun_core.memory.buffers import placement_of
 from zrun_core.memory.room import Room
 from zrun_core.optim.lr import make_schedule
@@ -50,7 +51,8 @@ from zrun_core.optim.where import resolve_where_placed
 from zrun_core.pipeline.schedule import num_versions
 from zrun_core.spine import heap, memory_limits
 from zrun_core.spine.events import Emitter
-from zrun_core.spine.flight_recorder import FlightRecorder, Watchdog, host_file
+from zrun_core.spine.flight_page import host_file
+from zrun_core.spine.flight_recorder import FlightRecorder
 from zrun_core.spine.sections.section import Ref
 from zrun_core.spine.spec import RunSpec
 from zrun_core.spine.stop_signals import StopSignals

@@ -68,6 +68,7 @@ _MECHANISMS = (
     f"{_OWN_PACKAGE / 'optim'}{os.sep}",
     f"{_OWN_PACKAGE / 'distributed'}{os.sep}",
     f"{_OWN_PACKAGE / 'memory'}{os.sep}",
+    str(_OWN_PACKAGE / "spine" / "flight_page.py"),
     str(_OWN_PACKAGE / "spine" / "flight_recorder.py"),
 )
 # What torch's autograd says of the user's graph comes out of their `backward`.

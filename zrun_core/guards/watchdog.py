@@ -1,0 +1,110 @@
+"""A thread that ends a rank which waits for what never comes, and tells of ranks that are late."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable
+
+from zrun_core.errors import HangError
+from zrun_core.spine.flight_page import RankProgress
+from zrun_core.spine.flight_recorder import FlightRecorder
+
+
+class Watchdog:
+    """A thread that looks at all pages when this rank has waited long.
+
+    On a disagreement it ends the process. It cannot raise in the waiting thread, which sits in a
+    collective, so it calls `stop(error)`, which must not return.
+    """
+
+    def __init__(
+        self,
+        recorder: FlightRecorder,
+        stop: Callable[[HangError], None],
+        patience_s: float = 2.0,
+        *,
+        late: Callable[[list[int]], None] | None = None,
+        late_s: float = math.inf,
+    ) -> None:
+        """Watch from now on.
+
+        Args:
+            recorder: of this rank.
+            stop: ends the process.
+            patience_s: seconds that a rank waits before it is looked at.
+            late: told which ranks of this host do not wait, once each time that the others have
+                waited for them, and nothing has moved, for `late_s` seconds. None of them: all wait
+                for another host.
+            late_s: see `late`.
+        """
+        self._recorder = recorder
+        self._stop = stop
+        self._patience_s = patience_s
+        self._late = late
+        self._late_s = late_s
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="zrun-watchdog", daemon=True)
+        self._thread.start()
+
+    def _watch(self) -> None:
+        recorder = self._recorder
+        moved_at = stopped_at = waits_since = time.monotonic()
+        states: list[RankProgress] = []  # at the last look at which one had moved
+        num_waits = -1
+        is_late_told = False
+        seen: str | None = None
+        while not self._closed.wait(self._patience_s / 4):
+            now = time.monotonic()
+            found = [recorder.state(rank) for rank in recorder.ranks]
+            has_moved = found != states
+            if has_moved:
+                moved_at = now
+                is_late_told = False
+            elif now - moved_at > self._late_s and not is_late_told:
+                is_late_told = True
+                self._tell_late(found)
+            if has_moved or not all(state.waiting for state in found):
+                stopped_at = now
+                states = found
+            own = recorder.state(recorder.rank)
+            if not own.waiting or own.num_waits != num_waits:
+                waits_since = now
+                num_waits = own.num_waits
+            elif now - waits_since > self._patience_s:
+                text = self._find_problem(now - stopped_at)
+                if text is not None and text == seen:  # twice: the other rank may have been writing
+                    self._stop(HangError(text))
+                seen = text
+
+    def _find_problem(self, stopped_s: float) -> str | None:
+        """Return why this rank waits, as far as the pages tell.
+
+        Args:
+            stopped_s: seconds for which all ranks of the host have waited without any move.
+        """
+        text = self._recorder.disagreement()
+        if text is not None:
+            return text
+        is_stuck = stopped_s > 4 * self._patience_s  # no message takes that long
+        if self._recorder.has_everyone and is_stuck:
+            return self._recorder.stalemate()
+        return None
+
+    def _tell_late(self, states: list[RankProgress]) -> None:
+        """Call `late`: nothing has moved for a while."""
+        if self._late is None:
+            return
+        ranks = zip(self._recorder.ranks, states, strict=True)
+        late = [rank for rank, state in ranks if not state.waiting or state.is_halted]
+        if len(late) == len(states):
+            return  # all of them compute
+        if not late and self._recorder.has_everyone:
+            return  # all wait, and there is no other host to wait for
+        self._late(late)
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._closed.set()
+        self._thread.join()

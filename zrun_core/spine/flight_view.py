@@ -1,0 +1,216 @@
+"""What a host's flight recorders tell together: where its ranks wait, and where they disagree.
+
+    view = FlightRecorderView(path, ranks)
+    view.state(3).phase
+    view.disagreement()             "ranks disagree on all_gather 9 of step 4: rank 0 is at ..."
+
+Ranks that wait for each other compare their records within each group: the first number at which
+two ranks name different units is the disagreement. What ranks of different groups do is never
+compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from zrun_core.sizes import format_size
+from zrun_core.spine.flight_page import (
+    ANSWERS,
+    COLLECTIVES,
+    KINDS,
+    FlightRecord,
+    IssuedOp,
+    Page,
+    RankProgress,
+    TierWait,
+    map_pages,
+)
+
+LEAF_ADVICE = (
+    "Some modules ran on one rank only: name the module that chooses between them in zero.leaf, so "
+    "that it is handled as a whole"
+)
+MEAN_NAME = "mean() in hooks."  # with the key of the hook
+HOOK_ADVICE = "A hook called context.mean() on some ranks only: call it on every rank"
+
+
+class Awaited(NamedTuple):
+    """What a rank waits for.
+
+    Attributes:
+        op: a message that nobody has sent yet, or a collective.
+        ranks: that have not come to it.
+    """
+
+    op: IssuedOp
+    ranks: tuple[int, ...]
+
+
+_Records = dict[int, dict[tuple[str, int], FlightRecord]]  # of each rank, by kind and group
+
+
+class FlightRecorderView:
+    """The pages of a host's ranks, to be read. The first process that needs the file creates it.
+
+    Attributes:
+        ranks: of the host, contiguous.
+        advice: what `disagreement` and `stalemate` tell the user to do.
+    """
+
+    def __init__(self, path: Path, ranks: range, advice: str = LEAF_ADVICE) -> None:
+        self.ranks = ranks
+        self.advice = advice
+        pages = map_pages(path, ranks)
+        self._pages = {rank: Page(pages, ranks, rank) for rank in ranks}
+
+    def state(self, rank: int) -> RankProgress:
+        """Return the progress of `rank`."""
+        return self._pages[rank].progress()
+
+    def tier_wait(self, rank: int) -> TierWait | None:
+        """Return what `rank` waits for that is no other rank; None: it does not."""
+        return self._pages[rank].tier_wait()
+
+    def records(self, rank: int) -> dict[tuple[str, int], FlightRecord]:
+        """Return what `rank` has issued, by kind and key of the group, in the order of kinds."""
+        return self._pages[rank].records()
+
+    def last(self, rank: int) -> IssuedOp | None:
+        """Return what `rank` issued last."""
+        ops = [op for record in self.records(rank).values() for op in record.ops.values()]
+        return max(ops, key=lambda op: op.order, default=None)
+
+    def awaited(self) -> dict[int, Awaited]:
+        """Return what ranks wait for: a message, or else the first collective, as far as known."""
+        records = {rank: self.records(rank) for rank in self.ranks}
+        found = {}
+        for rank in self.ranks:
+            if self.state(rank).waiting:
+                first = _awaited_message(rank, records) or _awaited_collective(rank, records)
+                if first is not None:
+                    found[rank] = first
+        return found
+
+    def disagreement(self) -> str | None:
+        """Return the first collective on which two ranks differ, in words; None: there is none."""
+        return self._first_difference(self.ranks)
+
+    def _first_difference(self, ranks: Sequence[int]) -> str | None:
+        """Return the first collective on which one of `ranks` and any other differ, in words."""
+        records = {rank: self.records(rank) for rank in self.ranks}
+        for rank in ranks:
+            text = self._difference(rank, records)
+            if text is not None:
+                return text
+        return None
+
+    def _difference(self, rank: int, records: _Records) -> str | None:
+        for at, mine in records[rank].items():
+            if mine.kind not in COLLECTIVES:  # messages may be issued ahead, in any order
+                continue
+            for peer in mine.members:
+                theirs = records[peer].get(at, mine)
+                for number in sorted(mine.ops.keys() & theirs.ops.keys()):
+                    own_op = mine.ops[number]
+                    peer_op = theirs.ops[number]
+                    if own_op.name != peer_op.name:
+                        return self._describe_difference(own_op, rank, peer_op, peer)
+        return None
+
+    def _describe_difference(
+        self, own_op: IssuedOp, rank: int, peer_op: IssuedOp, peer: int
+    ) -> str:
+        step = self.state(rank).step
+        when = f" of step {step}" if step else ""  # a user's own loop does not say its steps
+        return (
+            f"ranks disagree on {own_op.what}{when}: rank {rank} is at {own_op.name!r} "
+            f"({format_size(own_op.num_bytes)}), rank {peer} at {peer_op.name!r} "
+            f"({format_size(peer_op.num_bytes)}). {self._advice(own_op.name, peer_op.name)}"
+        )
+
+    def stalemate(self) -> str | None:
+        """Return what one rank waits for and another never issued, in words.
+
+        Meant for when all ranks have stopped. A rank that a signal halted may still issue it. Where
+        other hosts have ranks too, all may wait for those.
+        """
+        states = {rank: self.state(rank) for rank in self.ranks}
+        if any(state.is_halted for state in states.values()):
+            return None
+        records = {rank: self.records(rank) for rank in self.ranks}
+        missed = list(_missed_collectives(records)) or list(_missed_messages(records))
+        if not missed:
+            return None
+        # What a hook alone waits for explains all others.
+        op, ahead, behind = min(missed, key=lambda each: not each[0].name.startswith(MEAN_NAME))
+        step = states[ahead].step
+        when = f" in step {step}" if step else ""
+        advice = f" {self._advice(op.name)}" if op.kind in COLLECTIVES else ""
+        return (
+            f"all ranks wait{when}: rank {ahead} for {op.what}, {op.name!r}, to which rank "
+            f"{behind} does not come.{advice}"
+        )
+
+    def _advice(self, *names: str) -> str:
+        """Return what to do where ranks do not meet in the collectives of these names."""
+        is_of_hook = any(name.startswith(MEAN_NAME) for name in names)
+        return HOOK_ADVICE if is_of_hook else self.advice
+
+
+def _last_number(record: FlightRecord | None) -> int:
+    """Return the number of what was issued last."""
+    return 0 if record is None else max(record.ops, default=0)
+
+
+def _awaited_message(rank: int, records: _Records) -> Awaited | None:
+    """Return the message that a rank waits for; None: there is none, or it has been sent."""
+    ops = [op for record in records[rank].values() for op in record.ops.values()]
+    last = max(ops, key=lambda op: op.order, default=None)
+    if last is None or last.kind != "receive":
+        return None
+    if last.peer in records:
+        own = next(record for record in records[rank].values() if last in record.ops.values())
+        if _last_number(records[last.peer].get(("send", own.key))) >= last.number:
+            return None
+    return Awaited(last, (last.peer,))
+
+
+def _awaited_collective(rank: int, records: _Records) -> Awaited | None:
+    """Return the first collective to which a rank has come and another one has not."""
+    found = []
+    for at, record in records[rank].items():
+        if record.kind not in COLLECTIVES:
+            continue
+        last = {peer: _last_number(records[peer].get(at)) for peer in record.members}
+        op = record.ops.get(min(last.values(), default=0) + 1)
+        if op is not None:
+            found.append(Awaited(op, tuple(peer for peer in last if last[peer] < op.number)))
+    return min(found, key=lambda each: each.op.order, default=None)
+
+
+def _missed_collectives(records: _Records) -> Iterator[tuple[IssuedOp, int, int]]:
+    """Yield collectives that one rank has issued and another of its group has not: both ranks."""
+    found = {at: record for of_rank in records.values() for at, record in of_rank.items()}
+    for at, record in sorted(found.items(), key=lambda each: KINDS.index(each[1].kind)):
+        if record.kind not in COLLECTIVES:
+            continue
+        last = {rank: _last_number(records[rank].get(at)) for rank in record.members}
+        ahead = max(last, key=last.__getitem__)
+        behind = min(last, key=last.__getitem__)
+        if last[ahead] != last[behind]:
+            yield records[ahead][at].ops[last[ahead]], ahead, behind
+
+
+def _missed_messages(records: _Records) -> Iterator[tuple[IssuedOp, int, int]]:
+    """Yield the first message of a pair that one rank sends or expects, and the other does not."""
+    for rank, of_rank in records.items():
+        for record in of_rank.values():
+            if record.kind in COLLECTIVES:
+                continue
+            answer = (ANSWERS[record.kind], record.key)
+            for other in set(record.members) - {rank}:
+                number = _last_number(records[other].get(answer)) + 1
+                if number in record.ops:
+                    yield record.ops[number], rank, other

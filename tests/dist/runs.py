@@ -294,7 +294,7 @@ def run(
     Path(run_dir).mkdir(exist_ok=True)
     worker = PoolWorker(make_spec(keys, run_dir, resume, dims), rank)
     trainer = None
-    error, code = "", 0
+    error, code, phase = "", 0, ""
     seen: dict[int, list[int]] = {}  # by step, the indices of the samples that counted
     begun = None
     try:
@@ -322,6 +322,7 @@ def run(
             raise
     except ZrunError as caught:
         error, code = f"{type(caught).__name__}: {caught}", int(caught.exit_code)
+        phase = worker.phase.name
     if trainer is not None:
         # the loader's processes go now, not in the middle of a later test
         trainer.loader._steps.close()
@@ -332,6 +333,7 @@ def run(
         "events": worker.told.events,
         "error": error,
         "code": code,
+        "phase": phase,  # of the error
         "seen": seen,
         "begun": begun,
     }

@@ -303,6 +303,7 @@ def test_what_a_numeric_stop_saves_is_between_two_steps(ranks, tmp_path, late):
         found[0]["error"]
         == f"NumericError: too many; the last good parameters are saved as step {3 + late}"
     )
+    assert found[0]["phase"] == "update", "not that of the save"
     rest = ranks(2).run(run, keys, str(tmp_path / "cut"), {})
     assert {**losses(found[0]), **losses(rest[0])} == losses(whole[0])
     assert [each["digest"] for each in rest] == [each["digest"] for each in whole]
@@ -335,9 +336,9 @@ def run_that_diverges(keys: dict[str, Any], run_dir: str) -> dict[str, Any]:
         return run(keys, run_dir)
 
 
-@pytest.mark.parametrize("replica_every", [2, 100])
+@pytest.mark.parametrize(("replica_every", "phase"), [(2, "update"), (100, "save")])
 def test_a_step_that_was_right_is_committed_where_ranks_diverge_later(
-    ranks, tmp_path, replica_every
+    ranks, tmp_path, replica_every, phase
 ):
     """Found in the middle of step 4, or before the save after it."""
     keys = job(
@@ -346,6 +347,7 @@ def test_a_step_that_was_right_is_committed_where_ranks_diverge_later(
     )
     found = ranks(2).run(run_that_diverges, keys, str(tmp_path))
     assert [each["error"] for each in found] == ["DivergedError: they differ"] * 2
+    assert {each["phase"] for each in found} == {phase}, "not that of the save which ends meanwhile"
     assert steps_of(tmp_path) == [2]
 
 

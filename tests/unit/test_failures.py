@@ -190,7 +190,17 @@ def test_half_a_note_is_none() -> None:
 
 def test_a_missing_log_is_said() -> None:
     told = replace(failure(WorkerExit(1, KILL, 1.0), None), end=WorkerExit(1, KILL, 1.0))
-    assert told.describe().startswith("(its log is empty)")
+    headline, log, advice = told.describe().splitlines()
+    assert headline == told.headline
+    assert log.endswith("rank-1.log (empty)")
+    assert advice == (
+        "  next: something outside the job sent SIGKILL: see dmesg and the scheduler's log"
+    )
+
+
+def test_ranks_that_differ_are_no_mistake_in_the_job() -> None:
+    told = failure(WorkerExit(1, 5, 1.0), note(1, "zrun", type="DivergedError")).advice
+    assert told.startswith("look for bad memory or a broken link (dmesg, zrun doctor), and in ")
 
 
 CRASH = """Fatal Python error: Segmentation fault

@@ -97,8 +97,8 @@ LAUNCHER = [name for name in ALL if name not in CORE]
 
 def test_the_walk_sees_imports() -> None:
     assert "zrun_core.errors" in _imported("zrun.cli", late=False)
-    assert "torch" in _packages(_imported("zrun.job.structure", late=True))
-    assert "torch" not in _packages(_imported("zrun.job.structure", late=False))
+    assert "torch" in _packages(_imported("zrun.agent.bench", late=True))
+    assert "torch" not in _packages(_imported("zrun.agent.bench", late=False))
 
 
 @pytest.mark.parametrize("name", CORE)

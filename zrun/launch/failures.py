@@ -36,6 +36,11 @@ _DOES = {
 }
 # Errors that all ranks raise together: they may be about another rank.
 _FOUND_BY_ALL = {DivergedError.__name__, NumericError.__name__}
+# What to do about errors for which no line of the job or of the code is to blame.
+_ADVICE = {
+    DivergedError.__name__: "look for bad memory or a broken link (dmesg, zrun doctor), and in "
+    "your code for what changes parameters on some ranks only",
+}
 _SHOWN_LINES = 15  # of a log, on screen, where there is no traceback
 
 # How far an exit is from being the cause of a failed run.
@@ -239,13 +244,15 @@ class Failure:
             return "this is a bug of zrun: report it with failure.json"
         if self.note.kind == "user" and tracebacks.names_users_code(self.note.traceback or ""):
             return "correct the code that the traceback names"
-        return "correct what the message names"
+        return _ADVICE.get(self.note.type or "", "correct what the message names")
 
     def _advice_without_note(self) -> str:
         if tracebacks.crash_stack(self.end.log):
             return "native code crashed there: look at what the last line of yours hands to it"
         if self.end.signal is not None:
             name = self.end.signal.name
+            if not self.end.log:
+                return f"something outside the job sent {name}: see dmesg and the scheduler's log"
             return f"something outside the job sent {name}, or native code crashed: see its log"
         return "look for os._exit or a crash in the code that the job names: see its log"
 
@@ -255,7 +262,9 @@ class Failure:
             body = (self.note.traceback or self.note.message).strip()
         else:
             lines = tracebacks.crash_stack(self.end.log) or self.end.log[-_SHOWN_LINES:]
-            body = "\n".join(lines) or "(its log is empty)"
+            body = "\n".join(lines)
+        if not body:
+            return f"{self.headline}\n  log: {self.log} (empty)\n  next: {self.advice}"
         return f"{body}\n\n{self.headline}\n  log: {self.log}\n  next: {self.advice}"
 
     def to_json(self) -> dict[str, Any]:

@@ -206,8 +206,10 @@ class Trainer:
             self._end(ending)
         except DivergedError:
             # It is raised on all ranks. A save under way is of a state that was still the same.
+            found_in = self.phase.name
             with suppress(SaveError, PeerError):
                 self.saves.finish_under_way()
+            self.phase.enter(found_in)
             raise
 
     def _begin(self) -> None:
@@ -513,8 +515,10 @@ class Trainer:
             NumericError: so it is.
         """
         if self._numeric_problem is not None:
-            problem = self._numeric_problem
-            raise NumericError(problem + self.saves.save_last_good(self.state.last_saved))
+            found_in = self.phase.name
+            told = self._numeric_problem + self.saves.save_last_good(self.state.last_saved)
+            self.phase.enter(found_in)
+            raise NumericError(told)
 
     # Between two steps
 

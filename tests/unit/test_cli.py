@@ -46,6 +46,22 @@ class Caching(torch.nn.Module):
         self.gradient_checkpointing = True
     def forward(self, x, use_cache=None):
         return x
+class Heads(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.n_head = 4
+        self.qkv = torch.nn.Linear(32, 96)
+        self.out = torch.nn.Linear(32, 32)
+    def forward(self, x):
+        q, k, v = (y.view(*y.shape[:2], self.n_head, -1) for y in self.qkv(x).chunk(3, -1))
+        q, k, v = (y.transpose(1, 2) for y in (q, k, v))
+        y = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+        return self.out(y.transpose(1, 2).flatten(2)).square().mean()
+class Judging(Heads):
+    def forward(self, x):
+        return super().forward(x) * (1 if self.out.weight.sum() > 0 else 2)
+def vectors():
+    return torch.zeros(8, 6, 32)
 def no_model():
     return 3
 def looks_at_values():
@@ -370,6 +386,39 @@ def test_check_refuses_what_training_would(zrun: Zrun, override: str, message: s
     result = zrun("check", "job.yaml", override, "--slots", "2")
     assert result.code == ExitCode.USAGE
     assert message in result.err
+
+
+WHOLE, DIVIDED = (
+    f"parallel={{tp: 2, plan: {{qkv: fused 3, out: rowwise, n_head: {role}}}}}"
+    for role in ("whole", "divide")
+)
+HEADS = ["model=user.py:Heads", "data=user.py:vectors"]
+
+
+def test_slices_that_would_compute_something_else_are_refused(zrun: Zrun, warm: None) -> None:
+    result = zrun("estimate", "job.yaml", *HEADS, WHOLE, "--slots", "2")
+    assert result.code == ExitCode.USAGE
+    assert (
+        "parallel.tp: with the slices of qkv, scaled_dot_product_flash_attention_for_cpu in the "
+        "model goes over 4 values in place of 8, which makes something else than the whole model; "
+        'if it counts heads by an attribute ("n_head" is 4), write that one with divide in '
+        "parallel.plan; " in result.err
+    )
+    result = zrun("estimate", "job.yaml", *HEADS, DIVIDED, "--slots", "2")
+    assert result.code == 0
+    assert "not checked" not in result.out
+
+
+def test_what_looks_at_values_is_said_not_to_be_checked(zrun: Zrun, warm: None) -> None:
+    judging = ["model=user.py:Judging", HEADS[1], DIVIDED]
+    result = zrun("estimate", "job.yaml", *judging, "--slots", "2")
+    assert result.code == 0, result.err
+    said = " ".join(result.out.split())
+    assert said.count("parallel.tp: not checked") == 1
+    assert (
+        "parallel.tp: not checked before training that ranks with slices compute what the whole "
+        "model does: without values its forward fails at user.py:" in said
+    )
 
 
 def test_explain_a_section_lists_its_keys(zrun: Zrun) -> None:

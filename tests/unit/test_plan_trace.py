@@ -180,14 +180,23 @@ def test_a_loss_in_chunks_runs_more_often(monkeypatch: pytest.MonkeyPatch) -> No
     assert peaks[0] == pytest.approx(peaks[1], rel=0.01)
 
 
-def test_what_is_more_in_the_larger_pass_has_no_size_in_the_smaller_one() -> None:
+@pytest.mark.parametrize("end", [TracePhase.FORWARD, TracePhase.BACKWARD])
+def test_what_is_more_in_the_larger_pass_has_no_size_in_the_smaller_one(end: TracePhase) -> None:
+    """Also where a loop of the backward pass frees what one of the forward pass has kept."""
     vocabulary = Vocabulary()
 
     def loop(count: int) -> Rows:  # each time around: 8 bytes stay, 100 go again
         writer = RowWriter(vocabulary)
 
-        def write(tensor: int, size: int, module: str, *, alloc: bool) -> None:
-            where = {"phase": TracePhase.FORWARD, "module": module, "block": -1}
+        def write(
+            tensor: int,
+            size: int,
+            module: str,
+            phase: TracePhase = TracePhase.FORWARD,
+            *,
+            alloc: bool,
+        ) -> None:
+            where = {"phase": phase, "module": module, "block": -1}
             writer.event(tensor, size, alloc=alloc, **where)  # type: ignore[arg-type]
 
         write(0, 10 * count, "in", alloc=True)
@@ -199,8 +208,10 @@ def test_what_is_more_in_the_larger_pass_has_no_size_in_the_smaller_one() -> Non
         total = 1 + 2 * count
         write(total, 0, "sum", alloc=True)
         for number in range(count):
-            write(1 + 2 * number, 8, "end", alloc=False)
-        write(total, 0, "sum", alloc=False)
+            write(total + 1 + number, 100, "end", end, alloc=True)
+            write(1 + 2 * number, 8, "end", end, alloc=False)
+            write(total + 1 + number, 100, "end", end, alloc=False)
+        write(total, 0, "sum", end, alloc=False)
         return writer.rows()
 
     rows = fit_loops(loop(2), 2, loop(4), 4, vocabulary)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import SimpleNamespace
-from typing import Any
+from functools import partial
 
 import pytest
 import torch
@@ -131,7 +130,9 @@ def checked(model: nn.Module, roles: Mapping[str, str] | None = None) -> TensorP
     """Return the plan for 2 ranks, after the check."""
     ids = torch.zeros(2, 8, dtype=torch.int64)
     plan = plan_model(model, roles, 2)
-    return check_on_fakes(model, plan, lambda: model(ids), torch.float32, torch.device("cpu"))
+    found = check_on_fakes(model, plan, lambda: model(ids), torch.float32, torch.device("cpu"))
+    assert not found.note
+    return found.plan
 
 
 def entries(kind: type[Attention]) -> tuple[str, ...]:
@@ -291,11 +292,13 @@ def test_a_weight_that_is_used_without_its_linear_is_refused() -> None:
 def test_lengths_of_sequences_are_checked_before_the_start() -> None:
     model = gpt("gpt2", vocab_size=50, dim=32, depth=2, heads=4, seq_len=16)
     parallel = ParallelConfig(tp=2, sequence=True)
-    settings: Any = SimpleNamespace(precision=SimpleNamespace(compute=torch.float32))
 
     def plan(length: int) -> TensorPlan | None:
         ids = torch.zeros(2, length, dtype=torch.int64)
-        return plan_tensors(model, parallel, lambda: model(ids), settings, torch.device("cpu"))
+        device = torch.device("cpu")
+        found, notes = plan_tensors(model, parallel, lambda: model(ids), torch.float32, device)
+        assert not notes
+        return found
 
     assert plan(16) == plan_model(model, None, 2)
     with pytest.raises(JobError) as error:
@@ -387,12 +390,21 @@ def test_blocks_that_mix_tokens_cannot_have_slices_of_the_sequence(
     assert found == (said if message else "")
 
 
-def test_a_model_that_looks_at_values_is_left_alone() -> None:
+def test_a_model_that_looks_at_values_is_left_alone_and_noted_once() -> None:
     class Looking(Net):
         def forward(self, ids: Tensor) -> Tensor:
             loss = super().forward(ids)
             return loss * 2 if loss.item() > 0 else loss
 
     model = Looking(Residual)
-    plan = plan_model(model, ROLES | {"*.n_head": "whole"}, 2)
-    assert checked(model, ROLES | {"*.n_head": "whole"}) == plan
+    ids = torch.zeros(2, 8, dtype=torch.int64)
+    parallel = ParallelConfig(tp=2, plan=ROLES | {"*.n_head": "whole"})
+    forward = partial(model, ids)
+    plan, notes = plan_tensors(model, parallel, forward, torch.float32, torch.device("cpu"))
+    assert plan == plan_model(model, parallel.plan, 2)
+    (note,) = notes
+    assert note.startswith(
+        "parallel.tp: not checked before training that ranks with slices compute what the whole "
+        "model does: without values its forward fails at "
+    )
+    assert "test_tensor_fakes.py:" in note

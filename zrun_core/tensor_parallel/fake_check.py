@@ -41,6 +41,18 @@ from zrun_core.zero.module_hooks import tensors_in
 _ERRORS = (UserCodeError, RuntimeError, TypeError, ValueError, IndexError)
 
 
+class CheckedPlan(NamedTuple):
+    """A plan after its check.
+
+    Attributes:
+        plan: mended where it can be.
+        note: why it could not be checked; "" if it was.
+    """
+
+    plan: TensorPlan
+    note: str = ""
+
+
 def check_on_fakes(
     model: nn.Module,
     plan: TensorPlan,
@@ -48,12 +60,12 @@ def check_on_fakes(
     dtype: torch.dtype,
     device: torch.device,
     blocks: Sequence[str] = (),
-) -> TensorPlan:
+) -> CheckedPlan:
     """Return the plan, mended where it can be.
 
     A region begins at its columns where its module adds its input to what its linears make, or gets
     it inside of something else than a tensor. Whole parameters that are used on slices are summed.
-    A model whose forward looks at values is not checked.
+    A model whose forward looks at values is not checked: a note says so.
 
     Args:
         model: whole, before it is transformed.
@@ -70,8 +82,8 @@ def check_on_fakes(
     try:
         with kept_buffers(model), whole.installed(), fake_parameters(model, dtype, device):
             forward()
-    except _ERRORS:
-        return plan  # it needs the values
+    except _ERRORS as error:
+        return CheckedPlan(plan, _not_checked(error))
     for block, operation in whole.mixing.items():
         raise _mixes(block, operation)
     for region in plan.regions:
@@ -105,7 +117,7 @@ def check_on_fakes(
                 raise _sums_less(model, plan, region, wanted, found)
     check_columns(plan, whole.columns.taken, divided.columns.taken)
     regions = tuple(map(whole.mended, plan.regions))
-    return replace(plan, regions=regions, summed=plan.summed | whole.summed)
+    return CheckedPlan(replace(plan, regions=regions, summed=plan.summed | whole.summed))
 
 
 def _local_shapes(model: nn.Module, plan: TensorPlan) -> dict[int, tuple[int, ...]]:
@@ -156,20 +168,31 @@ def _divided(model: nn.Module, plan: TensorPlan) -> Iterator[None]:
 def _failed(
     model: nn.Module, plan: TensorPlan, region: Region | None, error: Exception
 ) -> JobError:
+    failure = _failure(error)
+    if region is None:
+        return JobError(
+            f"parallel.tp: with slices of its layers the model's forward {failure}; write "
+            "parallel.plan, or tp: 1"
+        )
+    return JobError(
+        f"parallel.tp: with the slices of {', '.join(region.columns)} the forward of "
+        f"{region.around or 'the model'} {failure}; " + _what_to_write(model, plan, region)
+    )
+
+
+def _not_checked(error: Exception) -> str:
+    return (
+        "parallel.tp: not checked before training that ranks with slices compute what the whole "
+        f"model does: without values its forward {_failure(error)}"
+    )
+
+
+def _failure(error: Exception) -> str:
     cause = error.__cause__ if isinstance(error, UserCodeError) and error.__cause__ else error
     place = raised_at(cause)
     where = f" at {place}" if place is not None else ""
     reason = str(cause).splitlines()[0] if str(cause) else type(cause).__name__
-    if region is None:
-        return JobError(
-            f"parallel.tp: with slices of its layers the model's forward fails{where}: {reason}; "
-            "write parallel.plan, or tp: 1"
-        )
-    return JobError(
-        f"parallel.tp: with the slices of {', '.join(region.columns)} the forward of "
-        f"{region.around or 'the model'} fails{where}: {reason}; "
-        + _what_to_write(model, plan, region)
-    )
+    return f"fails{where}: {reason}"
 
 
 def _beside(region: Region, found: str) -> JobError:

@@ -19,7 +19,6 @@ from zrun_core.tensor_parallel.sequence import lengths_checked
 from zrun_core.tensor_parallel.tensor_comm import TensorComm
 from zrun_core.train.stage_building import StageParts
 from zrun_core.zero.auto_wrap import repeated_blocks
-from zrun_core.zero.sharding_config import ShardingConfig
 
 
 def planned(model: nn.Module, parallel: ParallelConfig) -> TensorPlan | None:
@@ -41,28 +40,32 @@ def plan_tensors(
     model: nn.Module,
     parallel: ParallelConfig,
     forward: Callable[[], object],
-    settings: ShardingConfig,
+    dtype: torch.dtype,
     device: torch.device,
-) -> TensorPlan | None:
-    """Return how a model is divided, and check it by a forward without values; None: it is not.
+) -> tuple[TensorPlan | None, list[str]]:
+    """Return how a model is divided, and check it by a forward without values.
 
     Args:
         model: the user's, before it is cut into stages.
         parallel: section of the job.
         forward: runs the loss of a batch.
-        settings: of the model's sharding.
+        dtype: that parameters have in training.
         device: that trains.
 
+    Returns:
+        The plan, None where the model is not divided; and notes for the user.
+
     Raises:
-        JobError: it cannot be divided as the job says.
+        JobError: it cannot be divided as the job says, or slices would compute something else.
     """
     plan = planned(model, parallel)
     if plan is None:
-        return None
+        return None, []
     blocks = [name for name, _ in repeated_blocks(model)] if parallel.sequence else []
     first = [span[0] for span in spans([blocks])]  # in front of which sequences are whole
     with lengths_checked(model, first, parallel.tp):
-        return check_on_fakes(model, plan, forward, settings.precision.compute, device, blocks)
+        checked = check_on_fakes(model, plan, forward, dtype, device, blocks)
+    return checked.plan, [checked.note] if checked.note else []
 
 
 def divide_model(

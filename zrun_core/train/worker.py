@@ -210,6 +210,7 @@ class Worker:
         built = self._build(settings, mesh, comm)
 
         plan = None
+        plan_notes: list[str] = []
         data = None
         parts = None
         if mesh.data.size < mesh.world.size:  # ranks have parts of the model
@@ -217,7 +218,8 @@ class Worker:
             data = self._open_data(mesh, device)
             self.phase.enter("build")
             forward = self._first_forward(built, data, settings, device)
-            plan = plan_tensors(built.module, job.parallel, forward, settings, device)
+            compute = settings.precision.compute
+            plan, plan_notes = plan_tensors(built.module, job.parallel, forward, compute, device)
             mesh, parts = self._cut(built, forward, settings, mesh, device)
             settings = replace(
                 settings,
@@ -239,7 +241,7 @@ class Worker:
             built, job, settings, mesh, comm, inputs, parts, divided
         )
         sharded.module.to(device)  # buffers: the parameters are there
-        notes = [*built.notes, *notes]
+        notes = [*built.notes, *plan_notes, *notes]
         if parts is not None:
             notes += parts.notes
 

@@ -15,13 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from difflib import SequenceMatcher
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from zrun_core.plan.trace.rows import AFFINE_FIELDS, Rows, Vocabulary, distinct
 
-_MAX_ROWS = 6000  # between the common beginning and end: matching what lies there takes long
+_MAX_ROWS = 15_000  # between the common beginning and end: matching what lies there takes long
 
 
 def line_through(low: int, at_low: float, high: int, at_high: float) -> tuple[float, float]:
@@ -77,9 +78,33 @@ def fit_loops(rows: Rows, low: int, more: Rows, high: int, vocabulary: Vocabular
         high: the larger micro-batch.
         vocabulary: of both.
     """
+    if len(more) <= len(rows):
+        return None
     _, numbers = distinct(np.concatenate([_deeds(rows, vocabulary), _deeds(more, vocabulary)]))
     one = numbers[: len(rows)].tolist()
     other = numbers[len(rows) :].tolist()
+    phases, starts = _runs(rows["phase"])
+    phases_of_more, starts_of_more = _runs(more["phase"])
+    if phases != phases_of_more:
+        return None
+    same = []
+    # A loop runs in the forward pass, and again in the backward pass: each is matched by itself.
+    for span, span_of_more in zip(pairwise(starts), pairwise(starts_of_more), strict=True):
+        found = _common(one[slice(*span)], other[slice(*span_of_more)])
+        if found is None:
+            return None
+        same += [(span[0] + place, span_of_more[0] + at) for place, at in found]
+    return _Merge(rows, low, more, high, _moved_up(same, other)).rows()
+
+
+def _runs(phases: NDArray[np.int32]) -> tuple[list[int], list[int]]:
+    """Return the phases of a pass in order, and where each begins, and the end."""
+    starts = [0, *(np.flatnonzero(np.diff(phases)) + 1).tolist()]
+    return phases[starts].tolist(), [*starts, len(phases)]
+
+
+def _common(one: list[int], other: list[int]) -> list[tuple[int, int]] | None:
+    """Return the places of what both do, in order; None where that takes too long to find."""
     shorter = min(len(one), len(other))
     before = 0
     while before < shorter and one[before] == other[before]:
@@ -87,16 +112,16 @@ def fit_loops(rows: Rows, low: int, more: Rows, high: int, vocabulary: Vocabular
     after = 0
     while after < shorter - before and one[-1 - after] == other[-1 - after]:
         after += 1
-    if len(more) <= len(rows) or len(other) - before - after > _MAX_ROWS:
-        return None
-    middle = SequenceMatcher(
-        None, one[before : len(one) - after], other[before : len(other) - after], autojunk=False
-    )
     same = [(place, place) for place in range(before)]
-    for block in middle.get_matching_blocks():
-        same += [(before + block.a + n, before + block.b + n) for n in range(block.size)]
-    same += [(len(one) - n, len(other) - n) for n in range(after, 0, -1)]
-    return _Merge(rows, low, more, high, _moved_up(same, other)).rows()
+    if before + after < shorter:
+        if max(len(one), len(other)) - before - after > _MAX_ROWS:
+            return None
+        middle = SequenceMatcher(
+            None, one[before : len(one) - after], other[before : len(other) - after], autojunk=False
+        )
+        for block in middle.get_matching_blocks():
+            same += [(before + block.a + n, before + block.b + n) for n in range(block.size)]
+    return same + [(len(one) - n, len(other) - n) for n in range(after, 0, -1)]
 
 
 def _deeds(rows: Rows, vocabulary: Vocabulary) -> NDArray[np.int64]:

@@ -81,13 +81,24 @@ def build(job: JobConfig, job_dir: Path, device: str, *, for_real: bool = False)
         JobError: there is no such factory, or what it builds cannot be divided or tiled so.
         UserCodeError: it raised.
     """
-    model = _whole(job, job_dir, for_real=for_real)
+    model = build_whole(job, job_dir, for_real=for_real)
     table = divide_alone(model, job.parallel, device, for_real=for_real)
     tile_linears(model, job.zero.tile, Precision.of(job.precision).compute, job.zero.leaf)
     return BuiltModel(model, table)
 
 
-def _whole(job: JobConfig, job_dir: Path, *, for_real: bool) -> nn.Module:
+def build_whole(job: JobConfig, job_dir: Path, *, for_real: bool = False) -> nn.Module:
+    """Return the job's model as its factory builds it, on the meta device if that bears it.
+
+    Args:
+        job: that names the factory.
+        job_dir: against which it is imported.
+        for_real: whether its tensors must have values.
+
+    Raises:
+        JobError: there is no such factory.
+        UserCodeError: it raised.
+    """
     if not for_real:
         try:
             with on_meta():

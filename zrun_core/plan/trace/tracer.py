@@ -36,6 +36,7 @@ from zrun_core.plan.trace.block_extrapolation import (
     expand,
     find_series,
 )
+from zrun_core.plan.trace.division_check import check_division
 from zrun_core.plan.trace.module_tree import describe_modules, describe_params
 from zrun_core.plan.trace.peak import peak_of
 from zrun_core.plan.trace.profile import Profile, Source, Trace
@@ -114,11 +115,16 @@ def trace_job(
     described = replace(_described(model, job, device), table=table, why=why)
     tell(described)
     tell(f"reading the first samples of {job.data.call}")
-    subject = TracedModel(job, job_dir, model, loss, samples_of(job, job_dir), device)
+    samples = samples_of(job, job_dir)
+    if job.parallel.tp > 1:
+        tell(f"checking what ranks with slices of {job.model.call} compute")
+    notes = check_division(job, job_dir, samples, max(micros, default=1))
+    subject = TracedModel(job, job_dir, model, loss, samples, device)
     gc.collect()
     gc.freeze()  # each pass collects what it makes, and not again all that is there before
     try:
-        return _PolicyTracer(job, subject, micros, tell).profile(described, checkpoints, mode)
+        tracer = _PolicyTracer(job, subject, micros, tell, notes)
+        return tracer.profile(described, checkpoints, mode)
     finally:
         gc.unfreeze()
 
@@ -168,6 +174,7 @@ class _PolicyTracer:
         model: TracedModel,
         micros: Sequence[int],
         tell: Callable[[str | Profile], None],
+        notes: Sequence[str],
     ) -> None:
         self._job = job
         self._model = model
@@ -175,7 +182,7 @@ class _PolicyTracer:
         self._tell = tell
         self._first_policy = ""
         self._is_affine = True
-        self._notes: list[str] = []
+        self._notes = [*notes]
         if model.samples.note:
             self._notes.append(model.samples.note)
 

@@ -263,13 +263,14 @@ def test_what_was_not_traced_is_said(candidate: Candidate, said: str) -> None:
         Planner(profile(), HARDWARE, JOB).estimate(candidate)
 
 
-def test_one_rank_that_builds_on_meta_imports_for_it_too() -> None:
+def test_one_rank_that_builds_on_meta_or_recomputes_imports_for_it_too() -> None:
     job = JOB.model_copy(update={"device": "cpu"})
     planner = Planner(profile(), parse_simulate("1xCPU"), job)
     factory = Candidate(0, ParallelDims(1), 1, 1)
     meta = replace(factory, init="meta")
     ranks = Candidate(0, ParallelDims(2), 1, 1)
     assert planner.outside(meta) > planner.outside(factory)
+    assert planner.outside(replace(factory, checkpoint="full")) == planner.outside(meta)
     assert planner.outside(replace(ranks, init="meta")) == planner.outside(ranks)
 
 

@@ -363,8 +363,9 @@ class Planner:
         device = self.hardware.device
         imported = 0
         builds_on_meta = candidate.init == "meta" or dims.world_size > 1
-        if self.device_type == "cpu" and builds_on_meta:
-            imported = rank_memory.BUILDS_ON_META
+        recomputes = candidate.checkpoint != "none"
+        if self.device_type == "cpu" and (builds_on_meta or recomputes):
+            imported = rank_memory.COMPILER_BYTES
         return device.context_bytes + imported + groups * device.communicator_bytes
 
     # All of it

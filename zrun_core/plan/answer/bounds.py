@@ -248,7 +248,7 @@ class Bounds:
         return at_home, self._activation_bytes(away, first)
 
     def _activation_bytes(self, candidate: Candidate, first: PipelineStage) -> int:
-        num_bytes = self._planner.peak(candidate, first, _NO_STATES).num_bytes
+        num_bytes = self._planner.activations.peak(candidate, first, _NO_STATES).num_bytes
         uses_formula = self._planner.cost_model.uses_formula(candidate.key)
         if self._hardware.device.kind == "cuda" and uses_formula:
             num_bytes += formula_slack(num_bytes)

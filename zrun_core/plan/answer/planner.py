@@ -11,33 +11,25 @@ one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from zrun_core.errors import JobError
-from zrun_core.hardware.hardware import GB, MIB, Hardware
-from zrun_core.memory.buffers import Buffer, Kind, Tier
-from zrun_core.memory.layout import UnitLayout, whole_pages
+from zrun_core.hardware.hardware import MIB, Hardware
+from zrun_core.memory.buffers import Buffer, Tier
+from zrun_core.memory.layout import UnitLayout
 from zrun_core.memory.tensors import TENSOR
-from zrun_core.memory.tier_traffic import Direction, Move
 from zrun_core.pipeline.split import Split
-from zrun_core.plan.answer.outcome import (
-    FROM_DATA_SHEETS,
-    Estimate,
-    RankMemory,
-    StageEstimate,
-    offloaded_bytes,
-)
-from zrun_core.plan.answer.state_model import StageStates, StateModel
+from zrun_core.plan.answer.activation_model import ActivationModel
+from zrun_core.plan.answer.host_model import HostModel, most_at_once
+from zrun_core.plan.answer.notes import notes_of
+from zrun_core.plan.answer.outcome import Estimate, RankMemory, StageEstimate
+from zrun_core.plan.answer.state_model import StateModel
 from zrun_core.plan.memory import rank_memory
+from zrun_core.plan.memory.paper_states import paper_bytes
 from zrun_core.plan.memory.rank_memory import PipelineStage
-from zrun_core.plan.memory.states import (
-    PAPER_ADAM_BYTES,
-    PAPER_GRAD_BYTES,
-    PAPER_PARAM_BYTES,
-    settings_of,
-)
+from zrun_core.plan.memory.states import settings_of
 from zrun_core.plan.question.candidate import Candidate
 from zrun_core.plan.question.subject import Divide, Subject
 from zrun_core.plan.question.transformer import TransformerShape
@@ -45,20 +37,11 @@ from zrun_core.plan.timing.cost_model import CostModel
 from zrun_core.plan.timing.layer_messages import Messages, stage_messages
 from zrun_core.plan.timing.micro_batch_cost import TimingSettings
 from zrun_core.plan.timing.timing import StepTime, step_time
-from zrun_core.plan.trace.peak import Peak
 from zrun_core.plan.trace.profile import Profile
-from zrun_core.plan.trace.rows import TracePhase
 from zrun_core.spine.config import JobConfig
-from zrun_core.spine.parallel_dims import ParallelDims
 from zrun_core.zero.sharding_config import ShardingConfig
 
-# Of a rank in its host's memory; on a CPU that is the device's context.
-_PROCESS_BYTES = {"cuda": 1800 * MIB, "cpu": 0}
-_LOADER_BYTES = 220 * MIB  # of a process that reads data
 _SEGMENT_BYTES = 2 * MIB  # in multiples of which CUDA's allocator reserves memory
-_INPUT_SLOTS = "slots of inputs of blocks"
-_INPUT_WRITES = 2  # of them are on their way to a disk at a time
-_TOKEN_BYTES = 2.0 * 8  # of a token and its label, int64
 
 
 def job_of_size(precision: str = "bf16") -> JobConfig:
@@ -83,10 +66,11 @@ class Planner:
     """Estimates candidates of one model on one kind of hardware.
 
     Attributes:
+        parts: the model, whole and divided.
+        num_params, tokens_per_sample, num_samples: of the whole, as of `Subject`.
         cost_model: of micro-batches, in time.
-        num_blocks: repeated blocks of the model.
-        tokens_per_sample: None where samples are no tokens.
-        num_samples: of the training data; None where that is not known.
+        activations: of micro-batches, in memory.
+        hosts: what ranks take beside their devices.
     """
 
     def __init__(
@@ -122,26 +106,15 @@ class Planner:
         parallel = self.job.parallel
         asked = (parallel.tp, parallel.tp > 1 and parallel.sequence)
         self.parts = Subject(subject, formula, divide, asked)
+        self.num_params = self.parts.num_params
+        self.tokens_per_sample = self.parts.tokens_per_sample
+        self.num_samples = self.parts.num_samples
         self.cost_model = CostModel(self.parts, hardware, timing)
-        self.num_blocks: int
-        self.num_params: int
-        self.tokens_per_sample: int | None
-        self.num_samples: int | None
-        if isinstance(subject, TransformerShape):
-            self.num_blocks = subject.layers
-            self.num_params = subject.params
-            self.tokens_per_sample = subject.seq
-            self.num_samples = None
-        else:
-            self.num_blocks = subject.num_blocks
-            self.num_params = subject.num_params
-            self.tokens_per_sample = subject.tokens_per_sample
-            self.num_samples = subject.num_samples
         self._settings = settings
         self.pipeline = self.cost_model.pipeline
         self._states = StateModel(self.parts, self.job, settings, self.device_type, self.pipeline)
-        self._peaks: dict[tuple[object, ...], Peak] = {}
-        self._beyond: dict[tuple[object, ...], int] = {}
+        self.activations = ActivationModel(self.cost_model, self.job, hardware, self.device_type)
+        self.hosts = HostModel(hardware, self.job, self.num_params, self.device_type)
 
     def split(self, candidate: Candidate) -> Split:
         """Return the stages of a candidate.
@@ -158,7 +131,7 @@ class Planner:
             JobError: the model cannot be cut so.
         """
         if candidate.dims.pp == 1:
-            return PipelineStage.whole(candidate, self.num_blocks)
+            return PipelineStage.whole(candidate, self.parts.num_blocks)
         split = self.split(candidate)
         borders = self.cost_model.border_bytes(candidate, split)
         return PipelineStage.of(candidate, split, index, borders, self.pipeline.costs)
@@ -194,162 +167,29 @@ class Planner:
         """
         stage = self.stage(candidate, index)
         states = self._states.of_stage(candidate, index)
-        others = self._others(candidate)
-        waiting = self._waiting_inputs(candidate, stage)
-        beside = sum(buffer.num_bytes for buffer in others)
+        held = self.activations.held(candidate)
+        waiting = self.activations.waiting(candidate, stage)
+        beside = sum(buffer.num_bytes for buffer in held)
         steady = {phase: num_bytes + beside for phase, num_bytes in states.steady.items()}
-        peak = self.peak(candidate, stage, steady)
-        reserved = peak.num_bytes + self._reserved_beyond(candidate, peak, states)
+        peak = self.activations.peak(candidate, stage, steady)
+        beyond = self.activations.reserved_beyond(candidate, peak, states.moments)
+        reserved = peak.num_bytes + beyond
         outside = self.outside(candidate)
         if self.device_type == "cuda":
             reserved = -(-reserved // _SEGMENT_BYTES) * _SEGMENT_BYTES
         else:
-            outside += self._kernels(candidate)
+            outside += self.activations.kernels(candidate)
         return RankMemory(
             role=self._role(candidate, index),
-            buffers=(*states.buffers, *others, *waiting),
+            buffers=(*states.buffers, *held, *waiting),
             peak=peak,
             allocated=peak.num_bytes,
             reserved=reserved,
             device_used=reserved + outside,
             pinned=states.pinned + _on_tier(waiting, Tier.HOST),
-            pageable=states.pageable + _PROCESS_BYTES[self.device_type],
+            pageable=states.pageable + self.hosts.process_bytes,
             disk=states.disk + _on_tier(waiting, Tier.DISK),
         )
-
-    def _others(self, candidate: Candidate) -> list[Buffer]:
-        """Return what else is on the device all the time: batches, and the library's workspace."""
-        batches = candidate.flowing
-        if self.device_type == "cuda":
-            batches = min(2, batches)  # the one in use, and the one that is copied meanwhile
-        batch_bytes = round(batches * self._batch_bytes(candidate.micro))
-        found = [Buffer("batch", Kind.ACTIVATION, batch_bytes)]
-        workspace = self.hardware.device.workspace_bytes
-        if workspace:
-            found.append(Buffer("workspace of matrix products", Kind.TEMP, workspace))
-        if self.device_type == "cpu" and candidate.placement.activation is Tier.DISK:
-            found.append(Buffer(_INPUT_SLOTS, Kind.RING, self._input_slots(candidate)))
-        return found
-
-    def _input_sizes(self, candidate: Candidate) -> list[int]:
-        """Return the bytes of the inputs of all recomputed blocks, if they wait elsewhere."""
-        if not rank_memory.moves_inputs(candidate):
-            return []
-        profile = None
-        if not self.cost_model.uses_formula(candidate.key):
-            profile = self._profile(candidate)
-        shape = self.cost_model.formula
-        return rank_memory.input_bytes(profile, shape, candidate, self._every(candidate))
-
-    def _input_slots(self, candidate: Candidate) -> int:
-        """Return the bytes of host memory in which inputs are on their way to a disk."""
-        return _INPUT_WRITES * whole_pages(max(self._input_sizes(candidate), default=0))
-
-    def _waiting_inputs(self, candidate: Candidate, stage: PipelineStage) -> list[Buffer]:
-        """Return what the inputs of a stage's recomputed blocks take where they wait."""
-        tier = candidate.placement.activation
-        share = stage.held_blocks / max(1, self.num_blocks)
-        num_bytes = round(share * sum(map(whole_pages, self._input_sizes(candidate))))
-        if not num_bytes:
-            return []
-        name = "inputs of recomputed blocks"
-        found = [Buffer(name, Kind.ACTIVATION, num_bytes, tier, pinned=tier is Tier.HOST)]
-        if tier is Tier.DISK and self.device_type == "cuda":
-            slots = self._input_slots(candidate)
-            found.append(Buffer(_INPUT_SLOTS, Kind.RING, slots, Tier.HOST, pinned=True))
-        return found
-
-    def _batch_bytes(self, micro: int) -> float:
-        if isinstance(self.subject, Profile):
-            return self.subject.batch_bytes.at(micro)
-        return _TOKEN_BYTES * micro * self.subject.seq
-
-    def peak(
-        self, candidate: Candidate, stage: PipelineStage, steady: Mapping[TracePhase, int]
-    ) -> Peak:
-        """Return the largest live set of a stage.
-
-        Args:
-            candidate: the configuration.
-            stage: its blocks, and the micro-batches that it holds.
-            steady: bytes that are there anyway, by phase.
-
-        Raises:
-            JobError: nothing tells what its micro-batches take.
-        """
-        # Peaks differ by what the phases have beyond each other: stages of ZeRO share most of them.
-        least = min(steady.values())
-        beyond = {phase: size - least for phase, size in steady.items()}
-        key = (
-            candidate.micro,
-            candidate.checkpoint,
-            candidate.precision,
-            rank_memory.adds_gradients(candidate),
-            candidate.dims.tp,
-            candidate.sequence_parallel,
-            stage,
-            tuple(beyond.values()),
-            rank_memory.moves_inputs(candidate),
-            candidate.input_ranks,
-            rank_memory.makes_weights_late(candidate),
-        )
-        found = self._peaks.get(key)
-        if found is None:
-            found = self._peaks[key] = self._peak_beyond(candidate, stage, beyond)
-        return replace(found, num_bytes=found.num_bytes + least)
-
-    def _peak_beyond(
-        self, candidate: Candidate, stage: PipelineStage, beyond: Mapping[TracePhase, int]
-    ) -> Peak:
-        if self.cost_model.uses_formula(candidate.key):
-            formula = self.cost_model.formula
-            assert formula is not None
-            every_n = self.job.activations.n
-            return rank_memory.by_formula(formula, candidate, stage, beyond, every_n)
-        cuda = self.device_type == "cuda"
-        every = self._every(candidate)
-        profile = self._profile(candidate)
-        return rank_memory.traced(profile, candidate, stage, beyond, every=every, cuda=cuda)
-
-    def _profile(self, candidate: Candidate) -> Profile:
-        """Return the trace of what a rank computes.
-
-        Raises:
-            JobError: it was not traced so.
-        """
-        dims = candidate.dims
-        profile = self.parts.traced(dims.tp, sequence=candidate.sequence_parallel)
-        assert profile is not None
-        if candidate.checkpoint not in profile.traces:
-            raise self._untraced(candidate)
-        return profile
-
-    def _every(self, candidate: Candidate) -> int:
-        """Return of how many blocks one is recomputed."""
-        return self.job.activations.n if candidate.checkpoint == "every_n" else 1
-
-    def _reserved_beyond(self, candidate: Candidate, peak: Peak, states: StageStates) -> int:
-        """Return the bytes that the allocator holds beyond those in use at the peak."""
-        if self.cost_model.uses_formula(candidate.key) or candidate.dims.pp > 1:
-            return rank_memory.formula_slack(peak.dynamic)
-        profile = self._profile(candidate)
-        late = () if self.device_type == "cuda" else states.moments
-        away = rank_memory.moves_inputs(candidate)
-        passes = min(2, candidate.accumulation)
-        key = (candidate.key, passes, late, away, candidate.input_ranks, candidate.init)
-        every = self._every(candidate)
-        if key not in self._beyond:
-            if self.device_type == "cuda":
-                self._beyond[key] = rank_memory.reserved_beyond(profile, candidate, every)
-            else:
-                self._beyond[key] = rank_memory.heap_beyond(profile, candidate, peak, late, every)
-        return self._beyond[key]
-
-    def _kernels(self, candidate: Candidate) -> int:
-        """Return the bytes of code that a CPU's library makes for the shapes of products."""
-        if self.cost_model.uses_formula(candidate.key):
-            return 0
-        return rank_memory.kernel_bytes(self._profile(candidate), candidate)
 
     def outside(self, candidate: Candidate) -> int:
         """Return the bytes of a device outside of its allocator.
@@ -378,13 +218,13 @@ class Planner:
         """
         self._check(candidate)
         capacity = self.hardware.device.memory_bytes
-        others = sum(buffer.num_bytes for buffer in self._others(candidate))
-        beside = others + self.outside(candidate)
+        held = sum(buffer.num_bytes for buffer in self.activations.held(candidate))
+        beside = held + self.outside(candidate)
         used = 0
         for index in self._stages(candidate):
             stage = self.stage(candidate, index)
             steady = self._states.of_stage(candidate, index).steady
-            in_use = self.peak(candidate, stage, steady).num_bytes + beside
+            in_use = self.activations.peak(candidate, stage, steady).num_bytes + beside
             if in_use <= capacity:
                 # The rest that the allocator takes is asked for only where it may decide.
                 in_use = self.rank(candidate, index).device_used
@@ -410,7 +250,7 @@ class Planner:
         if not self.hardware.shares_memory:
             return True
         ranks = [self.rank(candidate, index) for index in self._stages(candidate)]
-        return _most_at_once(self._host(candidate, ranks)) <= self.hardware.host_bytes
+        return self.hosts.has_memory(self.hosts.parts(candidate, ranks))
 
     def estimate(self, candidate: Candidate, *, traffic: bool = True) -> Estimate:
         """Return the memory and the time of a candidate.
@@ -424,13 +264,8 @@ class Planner:
         """
         self._check(candidate)
         ranks = tuple(self.rank(candidate, index) for index in self._stages(candidate))
-        host = self._host(candidate, ranks)
-        source = "formula"
-        is_ragged = False
-        if isinstance(self.subject, Profile):
-            is_ragged = self.subject.is_ragged
-            if not self.cost_model.uses_formula(candidate.key):
-                source = self._profile(candidate).source_of(candidate.checkpoint)
+        host = self.hosts.parts(candidate, ranks)
+        source = self.activations.source(candidate)
         known = ranks
         time = self.time(candidate)
         if source == "guessed":
@@ -439,17 +274,17 @@ class Planner:
         return Estimate(
             candidate=candidate,
             ranks=ranks,
-            paper=self.paper_bytes(candidate),
-            host_bytes=_most_at_once(host),
+            paper=paper_bytes(self.num_params, candidate),
+            host_bytes=most_at_once(host),
             time=time,
             capacity=self.hardware.device.memory_bytes,
-            fits=self._fits(candidate, known, self._host(candidate, known)),
+            fits=self._fits(candidate, known),
             source=source,
-            notes=tuple(self._notes(candidate, source)),
+            notes=notes_of(candidate, source, self.parts, self.hardware),
             host_parts=host,
             traffic=self.traffic(candidate) if traffic else {},
             moved=self.moved(candidate) if traffic else {},
-            is_bound=is_ragged,
+            is_bound=isinstance(self.subject, Profile) and self.subject.is_ragged,
             stages=self._all_stages(candidate, time) if traffic else (),
             after_blocks=self.pipeline.after_blocks if candidate.dims.pp > 1 else 0.0,
         )
@@ -463,7 +298,7 @@ class Planner:
         for index in range(split.pp):
             rank = self.rank(candidate, index)
             layouts = self._states.of_stage(candidate, index).layouts
-            beside = sum(buffer.num_bytes for buffer in self._others(candidate))
+            beside = sum(buffer.num_bytes for buffer in self.activations.held(candidate))
             stage = StageEstimate(
                 blocks=tuple((run.start, run.stop) for run in split.stage_blocks(index)),
                 num_params=sum(unit.numel for unit in layouts),
@@ -475,22 +310,10 @@ class Planner:
             found.append(stage)
         return tuple(found)
 
-    def _fits(
-        self,
-        candidate: Candidate,
-        ranks: Sequence[RankMemory],
-        host: Mapping[str, int],
-    ) -> bool:
-        hardware = self.hardware
-        if max(rank.device_used for rank in ranks) > hardware.device.memory_bytes:
+    def _fits(self, candidate: Candidate, ranks: Sequence[RankMemory]) -> bool:
+        if max(rank.device_used for rank in ranks) > self.hardware.device.memory_bytes:
             return False
-        if _most_at_once(host) > hardware.host_bytes:
-            return False
-        most = hardware.offload_bytes
-        if most is not None and offloaded_bytes(host) > most:
-            return False
-        disk = self._local_ranks(candidate.dims) * max(rank.disk for rank in ranks)
-        return disk <= hardware.disk_bytes
+        return self.hosts.has_room(candidate, ranks)
 
     def time(self, candidate: Candidate) -> StepTime:
         """Return the time of a step.
@@ -501,7 +324,7 @@ class Planner:
         try:
             return step_time(self.cost_model, candidate, self.tokens_per_sample)
         except KeyError:
-            raise self._untraced(candidate) from None
+            raise self.activations.untraced(candidate) from None
 
     def traffic(self, candidate: Candidate) -> dict[str, int]:
         """Return the bytes that a rank sends in a step, as `Estimate.traffic`."""
@@ -524,45 +347,11 @@ class Planner:
         if not candidate.offloads:
             return {}
         found: dict[str, dict[str, dict[str, int]]] = {}
-        moves = self._states.moved(candidate) | self._moved_inputs(candidate)
+        moves = self._states.moved(candidate) | self.activations.moved(candidate)
         for move, num_bytes in moves.items():
             kinds = found.setdefault(move.tier.value, {}).setdefault(move.direction.value, {})
             kinds[move.kind.value] = num_bytes
         return found
-
-    def _moved_inputs(self, candidate: Candidate) -> dict[Move, int]:
-        """Return the bytes of inputs of recomputed blocks that move: the last one does not return.
-
-        Of a pipeline they are those of all its stages.
-        """
-        sizes = self._input_sizes(candidate)
-        if not sizes:
-            return {}
-        by_direction = {Direction.WRITTEN: sum(sizes), Direction.READ: sum(sizes[:-1])}
-        tiers = [candidate.placement.activation]
-        if self.device_type == "cuda" and tiers == [Tier.DISK]:
-            tiers.append(Tier.HOST)
-        return {
-            Move(tier, direction, Kind.ACTIVATION): candidate.accumulation * num_bytes
-            for tier in tiers
-            for direction, num_bytes in by_direction.items()
-            if num_bytes
-        }
-
-    def paper_bytes(self, candidate: Candidate) -> dict[str, float]:
-        """Return the states of a rank as papers count them, by kind.
-
-        A parameter has 2 bytes, its gradient 2, and its states in Adam 12 (Rajbhandari et al.
-        2020).
-        """
-        dims = candidate.dims
-        params = self.num_params / (dims.tp * dims.pp)
-        ranks = dims.shard_size
-        return {
-            "params": PAPER_PARAM_BYTES * params / (ranks if candidate.stage >= 3 else 1),
-            "grads": PAPER_GRAD_BYTES * params / (ranks if candidate.stage >= 2 else 1),
-            "optim": PAPER_ADAM_BYTES * params / (ranks if candidate.stage >= 1 else 1),
-        }
 
     def _check(self, candidate: Candidate) -> None:
         """Refuse what is impossible."""
@@ -579,7 +368,7 @@ class Planner:
                 "more of them, or fewer ranks"
             )
         if dims.pp > 1:
-            why_not = why_not_scheduled(candidate.schedule, dims.virtual)
+            why_not = candidate.why_not_scheduled()
             if why_not:
                 raise JobError(why_not)
             self.split(candidate)
@@ -592,84 +381,6 @@ class Planner:
         optimizer = self._settings.optimizer
         assert optimizer is not None
         return candidate.why_not_placed(optimizer.name, layer_wise=optimizer.layer_wise)
-
-    def _untraced(self, candidate: Candidate) -> JobError:
-        policy = candidate.checkpoint
-        message = f"checkpoint {policy}: the model was not traced with it"
-        dims = candidate.dims
-        traced = self.parts.traced(dims.tp, sequence=candidate.sequence_parallel)
-        if traced is not None:
-            why = traced.untraced.get(policy)
-            if why:
-                message += f": {why}"
-        return JobError(message)
-
-    # The memory of hosts
-
-    def can_build(self, world: int) -> bool:
-        """Return True if a node has room for the whole model, as its factory makes it."""
-        processes = min(self.hardware.devices_per_node, world) * _PROCESS_BYTES[self.device_type]
-        return self._built_bytes + processes <= self.hardware.host_bytes
-
-    @property
-    def _built_bytes(self) -> int:
-        """The bytes of the whole model in fp32; 0 of one that is a size only."""
-        if self.job.model.call == "size:size":
-            return 0
-        return 4 * self.num_params
-
-    def _local_ranks(self, dims: ParallelDims) -> int:
-        return min(self.hardware.devices_per_node, dims.world_size)
-
-    def _host(self, candidate: Candidate, ranks: Iterable[RankMemory]) -> dict[str, int]:
-        """Return the bytes of a node's memory by what they are for.
-
-        A node with several pipeline stages is taken to have the fullest ones.
-        """
-        local = self._local_ranks(candidate.dims)
-        process = _PROCESS_BYTES[self.device_type]
-        found = {
-            "pinned": local * max(rank.pinned for rank in ranks),
-            "pageable": local * (max(rank.pageable for rank in ranks) - process),
-            "processes": local * process,
-            "loaders": local * self.job.data.workers * _LOADER_BYTES,
-            "build": 0 if candidate.init == "meta" else self._built_bytes,
-        }
-        if self.hardware.shares_memory:
-            found["training"] = local * max(rank.device_used for rank in ranks)
-        return found
-
-    # Notes
-
-    def _notes(self, candidate: Candidate, source: str) -> list[str]:
-        notes = []
-        dims = candidate.dims
-        if isinstance(self.subject, Profile):
-            traced = self.parts.traced(dims.tp, sequence=candidate.sequence_parallel)
-            notes += self._notes_of_trace(traced or self.subject, candidate.checkpoint, source)
-        if self.hardware.usual_disk and candidate.placement.uses(Tier.DISK):
-            rate = f"{self.hardware.disk_read / GB:g} GB/s each way"
-            notes.append(f"nobody has measured the disk, which is taken to move {rate}")
-        if not self.hardware.measured:
-            notes.append(FROM_DATA_SHEETS)
-        if candidate.partition and candidate.sequence_parallel:
-            notes.append(
-                "activations.partition changes nothing: with parallel.sequence the inputs of "
-                "blocks are slices of the sequence already"
-            )
-        return notes
-
-    @staticmethod
-    def _notes_of_trace(profile: Profile, policy: str, source: str) -> list[str]:
-        notes = []
-        if source == "guessed":
-            reason = profile.untraced.get(policy) or profile.why
-            notes.append(f"activations with checkpoint {policy} are not known: {reason}")
-        elif source == "formula":
-            notes.append("activations by formula: the model was not traced so")
-        elif profile.why:
-            notes.append(f"activations {source}: {profile.why}")
-        return [*notes, *profile.notes]
 
 
 def _timing_settings(
@@ -702,21 +413,3 @@ def _without_activations(rank: RankMemory) -> RankMemory:
 
 def _on_tier(buffers: Iterable[Buffer], tier: Tier) -> int:
     return sum(buffer.num_bytes for buffer in buffers if buffer.tier is tier)
-
-
-def why_not_scheduled(schedule: str, virtual: int) -> str:
-    """Return why a schedule cannot have so many chunks on a stage; "" if it can."""
-    if virtual > 1 and schedule != "interleaved":
-        one = f"{schedule} has one chunk on each stage"
-        return f"parallel.virtual: {virtual}: {one}: write schedule: interleaved"
-    if virtual == 1 and schedule == "interleaved":
-        return "parallel.schedule: interleaved has 2 chunks on each stage or more: write virtual: 2"
-    if schedule == "layer_major":
-        return "parallel.schedule: layer_major is for the whole model on a rank: write pp: 1"
-    return ""
-
-
-def _most_at_once(parts: Mapping[str, int]) -> int:
-    """Return the most that a node holds at once: while it trains, or while it builds the model."""
-    training = sum(parts.values()) - parts["build"]
-    return max(training, parts["build"] + parts["processes"])

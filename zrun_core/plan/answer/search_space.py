@@ -129,7 +129,7 @@ class _Enumeration:
         if rest:
             return
         init = "meta"
-        if self._planner.can_build(dims.world_size):
+        if self._planner.hosts.can_build(dims.world_size):
             init = "factory" if self._base is None else self._base.init
         for micro, checkpoint in itertools.product(self._micros(samples), self._checkpoints()):
             count = samples // micro
@@ -214,7 +214,7 @@ class _Enumeration:
         return known or tuple(subject.traces)
 
     def _dims(self, world: int) -> Iterator[ParallelDims]:
-        num_blocks = self._planner.num_blocks
+        num_blocks = self._planner.parts.num_blocks
         order = ParallelDims.order if self._base is None else self._base.dims.order
         for tp in self._tps():
             if world % tp:

@@ -38,10 +38,6 @@ from zrun_core.zero.sharding_config import ShardingConfig, wrap_plan
 from zrun_core.zero.tiling import tile_linears
 from zrun_core.zero.unit import moves_pages
 
-# Bytes per parameter of Adam in mixed precision, K = 12: fp32 master and two moments (Rajbhandari
-# et al. 2020, "ZeRO", section 3.1).
-PAPER_PARAM_BYTES = PAPER_GRAD_BYTES = 2
-PAPER_ADAM_BYTES = 12
 FIRST = Coordinates()  # the first of an axis has at least as many bytes as any other
 
 

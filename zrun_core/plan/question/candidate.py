@@ -97,6 +97,22 @@ class Candidate:
             return f"activations on {here.activation} are inputs of recomputed blocks: none is"
         return ""
 
+    def why_not_scheduled(self) -> str:
+        """Return why its schedule cannot have so many chunks on a stage; "" if it can."""
+        schedule = self.schedule
+        virtual = self.dims.virtual
+        if virtual > 1 and schedule != "interleaved":
+            one = f"{schedule} has one chunk on each stage"
+            return f"parallel.virtual: {virtual}: {one}: write schedule: interleaved"
+        if virtual == 1 and schedule == "interleaved":
+            return (
+                "parallel.schedule: interleaved has 2 chunks on each stage or more: write "
+                "virtual: 2"
+            )
+        if schedule == "layer_major":
+            return "parallel.schedule: layer_major is for the whole model on a rank: write pp: 1"
+        return ""
+
     @property
     def flowing(self) -> int:
         """Micro-batches that go through the pipeline before it is drained."""

@@ -25,6 +25,10 @@ class Subject:
     Attributes:
         whole: the model as one rank alone has it.
         formula: the shape of it, where that is known.
+        num_blocks: repeated blocks of the model.
+        num_params: of the model.
+        tokens_per_sample: None where samples are no tokens.
+        num_samples: of the training data; None where that is not known.
     """
 
     def __init__(
@@ -45,6 +49,20 @@ class Subject:
         """
         self.whole = whole
         self.formula = whole if isinstance(whole, TransformerShape) else formula
+        self.num_blocks: int
+        self.num_params: int
+        self.tokens_per_sample: int | None
+        self.num_samples: int | None
+        if isinstance(whole, TransformerShape):
+            self.num_blocks = whole.layers
+            self.num_params = whole.params
+            self.tokens_per_sample = whole.seq
+            self.num_samples = None
+        else:
+            self.num_blocks = whole.num_blocks
+            self.num_params = whole.num_params
+            self.tokens_per_sample = whole.tokens_per_sample
+            self.num_samples = whole.num_samples
         self._divide = divide
         self._asked = asked
         self._parts: dict[tuple[int, bool], Profile | JobError] = {}

@@ -1,0 +1,51 @@
+"""What a reader of an estimate should know beside its numbers."""
+
+from __future__ import annotations
+
+from zrun_core.hardware.hardware import GB, Hardware
+from zrun_core.memory.buffers import Tier
+from zrun_core.plan.answer.outcome import FROM_DATA_SHEETS
+from zrun_core.plan.question.candidate import Candidate
+from zrun_core.plan.question.subject import Subject
+from zrun_core.plan.trace.profile import Profile
+
+
+def notes_of(
+    candidate: Candidate, source: str, subject: Subject, hardware: Hardware
+) -> tuple[str, ...]:
+    """Return the notes of an estimate.
+
+    Args:
+        candidate: that is estimated.
+        source: where its activations come from, as `Estimate.source`.
+        subject: the model.
+        hardware: to run it on.
+    """
+    notes = []
+    dims = candidate.dims
+    if isinstance(subject.whole, Profile):
+        traced = subject.traced(dims.tp, sequence=candidate.sequence_parallel)
+        notes += _notes_of_trace(traced or subject.whole, candidate.checkpoint, source)
+    if hardware.usual_disk and candidate.placement.uses(Tier.DISK):
+        rate = f"{hardware.disk_read / GB:g} GB/s each way"
+        notes.append(f"nobody has measured the disk, which is taken to move {rate}")
+    if not hardware.measured:
+        notes.append(FROM_DATA_SHEETS)
+    if candidate.partition and candidate.sequence_parallel:
+        notes.append(
+            "activations.partition changes nothing: with parallel.sequence the inputs of "
+            "blocks are slices of the sequence already"
+        )
+    return tuple(notes)
+
+
+def _notes_of_trace(profile: Profile, policy: str, source: str) -> list[str]:
+    notes = []
+    if source == "guessed":
+        reason = profile.untraced.get(policy) or profile.why
+        notes.append(f"activations with checkpoint {policy} are not known: {reason}")
+    elif source == "formula":
+        notes.append("activations by formula: the model was not traced so")
+    elif profile.why:
+        notes.append(f"activations {source}: {profile.why}")
+    return [*notes, *profile.notes]

@@ -12,12 +12,12 @@ every step, which an allocator that is told by events cannot promise.
 
 from __future__ import annotations
 
+import ctypes
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
-import numpy as np
 import torch
 
 from zrun_core.distributed.transport import as_bytes
@@ -126,4 +126,5 @@ class ThreadCopier(Copier):
             time.sleep(self._delay())
         source, target = sides
         sides.clear()  # who has waited may be the last to hold them
-        np.copyto(target.numpy(), source.numpy())
+        # Without the GIL. A tensor that was asked for `numpy()` could not be resized any more.
+        ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)

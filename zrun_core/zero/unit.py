@@ -224,18 +224,24 @@ class FlatUnit:
         self.window = window
         self.full = window.full
         self.param_shard = window.shard
-        if self.placement.param is not Tier.DEVICE and self.reshard_after_use:
-            self.param_shard = self.full[own[0] : own[1]]
-        # Views of a storage that is resized can only be made while it has memory.
         self.views: list[torch.Tensor] = []
         if not isinstance(window, StorageWindow):
-            self.views = self.views_of(self.full)
-        self._device_param = self.local_part(self.full)
-        if self.updated_range == own:
-            self._device_param = self.param_shard
+            self._make_views()
+        self._device_param = self.param_shard
+        if self.updated_range != own:
+            self._device_param = self.local_part(self.full)
         if self.placement.param is Tier.DEVICE:
             kept = self.param_shard if self.reshard_after_use else self.full
             self.param = InPlace(kept)
+
+    def _make_views(self) -> None:
+        """Make the views of `full`, which takes memory: a storage that is resized has it at times.
+
+        See `StorageWindow`. Once made they are good for life: the storage stays the same.
+        """
+        self.views = self.views_of(self.full)
+        if self.placement.param is not Tier.DEVICE and self.reshard_after_use:
+            self.param_shard = self._own_slice()
 
     def make_away(
         self, kind: Kind, numel: int, dtype: torch.dtype, own: tuple[int, int] | None = None
@@ -373,7 +379,7 @@ class FlatUnit:
             if self.shard.size > 1:  # the others are sent what has come
                 self._end_fetch()
         if not self.views:
-            self.views = self.views_of(self.full)
+            self._make_views()
         self.state = UnitState.UNSHARDING
         self._comm = comm
         self._handle = self.exchange.all_gather(comm, self)

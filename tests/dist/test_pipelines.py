@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -16,6 +17,7 @@ from runs import job, losses, run
 
 from zrun_core.tensor_parallel import linear_product
 from zrun_core.tensor_parallel.linear_product import _weight_grad
+from zrun_core.zero.reduce import Reducer
 
 STEPS = 4
 GPT = {"vocab_size": 13, "dim": 16, "depth": 4, "heads": 2, "seq_len": 6}
@@ -128,6 +130,32 @@ def test_tied_ends(ranks, tmp_path: Path) -> None:
     many = in_stages(keys, tmp_path / "many", ranks, dp=2, pp=2)
     assert losses(many[0]) == pytest.approx(losses(one[0]), rel=1e-6)
     assert_equal(whole(many), whole(one), 2e-6)
+
+
+def test_the_host_reads_nothing_of_what_several_stages_have(ranks, tmp_path: Path) -> None:
+    keys = small(model=gpt(tied=True), optim={"name": "sgd", "lr": 0.1})
+    num_read = ranks(2).run(num_read_in_sums, keys, str(tmp_path), {"dp": 1, "pp": 2})
+    assert num_read == [(STEPS, 0)] * 2
+
+
+def num_read_in_sums(keys: dict[str, Any], run_dir: str, dims: dict[str, int]) -> tuple[int, int]:
+    """Return how often a rank sums what other stages have too, and how often it reads a tensor."""
+    counts = Counter[str]()
+    sum_shared, to_list = Reducer.sum_shared, torch.Tensor.tolist
+
+    def watched_sum(reducer: Reducer) -> Any:
+        counts["sums"] += 1
+        with patch.object(torch.Tensor, "tolist", watched_list):
+            return sum_shared(reducer)
+
+    def watched_list(tensor: torch.Tensor) -> Any:
+        counts["read"] += 1
+        return to_list(tensor)
+
+    with patch.object(Reducer, "sum_shared", watched_sum):
+        found = run(keys, run_dir, dims=dims)
+    assert not found["error"]
+    return counts["sums"], counts["read"]
 
 
 def test_evaluation(ranks, tmp_path: Path) -> None:

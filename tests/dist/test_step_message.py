@@ -18,8 +18,11 @@ from zrun_core.distributed.transport import Group
 
 def say(said: dict[str, Any]) -> StepContribution:
     square = torch.tensor(said["square"], dtype=torch.float64)
+    elsewhere = None
+    if "elsewhere" in said:
+        elsewhere = torch.tensor(said["elsewhere"], dtype=torch.float64)
     return StepContribution(
-        NamedVector.of(CPU, **said["sums"]), square, said["schedule"], bytes(said["got"])
+        NamedVector.of(CPU, **said["sums"]), square, said["schedule"], bytes(said["got"]), elsewhere
     )
 
 
@@ -75,6 +78,19 @@ def test_stages_of_other_parameters_tell_each_other_sums_only(ranks, direct):
         assert found["num_got"] == ([1, 0, 2] if rank < 2 else [2])
         sent = {key.axis: num_bytes for key, num_bytes in found["sent"].items()}
         assert sent == {"data": 8 * (2 + (3 if rank < 2 else 1)), "world": 3 * 8 * (2 + 1 + 1)}
+
+
+def test_what_other_stages_got_is_said_too(ranks):
+    """The first stage has [a, b], the second one [b, c]: the ranks of both got one of b alone."""
+    said = [
+        {**speaker(0, [0, 0], 5), "elsewhere": [0, 1]},
+        {**speaker(1, [0, 1], 5), "elsewhere": [0, 0]},
+        {**speaker(2, [1, 0], 6), "elsewhere": [0, 0]},
+        {**speaker(3, [0, 0], 6), "elsewhere": [1, 0]},
+    ]
+    found = ranks(4).run(heard, said, [(0, 1), (2, 3)])
+    assert [each["num_got"] for each in found] == [[0, 2], [0, 2], [2, 0], [2, 0]]
+    assert all(each["agreed"] for each in found)
 
 
 def heard_by(

@@ -35,12 +35,15 @@ class StepContribution:
         schedule: a digest of what it gathered, which must be equal on ranks that train the same
             parameters.
         has_grad: a byte for each of its parameters: 1 if it got a gradient here.
+        has_grad_elsewhere: [parameters] float64 on the device, on how many other stages of a
+            pipeline each got one; None: no other stage has any of them.
     """
 
     sums: NamedVector
     square: torch.Tensor
     schedule: int
     has_grad: bytes
+    has_grad_elsewhere: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,8 @@ class ReducedStep:
         sums: over all ranks.
         square: 0-d float64, the squared norm of the whole gradient.
         agreed: 0-d bool: ranks that train the same parameters gathered the same.
-        num_with_grad: [parameters of this rank] on how many ranks each got a gradient.
+        num_with_grad: [parameters of this rank] on how many ranks each got a gradient, those of
+            other stages among them.
     """
 
     sums: NamedVector
@@ -108,6 +112,8 @@ def _pack(own: StepContribution, device: torch.device) -> tuple[torch.Tensor, to
     """Return what is summed over all ranks, and what over those with the same parameters."""
     over_world = torch.cat([own.sums.values, own.square.view(1)])
     over_data = on_device([*equality_terms(own.schedule), *own.has_grad], device)
+    if own.has_grad_elsewhere is not None:
+        over_data[NUM_EQUALITY_TERMS:] += own.has_grad_elsewhere
     return over_world, over_data
 
 

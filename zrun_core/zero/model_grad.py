@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -72,6 +72,25 @@ class ModelGrad:
     def has_grad_here(self) -> bytes:
         """Return for each trained parameter whether it got a gradient on this rank: a byte each."""
         return b"".join(unit.grad.has_grad for unit in self._units)
+
+    def has_grad_elsewhere(self, counts: Mapping[FlatUnit, torch.Tensor]) -> torch.Tensor | None:
+        """Return on how many other stages each trained parameter of this rank got a gradient.
+
+        Args:
+            counts: of the units that other stages have too, as `Reducer.sum_shared` returns them.
+
+        Returns:
+            [parameters] float64 on the device; None: there are no such units.
+        """
+        if not counts:
+            return None
+        of_units = []
+        for unit in self._units:
+            found = counts.get(unit)
+            if found is None:
+                found = torch.zeros(len(unit.params), dtype=torch.float64, device=self._device)
+            of_units.append(found)
+        return torch.cat(of_units)
 
     def has_grad_anywhere(self, has_grad_here: bytes, counts: torch.Tensor) -> list[bytes]:
         """Return by unit which parameters got a gradient on any rank.

@@ -18,6 +18,7 @@ import torch
 from zrun_core.distributed.comm import Comm, direct_up_to
 from zrun_core.distributed.handle import Handle
 from zrun_core.distributed.mesh import Mesh
+from zrun_core.distributed.named_vector import on_device
 from zrun_core.distributed.transport import Group, reduce_tag
 from zrun_core.memory.arena import Ring
 from zrun_core.memory.layout import PAGE_BYTES
@@ -114,27 +115,27 @@ class Reducer:
             self.begin_backward(micro, boundary=True)
             self.end_backward(micro)
 
-    def sum_shared(self) -> None:
+    def sum_shared(self) -> dict[FlatUnit, torch.Tensor]:
         """Sum the gradients of units that ranks of other axes have too. Collective over them.
 
         They are summed over data already; so this ends a step's gradients.
+
+        Returns:
+            By unit that other stages have too, [its parameters] float64 on the device: on how many
+            of these each got a gradient.
         """
         sliced = [unit for unit in self.order.units if TENSOR in unit.layout.summed_over]
         self._sum_over(self._mesh.tensor, sliced)
         tied = [unit for unit in self.order.units if TIED in unit.layout.summed_over]
         if not tied or self._mesh.tied.size == 1:
-            return
+            return {}
         self._sum_over(self._mesh.tied, tied)
-        has_grad = torch.tensor(
-            [flag for unit in tied for flag in unit.grad.has_grad],
-            dtype=torch.float64,
-            device=self._comm.device,
+        has_grad = on_device(
+            [flag for unit in tied for flag in unit.grad.has_grad], self._comm.device
         )
         summed = self._comm.all_reduce_small(has_grad, self._mesh.tied, name="tied parameters")
-        flags = iter(summed.tolist())
-        for unit in tied:
-            for number in range(len(unit.params)):
-                unit.grad.has_grad[number] = next(flags) > 0
+        elsewhere = (summed - has_grad).split([len(unit.params) for unit in tied])
+        return dict(zip(tied, elsewhere, strict=True))
 
     def _sum_over(self, group: Group, units: Sequence[FlatUnit]) -> None:
         """Sum with other ranks that have the same units, in one order, what this one updates."""

@@ -299,10 +299,11 @@ class ShardedModel:
         scale = self.scaler if scaler is None else scaler
         self.comm.phase = CommPhase.STEP
         self.updates.wait()  # for those of the step before, where they are delayed
-        self.reducer.sum_shared()
+        elsewhere = self.grad.has_grad_elsewhere(self.reducer.sum_shared())
         has_grad = self.grad.has_grad_here()
         norm_here = self.grad.square_norm()
-        own = StepContribution(sums, norm_here, self.gatherer.schedule_hash, has_grad)
+        schedule = self.gatherer.schedule_hash
+        own = StepContribution(sums, norm_here, schedule, has_grad, elsewhere)
         reduced = all_reduce_step(own, self.mesh.data, self.mesh.world, self.comm)
 
         divisor = divisor_of(reduced.sums) * scale.scale.double()

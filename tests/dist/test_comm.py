@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from toys import world
 
 import zrun_core.distributed.comm
@@ -112,6 +113,65 @@ def test_direct_exchange_equals_sums_in_rank_order_and_the_backend(ranks, world_
     for ours, theirs in zip(direct, native, strict=True):
         for key, values in theirs.items():
             assert ours[key] == pytest.approx(values, abs=1e-5), key
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_a_gather_brings_the_own_shard_too(ranks, direct):
+    assert ranks(3).run(gathered_from_apart, direct) == [[0.0] * 5 + [1.0] * 5 + [2.0] * 5] * 3
+
+
+def gathered_from_apart(direct: bool) -> list[float]:
+    comm, group = join()
+    zrun_core.distributed.comm.DIRECT_MAX_RANKS = 8 if direct else 1
+    full = torch.full((15,), float("nan"))
+    try:
+        comm.all_gather(full, torch.full((5,), float(group.index)), group, tag=2, name="a").wait()
+        comm.settle()
+    finally:
+        zrun_core.distributed.comm.DIRECT_MAX_RANKS = 8
+    return full.tolist()
+
+
+def test_what_the_backend_sums_is_where_it_goes(ranks):
+    """gloo itself copies what it has summed, once."""
+    for found in ranks(2).run(operators_of_the_backend):
+        assert found["gather"] == []
+        assert found["scatter"] == ["aten.copy_.default"]
+        assert found["add"] == ["aten.copy_.default", "aten.add_.Tensor"]
+
+
+def operators_of_the_backend() -> dict[str, list[str]]:
+    comm, group = join()
+    zrun_core.distributed.comm.DIRECT_MAX_RANKS = 1
+    full, shard, scratch = torch.ones(16), torch.ones(8), torch.empty(8)
+    try:
+        with Operators() as operators:
+            comm.all_gather(full, shard, group, tag=2, name="a").wait()
+        found = {"gather": operators.names}
+        for name, accumulate in (("scatter", False), ("add", True)):
+            with Operators() as operators:
+                comm.reduce_scatter(
+                    full, scratch, shard, group, accumulate=accumulate, tag=3, name="b"
+                ).wait()
+            found[name] = operators.names
+    finally:
+        zrun_core.distributed.comm.DIRECT_MAX_RANKS = 8
+    passes = ("aten.copy_", "aten.add")
+    return {
+        key: [each for each in names if each.startswith(passes)] for key, names in found.items()
+    }
+
+
+class Operators(TorchDispatchMode):
+    """Notes which operators run inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
 
 
 def reduce_uneven(numels: list[int]) -> list[dict[str, Any]]:

@@ -355,14 +355,14 @@ def test_a_storage_window_gives_its_memory_back_and_keeps_views_good():
     window.shard.copy_(values[own[0] : own[1]])
     window.acquire()
     assert torch.cuda.memory_allocated() - before == 4 * numel
-    window.full[: own[0]], window.full[own[1] :] = values[: own[0]], values[own[1] :]
+    window.full.copy_(values)  # as a gather does
     saved = window.full.view(1024, -1).t()
     assert torch.equal(saved, values.view(1024, -1).t())
     window.release()
     assert torch.cuda.memory_allocated() == before
     torch.empty(numel, device=CUDA).fill_(-1)  # somebody else has the memory in between
     window.acquire()
-    window.full[: own[0]], window.full[own[1] :] = values[: own[0]], values[own[1] :]
+    window.full.copy_(values)  # as a gather does
     assert torch.equal(saved, values.view(1024, -1).t())
     window.release()
     assert torch.equal(window.shard, values[own[0] : own[1]])

@@ -47,7 +47,7 @@ class Collectives(ABC):
 
         Args:
             full: [size * n].
-            shard: [n], or the own slice of `full`.
+            shard: [n], or the own slice of `full`, which is filled too.
             group: of the ranks.
             tag: see [Note: tags].
         """
@@ -111,7 +111,10 @@ class PairwiseCollectives(Collectives):
         return group.size - 1
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, group: Group, tag: int) -> Handle:
-        others = _without(group.index, full.view(group.size, -1).unbind())
+        slices = full.view(group.size, -1).unbind()
+        if shard.data_ptr() != slices[group.index].data_ptr():
+            slices[group.index].copy_(shard)
+        others = _without(group.index, slices)
         transport = self._comm.transport(group.ranks, tag)
         receipts, sends = _exchange([shard] * len(others), others, group, tag, transport)
         if transport.completes_sends:
@@ -197,9 +200,11 @@ class BackendCollectives(Collectives):
         accumulate: bool,
         tag: int,
     ) -> Handle:
+        if not accumulate:
+            return Handle(self._comm, [_reduce_scatter_single(into, full, group)])
         total = recv_buffer[: full.numel() // group.size]
         work = _reduce_scatter_single(total, full, group)
-        return Handle(self._comm, [work], lambda: store_sum([total], into, accumulate))
+        return Handle(self._comm, [work], lambda: store_sum([total], into, accumulate=True))
 
     def all_reduce(
         self, full: torch.Tensor, recv_buffer: torch.Tensor, group: Group, tag: int

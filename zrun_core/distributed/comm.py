@@ -272,7 +272,7 @@ class Comm:
         """Fill `full` with every rank's `shard`.
 
         Args:
-            full: [size * n], filled once the handle is over.
+            full: [size * n], filled once the handle is over; of one rank it is the shard itself.
             shard: [n], or the own slice of `full`. Through memory, other ranks may read it until
                 `settle`, although the gather is over here.
             tag: see [Note: tags].
@@ -299,7 +299,7 @@ class Comm:
 
         Args:
             full: [size * n], scratch afterwards.
-            recv_buffer: [num_recv_shards * n or more], scratch.
+            recv_buffer: [num_recv_shards * n or more], scratch, if it is needed.
             into: [n], this rank's slice of the sum, which may be its slice of `full`.
             accumulate: add to `into` instead of overwriting it.
             tag: see [Note: tags].

@@ -284,8 +284,9 @@ class Window(ABC):
 
     Attributes:
         full: [padded_numel] in the unit's dtype.
-        shard: [shard_numel], the rank's own slice; always valid. Empty where the home of the shard
-            is elsewhere: then the own slice of `full` comes and goes with the others.
+        shard: [shard_numel], the rank's own slice, or a copy of it; always valid. Empty where the
+            home of the shard is elsewhere: then the own slice of `full` comes and goes with the
+            others.
     """
 
     full: torch.Tensor
@@ -293,7 +294,11 @@ class Window(ABC):
 
     @abstractmethod
     def acquire(self) -> None:
-        """Give memory to all of the buffer: the own slice holds the shard, the rest anything."""
+        """Give memory to all of the buffer.
+
+        The own slice holds the shard where it is one of memory, and else anything, as the rest
+        does: the gather that follows brings it too.
+        """
 
     @abstractmethod
     def release(self) -> None:
@@ -402,15 +407,12 @@ class StorageWindow(Window):
         self._meter = meter
         self.full = torch.empty(numel, dtype=dtype, device=device)
         self.shard = torch.empty(own[1] - own[0], dtype=dtype, device=device)
-        self._own = own
         self._num_bytes = self.full.untyped_storage().nbytes()
         self.full.untyped_storage().resize_(0)
 
     def acquire(self) -> None:
         self._meter.take(self._num_bytes)
         self.full.untyped_storage().resize_(self._num_bytes)
-        with torch.no_grad():
-            self.full[self._own[0] : self._own[1]].copy_(self.shard)
 
     def release(self) -> None:
         self.full.untyped_storage().resize_(0)

@@ -319,7 +319,7 @@ def test_a_run_directory_serves_one_run(job: Path, tmp_path: Path) -> None:
     ("options", "code", "words"),
     [
         (("batch.global=5",), 2, "do not divide over 2"),
-        (("device=cuda",), 3, "no usable NVIDIA GPU"),
+        (("device=cuda",), 3, "no usable GPU"),
         (
             ("env.NOT_SET_ANYWHERE=null",),
             2,

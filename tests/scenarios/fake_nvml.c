@@ -1,10 +1,13 @@
 /* A libnvidia-ml.so.1 that tells what the file named by ZRUN_FAKE_NVML says; its format: zrun/topology/scenario.py.
+   What is added to the file while a process runs is true from then on: counters grow, GPUs are lost, an xid is an event.
    With -DOLD_DRIVER it lacks functions that drivers before 2021 do not have.
    gcc -shared -fPIC -Wl,-soname,libnvidia-ml.so.1 -o libnvidia-ml.so.1 fake_nvml.c */
 #include <ctype.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
+#include <time.h>
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -13,18 +16,26 @@ typedef struct { u64 total, free, used; } Memory;
 typedef struct { u32 version; u64 total, reserved, free, used; } MemoryV2;
 typedef struct { u32 pid; u64 used; u32 instance, compute; } Process;
 typedef struct { u32 version; unsigned char cluster[16]; u32 status, clique; unsigned char state, pad[3]; u32 health; } Fabric;
-enum { OK, BAD_ARGUMENT = 2, UNSUPPORTED, NOT_FOUND = 6, TOO_SMALL, LOST = 15, MOST = 64, LINKS = 36, SWITCH = 255 };
+typedef struct { u32 gpu, memory; } Rates;
+typedef struct { void *device; u64 type, data; u32 instance, compute; } Event;
+typedef struct { int next; u64 wanted[64]; } EventSet;
+enum { OK, BAD_ARGUMENT = 2, UNSUPPORTED, NOT_FOUND = 6, TOO_SMALL, NO_DRIVER = 9, TIMEOUT, LOST = 15 };
+enum { MOST = 64, LINKS = 36, SWITCH = 255, XIDS = 256, XID_EVENT = 8 };
 
 static struct {
-    int gpus, major, minor, cuda, has_mig, num_fails, has_fabric;
-    u64 memory;
-    char name[96], driver[80];
+    int gpus, cuda, has_mig, num_fails, has_fabric, num_xids, has_ecc, has_remaps, has_slowed;
+    int major[MOST], minor[MOST];
+    u64 memory[MOST], used[MOST], ecc[MOST][2];
+    char name[MOST][96], driver[80];
+    int has_sensors[MOST], sensors[MOST][6], slowed[MOST], remap[MOST], lanes[MOST][2];
+    struct { int gpu, number; } xids[XIDS];
     int node[MOST], lost[MOST], level[MOST][MOST], num_links[MOST], link[MOST][LINKS], slices[MOST];
     u64 slice_mib[MOST], cpus[MOST][64];
     u32 num_pids[MOST], pids[MOST][16], clique;
     unsigned char cluster[16];
     struct { char function[96]; int code; } fails[32];
 } S;
+static struct stat seen; /* of the file, when it was read */
 
 static int numbers(const char *text, int *out, int most) {
     int count = 0;
@@ -44,28 +55,54 @@ static int level_of(const char *name) {
     return 50;
 }
 
+static void set_name(char *out, char words[][96], int first, int n) {
+    out[0] = 0;
+    for (int x = first; x < n; x++) {
+        if (x > first) strncat(out, " ", 95 - strlen(out));
+        strncat(out, words[x], 95 - strlen(out));
+    }
+}
+
 static void load(FILE *file) {
-    char line[512], w[8][96];
+    char line[512], w[10][96];
     int a[4096], b[4096];
     memset(&S, 0, sizeof S);
     memset(S.node, -1, sizeof S.node);
-    S.major = 8, S.cuda = 12040;
-    strcpy(S.name, "GPU");
+    S.cuda = 12040;
+    for (int x = 0; x < MOST; x++) S.major[x] = 8, strcpy(S.name[x], "GPU");
     strcpy(S.driver, "550.54.15");
     while (fgets(line, sizeof line, file)) {
         line[strcspn(line, "#\n")] = 0;
         memset(w, 0, sizeof w);
-        int n = sscanf(line, "%95s %95s %95s %95s %95s %95s %95s", w[0], w[1], w[2], w[3], w[4], w[5], w[6]);
+        int n = sscanf(line, "%95s %95s %95s %95s %95s %95s %95s %95s %95s %95s", w[0], w[1], w[2], w[3], w[4], w[5],
+                       w[6], w[7], w[8], w[9]);
         int i = atoi(w[1]), j = atoi(w[2]), k = atoi(w[3]), na = numbers(w[1], a, 4096), nb = numbers(w[2], b, 4096);
         if (n < 1) continue;
         if (!strcmp(w[0], "gpus")) S.gpus = i;
         else if (!strcmp(w[0], "driver")) strcpy(S.driver, w[1]);
         else if (!strcmp(w[0], "cuda")) S.cuda = 1000 * i + 10 * j;
-        else if (!strcmp(w[0], "memory")) S.memory = (u64)i << 20;
-        else if (!strcmp(w[0], "capability")) S.major = i, S.minor = j;
+        else if (!strcmp(w[0], "memory")) for (int x = 0; x < MOST; x++) S.memory[x] = (u64)i << 20;
+        else if (!strcmp(w[0], "capability")) for (int x = 0; x < MOST; x++) S.major[x] = i, S.minor[x] = j;
+        else if (!strcmp(w[0], "board")) for (int x = 0; x < na; x++) {
+            S.memory[a[x]] = (u64)j << 20, S.major[a[x]] = k, S.minor[a[x]] = atoi(w[4]);
+            set_name(S.name[a[x]], w, 5, n);
+        }
+        else if (!strcmp(w[0], "used")) for (int x = 0; x < na; x++) S.used[a[x]] = (u64)j << 20;
+        else if (!strcmp(w[0], "sensors")) for (int x = 0; x < na; x++) {
+            S.has_sensors[a[x]] = 1;
+            for (int y = 0; y < 6; y++) S.sensors[a[x]][y] = atoi(w[2 + y]);
+        }
+        else if (!strcmp(w[0], "slowed")) for (int x = 0; x < na; x++) S.has_slowed = 1, S.slowed[a[x]] = j;
+        else if (!strcmp(w[0], "ecc")) for (int x = 0; x < na; x++)
+            S.has_ecc = 1, S.ecc[a[x]][0] = (u64)j, S.ecc[a[x]][1] = (u64)k;
+        else if (!strcmp(w[0], "remap")) for (int x = 0; x < na; x++)
+            S.has_remaps = 1, S.remap[a[x]] = w[2][0] == 'f' ? 2 : 1;
+        else if (!strcmp(w[0], "pcie")) for (int x = 0; x < na; x++) S.lanes[a[x]][0] = j, S.lanes[a[x]][1] = k;
+        else if (!strcmp(w[0], "xid")) for (int x = 0; x < na && S.num_xids < XIDS; x++)
+            S.xids[S.num_xids].gpu = a[x], S.xids[S.num_xids++].number = j;
         else if (!strcmp(w[0], "name")) {
-            S.name[0] = 0;
-            for (int x = 1; x < n; x++) strcat(strcat(S.name, x > 1 ? " " : ""), w[x]);
+            set_name(S.name[0], w, 1, n);
+            for (int x = 1; x < MOST; x++) strcpy(S.name[x], S.name[0]);
         } else if (!strcmp(w[0], "node")) {
             na = numbers(w[3], a, 4096);
             for (int x = 0; x < nb; x++) {
@@ -98,6 +135,25 @@ static void load(FILE *file) {
     }
 }
 
+static int read_file(void) {
+    const char *path = getenv("ZRUN_FAKE_NVML");
+    FILE *file = path ? fopen(path, "r") : NULL;
+    if (!file) return NO_DRIVER;
+    stat(path, &seen);
+    load(file);
+    fclose(file);
+    return OK;
+}
+
+/* Read the file again if it was written to. */
+static void refresh(void) {
+    struct stat now;
+    const char *path = getenv("ZRUN_FAKE_NVML");
+    if (!path || stat(path, &now)) return;
+    int is_same = now.st_size == seen.st_size && now.st_mtim.tv_sec == seen.st_mtim.tv_sec;
+    if (!is_same || now.st_mtim.tv_nsec != seen.st_mtim.tv_nsec) read_file();
+}
+
 static int code_of(const char *function) {
     for (int i = 0; i < S.num_fails; i++) if (!strcmp(S.fails[i].function, function)) return S.fails[i].code;
     return OK;
@@ -109,6 +165,7 @@ static int slice_of(const void *handle) { return (int)(((size_t)handle - 1) / 25
 
 #define CALL(function) do { int code = code_of(function); if (code) return code; } while (0)
 #define CALL_ON(function, handle) \
+    refresh(); \
     CALL(function); \
     int gpu = gpu_of(handle); \
     (void)gpu; \
@@ -123,12 +180,8 @@ static void fill_pci(Pci *pci, int bus) {
 
 int nvmlInitWithFlags(u32 flags) {
     (void)flags;
-    const char *path = getenv("ZRUN_FAKE_NVML");
-    FILE *file = path ? fopen(path, "r") : NULL;
-    if (!file) return 9; /* NVML_ERROR_DRIVER_NOT_LOADED */
-    load(file);
-    fclose(file);
-    return OK;
+    int code = read_file();
+    return code ? code : code_of("nvmlInit");
 }
 int nvmlInit_v2(void) { return nvmlInitWithFlags(0); }
 int nvmlShutdown(void) { return OK; }
@@ -138,22 +191,36 @@ int nvmlSystemGetDriverVersion(char *out, u32 size) { CALL("nvmlSystemGetDriverV
 int nvmlSystemGetCudaDriverVersion_v2(int *version) { CALL("nvmlSystemGetCudaDriverVersion_v2"); *version = S.cuda; return OK; }
 int nvmlDeviceGetCount_v2(u32 *count) { CALL("nvmlDeviceGetCount"); *count = (u32)S.gpus; return OK; }
 int nvmlDeviceGetHandleByIndex_v2(u32 index, void **out) { CALL("nvmlDeviceGetHandleByIndex"); *out = (void *)(size_t)(index + 1); return OK; }
+static void write_uuid(const void *h, char *out, u32 size) {
+    if (slice_of(h) < 0) snprintf(out, size, "GPU-%08x-0000-0000-0000-000000000000", gpu_of(h));
+    else snprintf(out, size, "MIG-%08x-0000-0000-0000-%012x", gpu_of(h), slice_of(h));
+}
 int nvmlDeviceGetUUID(void *h, char *out, u32 size) {
     CALL_ON("nvmlDeviceGetUUID", h);
-    if (slice_of(h) < 0) snprintf(out, size, "GPU-%08x-0000-0000-0000-000000000000", gpu);
-    else snprintf(out, size, "MIG-%08x-0000-0000-0000-%012x", gpu, slice_of(h));
+    write_uuid(h, out, size);
     return OK;
+}
+int nvmlDeviceGetHandleByUUID(const char *uuid, void **out) {
+    CALL("nvmlDeviceGetHandleByUUID");
+    char each[96];
+    for (int gpu = 0; gpu < S.gpus; gpu++) for (int slice = 0; slice <= (S.slices[gpu] > 0 ? S.slices[gpu] : 0); slice++) {
+        *out = (void *)(size_t)(1 + gpu + 256 * slice);
+        write_uuid(*out, each, sizeof each);
+        if (!strcmp(each, uuid)) return OK;
+    }
+    return NOT_FOUND;
 }
 int nvmlDeviceGetName(void *h, char *out, u32 size) {
     CALL_ON("nvmlDeviceGetName", h);
-    if (slice_of(h) < 0) snprintf(out, size, "%s", S.name);
-    else snprintf(out, size, "%s MIG %lluMiB", S.name, S.slice_mib[gpu]);
+    if (slice_of(h) < 0) snprintf(out, size, "%s", S.name[gpu]);
+    else snprintf(out, size, "%s MIG %lluMiB", S.name[gpu], S.slice_mib[gpu]);
     return OK;
 }
 int nvmlDeviceGetMemoryInfo(void *h, Memory *out) {
     CALL_ON("nvmlDeviceGetMemoryInfo", h);
-    out->total = out->free = slice_of(h) < 0 ? S.memory : S.slice_mib[gpu] << 20;
-    out->used = 0;
+    out->total = slice_of(h) < 0 ? S.memory[gpu] : S.slice_mib[gpu] << 20;
+    out->used = slice_of(h) < 0 ? S.used[gpu] : 0;
+    out->free = out->total - out->used;
     return OK;
 }
 int nvmlDeviceGetComputeRunningProcesses_v3(void *h, u32 *count, Process *out) {
@@ -167,7 +234,7 @@ int nvmlDeviceGetComputeRunningProcesses_v3(void *h, u32 *count, Process *out) {
 int nvmlDeviceGetPciInfo_v3(void *h, Pci *out) { CALL_ON("nvmlDeviceGetPciInfo", h); fill_pci(out, 0x10 + gpu); return OK; }
 int nvmlDeviceGetCudaComputeCapability(void *h, int *major, int *minor) {
     CALL_ON("nvmlDeviceGetCudaComputeCapability", h);
-    *major = S.major, *minor = S.minor;
+    *major = S.major[gpu], *minor = S.minor[gpu];
     return OK;
 }
 int nvmlDeviceGetCpuAffinity(void *h, u32 size, u64 *out) {
@@ -198,11 +265,101 @@ int nvmlDeviceGetTopologyCommonAncestor(void *a, void *b, u32 *level) {
     return OK;
 }
 
+#define SENSOR(function, place, factor) \
+    int function(void *h, u32 *out) { \
+        CALL_ON(#function, h); \
+        if (!S.has_sensors[gpu]) return UNSUPPORTED; \
+        *out = (u32)S.sensors[gpu][place] * factor; \
+        return OK; \
+    }
+#define SENSOR_OF(function, place) \
+    int function(void *h, u32 kind, u32 *out) { \
+        (void)kind; \
+        CALL_ON(#function, h); \
+        if (!S.has_sensors[gpu]) return UNSUPPORTED; \
+        *out = (u32)S.sensors[gpu][place]; \
+        return OK; \
+    }
+#define LANES(function, place) \
+    int function(void *h, u32 *out) { \
+        CALL_ON(#function, h); \
+        if (!S.lanes[gpu][1]) return UNSUPPORTED; \
+        *out = (u32)S.lanes[gpu][place]; \
+        return OK; \
+    }
+SENSOR(nvmlDeviceGetPowerUsage, 1, 1000)
+SENSOR(nvmlDeviceGetEnforcedPowerLimit, 2, 1000)
+SENSOR_OF(nvmlDeviceGetTemperature, 0)
+SENSOR_OF(nvmlDeviceGetClockInfo, 4)
+SENSOR_OF(nvmlDeviceGetMaxClockInfo, 5)
+LANES(nvmlDeviceGetCurrPcieLinkWidth, 0)
+LANES(nvmlDeviceGetMaxPcieLinkWidth, 1)
+int nvmlDeviceGetUtilizationRates(void *h, Rates *out) {
+    CALL_ON("nvmlDeviceGetUtilizationRates", h);
+    if (!S.has_sensors[gpu]) return UNSUPPORTED;
+    out->gpu = (u32)S.sensors[gpu][3], out->memory = 0;
+    return OK;
+}
+int nvmlDeviceGetTotalEccErrors(void *h, u32 kind, u32 counter, u64 *out) {
+    (void)counter;
+    CALL_ON("nvmlDeviceGetTotalEccErrors", h);
+    if (!S.has_ecc) return UNSUPPORTED;
+    *out = S.ecc[gpu][kind];
+    return OK;
+}
+
+/* Events: an xid that is added to the file. */
+int nvmlEventSetCreate(EventSet **out) {
+    CALL("nvmlEventSetCreate");
+    refresh();
+    *out = calloc(1, sizeof **out);
+    (*out)->next = S.num_xids;
+    return OK;
+}
+int nvmlEventSetFree(EventSet *set) { free(set); return OK; }
+int nvmlDeviceRegisterEvents(void *h, u64 types, EventSet *set) {
+    CALL_ON("nvmlDeviceRegisterEvents", h);
+    set->wanted[gpu] |= types;
+    return OK;
+}
+int nvmlEventSetWait_v2(EventSet *set, Event *out, u32 timeout_ms) {
+    CALL("nvmlEventSetWait");
+    for (u32 waited = 0;; waited += 20) {
+        refresh();
+        while (set->next < S.num_xids) {
+            int which = set->next++, gpu = S.xids[which].gpu;
+            if (!(set->wanted[gpu] & XID_EVENT)) continue;
+            *out = (Event){(void *)(size_t)(gpu + 1), XID_EVENT, (u64)S.xids[which].number, ~0u, ~0u};
+            return OK;
+        }
+        if (waited >= timeout_ms) return TIMEOUT;
+        nanosleep(&(struct timespec){0, 20000000}, NULL);
+    }
+}
+
 #ifndef OLD_DRIVER
+int nvmlDeviceGetCurrentClocksEventReasons(void *h, u64 *out) {
+    CALL_ON("nvmlDeviceGetCurrentClocksEventReasons", h);
+    if (!S.has_slowed) return UNSUPPORTED;
+    *out = (u64)S.slowed[gpu];
+    return OK;
+}
+int nvmlDeviceGetRemappedRows(void *h, u32 *corrected, u32 *uncorrected, u32 *pending, u32 *failed) {
+    CALL_ON("nvmlDeviceGetRemappedRows", h);
+    if (!S.has_remaps) return UNSUPPORTED;
+    *corrected = 0, *uncorrected = S.remap[gpu] != 0, *pending = S.remap[gpu] == 1, *failed = S.remap[gpu] == 2;
+    return OK;
+}
+int nvmlDeviceGetDeviceHandleFromMigDeviceHandle(void *h, void **out) {
+    CALL_ON("nvmlDeviceGetDeviceHandleFromMigDeviceHandle", h);
+    if (slice_of(h) < 0) return BAD_ARGUMENT;
+    *out = (void *)(size_t)(gpu + 1);
+    return OK;
+}
 int nvmlDeviceGetMemoryInfo_v2(void *h, MemoryV2 *out) {
     CALL_ON("nvmlDeviceGetMemoryInfo_v2", h);
-    out->total = out->free = S.memory;
-    out->used = out->reserved = 0;
+    out->total = S.memory[gpu], out->used = S.used[gpu], out->reserved = 0;
+    out->free = out->total - out->used;
     return OK;
 }
 int nvmlDeviceGetMemoryAffinity(void *h, u32 size, u64 *out, u32 scope) {

@@ -1,5 +1,5 @@
 """Builds the library of `fake_nvml.c`, once per test session, and says how a process is made to
-load it.
+load it. `Machine` is one that changes while processes run.
 """
 
 from __future__ import annotations
@@ -37,3 +37,22 @@ def environment(library: Path, name: str) -> dict[str, str]:
     """For a process of its own: a running one reads LD_LIBRARY_PATH no more."""
     clean = {key: value for key, value in os.environ.items() if key != "CUDA_VISIBLE_DEVICES"}
     return clean | {"LD_LIBRARY_PATH": str(library), "ZRUN_FAKE_NVML": str(scenario(name))}
+
+
+class Machine:
+    """A machine whose description changes: boards grow hot, errors come, GPUs are lost."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        """Begin with the machine of a scenario; its file lies in `folder`."""
+        self.path = folder / "machine.txt"
+        self.path.write_text(scenario(name).read_text())
+
+    def say(self, *lines: str) -> None:
+        """Add lines, of which a process sees all at once or none."""
+        new = self.path.with_suffix(".new")
+        new.write_text(self.path.read_text() + "".join(f"{line}\n" for line in lines))
+        new.replace(self.path)
+
+    def environment(self, library: Path) -> dict[str, str]:
+        """For processes that are to run on it."""
+        return environment(library, "zero-gpu") | {"ZRUN_FAKE_NVML": str(self.path)}

@@ -24,7 +24,7 @@ from zrun.hosts.probe import (
 from zrun.preflight.host_checks import HostRequirements, find_notes, find_problems, requirements_of
 from zrun.preflight.host_report import Finding, describe
 from zrun.preflight.reachability import peers_of
-from zrun.topology.nvml import NvmlDevice, Reading
+from zrun.topology.boards import Board, Reading
 from zrun_core.spine.config import JobConfig
 
 HERE = Software("3.11.7", "/venv/bin/python", "0.1.0", "c0de", "2.13.0+cu128")
@@ -127,7 +127,7 @@ PROBLEMS = {
         "folders": (Folder("/runs", True, GB, "Read-only"),)
     },
     "/runs: 1.0 GiB free, 2.0 GiB needed": {"folders": (Folder("/runs", True, GB, None),)},
-    "it has no usable NVIDIA GPU, and no driver that answers": {
+    "it has no usable GPU, and no driver that answers": {
         "facts": HostFacts("n1", 8, GB),
         "gpus": (),
         "driver": None,
@@ -181,10 +181,10 @@ def test_a_gpu_that_is_lost_is_worth_a_remark() -> None:
 
 def test_who_computes_on_a_gpu_is_read_of_those_that_are_visible() -> None:
     devices = (
-        NvmlDevice(0, uuid="GPU-a", memory_bytes=80 * GB, free_bytes=20 * GB, processes=(7,)),
-        NvmlDevice(1, uuid="GPU-hidden", memory_bytes=80 * GB, free_bytes=80 * GB),
-        NvmlDevice(2, "is lost"),
-        NvmlDevice(3, uuid="GPU-d", memory_bytes=80 * GB, free_bytes=80 * GB, processes=None),
+        Board(0, uuid="GPU-a", memory_bytes=80 * GB, free_bytes=20 * GB, processes=(7,)),
+        Board(1, uuid="GPU-hidden", memory_bytes=80 * GB, free_bytes=80 * GB),
+        Board(2, "is lost"),
+        Board(3, uuid="GPU-d", memory_bytes=80 * GB, free_bytes=80 * GB, processes=None),
     )
     driver, states = _gpu_states(Reading(devices, driver="570.1", cuda=12080), {"GPU-a", "GPU-d"})
     assert driver == Driver("570.1", (12, 8))

@@ -55,7 +55,7 @@ MISTAKES: dict[str, tuple[str, list[str], int, list[str]]] = {
         "",
         ["device=cuda"],
         3,
-        ["no usable NVIDIA GPU: write device: cpu or auto"],
+        ["no usable GPU: write device: cpu or auto"],
     ),
     "a host file that is not there": (
         "",

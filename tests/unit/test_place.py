@@ -173,9 +173,37 @@ def test_slices_have_no_tp() -> None:
 
 def test_a_rank_on_a_slice_sees_nothing_else() -> None:
     (box,) = machines("a100-mig-7").hosts
-    places = plan(Cluster((box.called("box", 7),)))
+    shared = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
+    places = plan(Cluster((box.called("box", 7),)), env=shared)
     assert {place.device for place in places} == {"cuda:0"}
     assert len({place.uuid for place in places}) == 7
+
+
+def test_nccl_takes_a_gpu_once() -> None:
+    """Ranks on slices of one GPU would end in "Duplicate GPU detected"."""
+    (box,) = machines("a100-mig-7").hosts
+    with pytest.raises(PreflightError) as caught:
+        plan(Cluster((box.called("box", 2),)))
+    assert str(caught.value).startswith(
+        "slots: ranks 0 and 1 would be on MIG slices of one GPU, GPU 0 of box, and NCCL takes a "
+        "GPU once, whatever its slices: write slots: 1 and give each job a slice"
+    )
+    (place,) = plan(Cluster((box.called("box", 1),)))
+    assert place.uuid == "MIG-00000000-0000-0000-0000-000000000000"
+    (place,) = plan(Cluster((box,)), slots=1, env={"CUDA_VISIBLE_DEVICES": box.gpus[4].uuid})
+    assert place.uuid == "MIG-00000000-0000-0000-0000-000000000004"
+
+
+def test_different_gpus_of_a_host_are_named_by_number() -> None:
+    (box,) = machines("mixed-4").hosts
+    with pytest.raises(PreflightError) as caught:
+        plan(Cluster((box,)))
+    assert (
+        "the ranks would run on different GPUs: NVIDIA A100-PCIE-40GB (40 GiB) on host (GPU 0, 1) "
+        "and NVIDIA GeForce RTX 4090 (24 GiB) on host (GPU 2, 3). The slowest" in str(caught.value)
+    )
+    assert gpus_of(plan(Cluster((box,)), env={"CUDA_VISIBLE_DEVICES": "2,3"})) == [2, 3]
+    assert [place.pp for place in plan(Cluster((box,)), parallel={"pp": 2})] == [0, 0, 1, 1]
 
 
 def test_stages_may_differ_and_replicas_may_not() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from zrun.hosts.cluster import Cluster, Gpu, HostFacts, _visible, probe_host
+from zrun.hosts.cluster import Cluster, Gpu, HostFacts, probe_host
 from zrun.placement.plan import ResolvedJob, check_gpus
 from zrun.placement.plan import make_plan as make_plan_on
 from zrun.watch.preface import brief, places, preface
@@ -243,7 +243,7 @@ def test_more_threads_than_cores_are_said_even_if_written() -> None:
             GPU_HOST,
             "more ranks than slots: slots: 5, but node has 4 GPUs: write slots: 4 or device: cpu",
         ),
-        ({"device": "cuda"}, CPU_HOST, "box has no usable NVIDIA GPU: write device: cpu or auto"),
+        ({"device": "cuda"}, CPU_HOST, "box has no usable GPU: write device: cpu or auto"),
     ],
 )
 def test_missing_gpus_stop_the_job(keys: dict[str, Any], host: HostFacts, words: str) -> None:
@@ -253,25 +253,52 @@ def test_missing_gpus_stop_the_job(keys: dict[str, Any], host: HostFacts, words:
     assert caught.value.exit_code is ExitCode.PREFLIGHT
 
 
+@pytest.mark.parametrize("device", ["auto", "cuda"])
+def test_a_variable_that_names_no_gpu_is_refused(device: str) -> None:
+    """Without a word CUDA would take fewer GPUs, and the job train on those, or on CPUs."""
+    limited = GPU_HOST.limited({"CUDA_VISIBLE_DEVICES": "GPU-1abc,GPU-7abc"})
+    with pytest.raises(PreflightError) as caught:
+        make_plan(job(device=device), limited)
+    assert str(caught.value) == (
+        "node: CUDA_VISIBLE_DEVICES: 'GPU-7abc' is no GPU of this host, which has GPU-0abc, "
+        "GPU-1abc, GPU-2abc, GPU-3abc, so CUDA shows only the 1 before it: correct it, unset it "
+        "for all GPUs, or write device: cpu"
+    )
+    assert make_plan(job(device="cpu"), limited).job.device == "cpu"
+
+
+def test_gpus_may_be_hidden_on_purpose() -> None:
+    hidden = GPU_HOST.limited({"CUDA_VISIBLE_DEVICES": ""})
+    assert make_plan(job(), hidden).job.device == "cpu"
+    with pytest.raises(PreflightError, match="node has no usable GPU: write device"):
+        make_plan(job(device="cuda"), hidden)
+
+
+def test_the_job_s_own_environment_chooses_gpus() -> None:
+    chosen = make_plan(job(env={"CUDA_VISIBLE_DEVICES": "3,1"}), GPU_HOST)
+    assert [place.uuid for place in chosen.plan.ranks] == ["GPU-3abc", "GPU-1abc"]
+    with pytest.raises(PreflightError, match="slots: 4, but node has 2 GPUs"):
+        make_plan(job(env={"CUDA_VISIBLE_DEVICES": "3,1"}, slots=4), GPU_HOST)
+    with pytest.raises(PreflightError, match="'9' is no GPU of this host, which has 0, 1, 2, 3"):
+        make_plan(job(env={"CUDA_VISIBLE_DEVICES": "9"}), GPU_HOST)
+
+
+def test_a_driver_without_a_gpu_is_named() -> None:
+    """With device: auto it is a warning: a cluster's image has the driver on all hosts."""
+    idle = replace(CPU_HOST, no_gpus="NVIDIA driver 550 sees none")
+    resolved = make_plan(job(), idle)
+    assert resolved.job.device == "cpu"
+    assert resolved.warnings[0] == (
+        "box trains on its CPUs, for it has no usable GPU: NVIDIA driver 550 sees none"
+    )
+    assert not make_plan(job(device="cpu"), idle).warnings
+    with pytest.raises(PreflightError, match=r"no usable GPU \(NVIDIA driver 550 sees none\)"):
+        make_plan(job(device="cuda"), idle)
+
+
 def test_batch_that_does_not_divide_is_a_job_error() -> None:
     with pytest.raises(JobError, match="do not divide over 5"):
         make_plan(job(slots=5), CPU_HOST)
-
-
-@pytest.mark.parametrize(
-    ("wanted", "indices"),
-    [
-        (None, [0, 1, 2, 3]),
-        ("", []),
-        ("2,0", [2, 0]),
-        ("GPU-1", [1]),
-        ("0,9,1", [0]),
-        ("-1", []),
-        ("3, 1", [3, 1]),
-    ],
-)
-def test_visible_devices(wanted: str | None, indices: list[int]) -> None:
-    assert _visible(GPUS, wanted) == indices
 
 
 def test_ranks_follow_the_order_of_the_hosts() -> None:
@@ -314,7 +341,7 @@ def test_chosen_slots_are_gpus() -> None:
 
 def test_a_host_without_gpus_among_others_is_named() -> None:
     with pytest.raises(
-        PreflightError, match="but box has no usable NVIDIA GPU: leave out the hosts without"
+        PreflightError, match="but box has no usable GPU: leave out the hosts without"
     ):
         make_plan(job(), GPU_HOST, CPU_HOST)
     resolved = make_plan(job(device="cpu", batch={"micro": 1}), GPU_HOST, CPU_HOST)

@@ -23,22 +23,24 @@ import fake_nvml
 from zrun.cli import app
 from zrun.hosts.cluster import HostFacts, simulate
 from zrun.topology import nvml
+from zrun.topology.boards import Reading
 from zrun.topology.cpus import NumaNode, format_cpus, parse_cpus, read_nodes, shares
 from zrun.topology.links import LinkMatrix, link_matrix
+from zrun.topology.nvml_source import NotKnown
 from zrun.topology.scenario import Scenario
 from zrun.watch.topology import groupings
 from zrun_core.errors import JobError
 
 _READ = """
 import dataclasses, json, os, sys
-from zrun.topology.nvml import read_machine
+from zrun.topology.machine import read_machine
 for path in sys.argv[1:]:
     os.environ["ZRUN_FAKE_NVML"] = path
     print(json.dumps(dataclasses.asdict(read_machine())))
 """
 
 
-def reading(name: str) -> nvml.Reading:
+def reading(name: str) -> Reading:
     return nvml.read(Scenario.read(fake_nvml.scenario(name)))
 
 
@@ -50,7 +52,7 @@ def host(name: str) -> HostFacts:
     return simulate(Scenario.read(fake_nvml.scenario(name))).hosts[0]
 
 
-def told(value: nvml.Reading) -> Any:
+def told(value: Reading) -> Any:
     return json.loads(json.dumps(dataclasses.asdict(value)))
 
 
@@ -227,7 +229,7 @@ class _Failing:
     def call(self, name: str, *arguments: Any) -> Any:
         self.count += 1
         if self.count in self.fails:
-            raise nvml.NotKnown(self.code)
+            raise NotKnown(self.code)
         return self.scenario.call(name, *arguments)
 
 

@@ -208,10 +208,10 @@ def _environment(start: StartRequest, run_dir: Path, here: list[dict[str, Any]])
     if start.interface is not None:
         found["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", start.interface)
         found["NCCL_SOCKET_IFNAME"] = os.environ.get("NCCL_SOCKET_IFNAME", f"={start.interface}")
-    gpus = [place["uuid"] for place in here if place.get("uuid") is not None]
-    if gpus:
-        found["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)  # in the order of the ranks
     found |= start.env
+    gpus = [place["uuid"] for place in here if place.get("uuid") is not None]
+    if gpus:  # of those that the environment names the plan has chosen: in the order of the ranks
+        found["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     found["OMP_NUM_THREADS"] = str(here[0].get("threads", 1))
     found["ZRUN_STORE"] = start.store or str(run_dir / _STORE)
     return found

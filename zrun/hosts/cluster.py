@@ -10,16 +10,19 @@ import os
 import resource
 import socket
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
 from zrun.hosts.offload_disk import SwapFolder, look_at
 from zrun.system import cgroup
+from zrun.topology.boards import Board, Reading, Slice
 from zrun.topology.cpus import USER_BINDING, NumaNode, read_nodes
 from zrun.topology.links import LinkMatrix, link_matrix, usable
-from zrun.topology.nvml import NvmlDevice, Reading, Slice, read, read_machine
+from zrun.topology.machine import read_machine
+from zrun.topology.nvml import read
 from zrun.topology.scenario import Scenario
+from zrun.topology.visible import NamedGpu, visible
 from zrun_core.sizes import format_size
 from zrun_core.spine import memory_limits
 from zrun_core.tiers.probe import DiskFacts
@@ -54,7 +57,7 @@ class HostFacts:
     Attributes:
         hostname: what messages and the plan call it; unique in a cluster.
         cores: usable: CPU affinity, cut by the control group's quota.
-        gpus: those that CUDA_VISIBLE_DEVICES leaves, in its order.
+        gpus: those that the environment leaves (`zrun.topology.visible`), in its order.
         slots: ranks that the user gave this host; None: the job says, else its GPUs, else one.
         chosen: which of its slots the user wants; None: all.
         links: between the GPUs, in their order; None: not known.
@@ -62,6 +65,8 @@ class HostFacts:
         unbound: why ranks are not to be bound to cores; None: they may.
         apart: each rank sees a GPU of its own, and no other.
         problems: GPUs that cannot be used, and why.
+        no_gpus: why the driver shows none, where that can be set right.
+        misnamed: what is wrong with the variable that names the GPUs to be used; None: nothing.
         memlock_bytes: that a process may lock in memory; None: any.
         disk: for states that the job keeps on one; None: it keeps none there.
     """
@@ -80,12 +85,19 @@ class HostFacts:
     driver: str | None = None
     memlock_bytes: int | None = None
     disk: DiskFacts | None = None
+    no_gpus: str | None = None
+    misnamed: str | None = None
 
     def __str__(self) -> str:
         names = Counter(gpu.name for gpu in self.gpus)
         gpus = [f"{count} x {name}" for name, count in names.items()] or ["no GPU"]
         facts = [several(self.cores, "core"), format_size(self.memory_bytes), *gpus, *self.problems]
         return f"{self.hostname}: {', '.join(facts)}"
+
+    @property
+    def why_no_gpus(self) -> str:
+        """Return why there is no GPU to be used, as far as that is known; "" if it is not."""
+        return "; ".join(filter(None, (self.misnamed, self.no_gpus, *self.problems)))
 
     @property
     def cpus(self) -> tuple[int, ...]:
@@ -103,6 +115,17 @@ class HostFacts:
             chosen: see `HostFacts`.
         """
         return replace(self, hostname=name, slots=slots, chosen=chosen)
+
+    def limited(self, environ: Mapping[str, str]) -> HostFacts:
+        """Return the same machine with those GPUs only that these variables leave."""
+        named = [NamedGpu(gpu.index, gpu.uuid) for gpu in self.gpus]
+        found = visible(named, environ)
+        return replace(
+            self,
+            gpus=tuple(self.gpus[place] for place in found.places),
+            links=self.links.take(found.places) if self.links and found.places else None,
+            misnamed=found.trouble or self.misnamed,
+        )
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -184,16 +207,14 @@ def probe_host(swap: SwapFolder | None = None) -> HostFacts:
         memlock_bytes=_memlock(),
         disk=None if swap is None else look_at(swap),
     )
-    return _with_gpus(host, read_machine(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+    return _with_gpus(host, read_machine()).limited(os.environ)
 
 
 def simulate(scenario: Scenario) -> Cluster:
     """Return the hosts that a scenario describes."""
     nodes = tuple(scenario.nodes)
     cores = sum(len(node.cpus) for node in nodes) or 1
-    host = _with_gpus(
-        HostFacts("host", cores, scenario.ram_mib << 20, nodes=nodes), read(scenario), None
-    )
+    host = _with_gpus(HostFacts("host", cores, scenario.ram_mib << 20, nodes=nodes), read(scenario))
     if scenario.num_hosts == 1:
         return Cluster((host,))
     return Cluster(tuple(host.called(f"host{number}") for number in range(scenario.num_hosts)))
@@ -217,28 +238,28 @@ def _memlock() -> int | None:
     return None if soft == resource.RLIM_INFINITY else soft
 
 
-def _with_gpus(host: HostFacts, reading: Reading, visible: str | None) -> HostFacts:
-    """Return `host` with those of its GPUs that CUDA would find, and their links in that order."""
+def _with_gpus(host: HostFacts, reading: Reading) -> HostFacts:
+    """Return `host` with the GPUs of a reading, in PCI order, and their links."""
     gpus = tuple(
         _gpu(device, part, host.nodes)
         for device in usable(reading)
         for part in (device.slices or (None,))
     )
-    kept = _visible(gpus, visible)
     return replace(
         host,
-        gpus=tuple(gpus[number] for number in kept),
-        links=link_matrix(reading).take(kept) if kept else None,
+        gpus=gpus,
+        links=link_matrix(reading) if gpus else None,
         problems=tuple(
             f"GPU {device.index} {device.problem or 'is in MIG mode and has no slices'}"
             for device in reading.devices
             if device not in usable(reading)
         ),
         driver=reading.driver,
+        no_gpus=reading.trouble,
     )
 
 
-def _gpu(device: NvmlDevice, part: Slice | None, nodes: Sequence[NumaNode]) -> Gpu:
+def _gpu(device: Board, part: Slice | None, nodes: Sequence[NumaNode]) -> Gpu:
     near = device.numa
     if near is None and device.cpus:
         here = [node.id for node in nodes if set(node.cpus) <= set(device.cpus)]
@@ -249,26 +270,3 @@ def _gpu(device: NvmlDevice, part: Slice | None, nodes: Sequence[NumaNode]) -> G
     return Gpu(
         uuid, name, memory, device.index, near, part is not None, None if part else device.fabric
     )
-
-
-def _visible(gpus: Sequence[Gpu], wanted: str | None) -> list[int]:
-    """Return the places in `gpus` of those that CUDA_VISIBLE_DEVICES selects.
-
-    It does so by number or by the start of a UUID; like CUDA, up to the first miss, and the first
-    slice of a GPU in MIG mode.
-    """
-    if wanted is None:
-        return list(range(len(gpus)))
-    chosen: list[int] = []
-    for entry in wanted.split(","):
-        name = entry.strip()
-        if name.isdecimal():
-            places = [place for place, gpu in enumerate(gpus) if gpu.index == int(name)]
-        elif name:
-            places = [place for place, gpu in enumerate(gpus) if gpu.uuid.startswith(name)]
-        else:
-            places = []
-        if not places:
-            break
-        chosen.append(places[0])
-    return chosen

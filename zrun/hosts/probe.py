@@ -14,14 +14,15 @@ import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from zrun.hosts.cluster import HostFacts, probe_host
 from zrun.hosts.offload_disk import SwapFolder
-from zrun.topology import nvml
+from zrun.topology.boards import Health, Reading
+from zrun.topology.machine import drivers_open, read_machine
 
 TOKEN_PREFIX = ".zrun-token-"
 _MAX_FILES = 500  # of a job's code that are compared
@@ -40,10 +41,19 @@ class Software:
 
 @dataclass(frozen=True)
 class GpuState:
+    """A GPU now.
+
+    Attributes:
+        foreign: pids that compute on it.
+        num_links: of its fast links that are up; None: not known.
+    """
+
     uuid: str
     free_bytes: int
     total_bytes: int
-    foreign: tuple[int, ...]  # pids that compute on it
+    foreign: tuple[int, ...]
+    health: Health = field(default_factory=Health)
+    num_links: int | None = None
 
 
 @dataclass(frozen=True)
@@ -122,10 +132,10 @@ def facts(question: Mapping[str, Any]) -> dict[str, Any]:
         question: "swap" has the fields of a `SwapFolder`.
     """
     heard = time.time()
-    with nvml.library():  # stays open between the two: to open it may take seconds
+    with drivers_open():  # stays open between the two: to open it may take seconds
         swap = question["swap"]
         facts = probe_host(None if swap is None else SwapFolder(**swap))
-        driver, gpus = _gpu_states(nvml.read_machine(), {gpu.uuid for gpu in facts.gpus})
+        driver, gpus = _gpu_states(read_machine(), {gpu.uuid for gpu in facts.gpus})
     job_dir = question["job_dir"]
     report = HostReport(
         facts=facts,
@@ -292,15 +302,20 @@ def _reached_at(environ: Mapping[str, str]) -> str | None:
     return parts[2].removeprefix("::ffff:")
 
 
-def _gpu_states(
-    reading: nvml.Reading, visible: set[str]
-) -> tuple[Driver | None, tuple[GpuState, ...]]:
+def _gpu_states(reading: Reading, visible: set[str]) -> tuple[Driver | None, tuple[GpuState, ...]]:
     """Return the driver, and who uses the GPUs in `visible` whose memory is known."""
     driver = None
     if reading.driver is not None and reading.cuda is not None:
         driver = Driver(reading.driver, (reading.cuda // 1000, reading.cuda % 1000 // 10))
     states = tuple(
-        GpuState(device.uuid, device.free_bytes, device.memory_bytes, device.processes or ())
+        GpuState(
+            device.uuid,
+            device.free_bytes,
+            device.memory_bytes,
+            device.processes or (),
+            device.health,
+            None if device.links is None else len(device.links),
+        )
         for device in reading.devices
         if device.uuid in visible and device.free_bytes is not None and device.memory_bytes
     )

@@ -33,6 +33,7 @@ from zrun_core.spine.spec import RankPlace
 _GIB = 1 << 30
 _NUM_SHOWN = 3  # hosts or kinds of GPU in a message
 _RANKS_SHOWN = 8  # of a group in a message
+_SHARES_GPUS = "NCCL_MULTI_RANK_GPU_ENABLE"
 
 
 def resolve_dims(parallel: ParallelConfig, num_ranks: int) -> ParallelDims:
@@ -95,8 +96,8 @@ def assign_ranks(
         threads: CPU threads of a rank by host.
 
     Raises:
-        PreflightError: a tp group would span hosts or slices of a GPU, or ranks that must have the
-            same kind of GPU would not.
+        PreflightError: a tp group would span hosts or slices of a GPU, several ranks would be on
+            slices of one, or ranks that must have the same kind of GPU would not.
     """
     places: list[RankPlace] = []
     gpus: list[Gpu | None] = []
@@ -127,6 +128,7 @@ def assign_ranks(
             places.append(place)
     spread = _spread_groups(dims, places, gpus)
     _check_tp(job, dims, places, gpus, spread)
+    _check_slices(job, dims, places, gpus)
     _check_alike(dims, places, gpus)
     return RankAssignment(places, unbound, spread)
 
@@ -294,6 +296,26 @@ def group_on_hosts(group: Sequence[int], places: Sequence[RankPlace]) -> str:
     return f"ranks {shown} on {listed(hosts)}"
 
 
+def _check_slices(
+    job: JobConfig, dims: ParallelDims, places: Sequence[RankPlace], gpus: Sequence[Gpu | None]
+) -> None:
+    """Refuse several ranks on slices of one GPU: NCCL knows them by the GPU, and takes it once."""
+    if len(places) == 1 or job.env.get(_SHARES_GPUS) == "1":
+        return
+    seen: dict[tuple[str, int], int] = {}
+    for place, gpu in zip(places, gpus, strict=True):
+        if gpu is None or not gpu.is_slice:
+            continue
+        other = seen.setdefault((place.host, gpu.index), place.rank)
+        if other != place.rank:
+            raise PreflightError(
+                f"slots: ranks {other} and {place.rank} would be on MIG slices of one GPU, GPU "
+                f"{gpu.index} of {place.host}, and NCCL takes a GPU once, whatever its slices: "
+                "write slots: 1 and give each job a slice, or turn MIG off. NCCL 2.30 and newer "
+                f"can share one with env: {{{_SHARES_GPUS}: '1'}}"
+            )
+
+
 def _check_alike(
     dims: ParallelDims,
     places: Sequence[RankPlace],
@@ -304,16 +326,14 @@ def _check_alike(
     Stages of a pipeline may run on different ones.
     """
     for stage in range(dims.pp):
-        kinds: dict[str, list[str]] = {}
+        kinds: dict[str, dict[str, list[int]]] = {}  # by host, the numbers of the GPUs
         for place, gpu in zip(places, gpus, strict=True):
             if gpu is not None and place.pp == stage:
                 kind = f"{gpu.name} ({round(gpu.memory_bytes / _GIB)} GiB)"
-                hosts = kinds.setdefault(kind, [])
-                if place.host not in hosts:
-                    hosts.append(place.host)
+                kinds.setdefault(kind, {}).setdefault(place.host, []).append(gpu.index)
         if len(kinds) > 1:
             shown = itertools.islice(kinds.items(), _NUM_SHOWN)
-            where = " and ".join(f"{kind} on {listed(hosts)}" for kind, hosts in shown)
+            where = " and ".join(f"{kind} on {_where(kinds, hosts)}" for kind, hosts in shown)
             what = f"stage {stage} of the pipeline" if dims.pp > 1 else "the ranks"
             raise PreflightError(
                 f"parallel: {what} would run on different GPUs: {where}. The slowest would set all "
@@ -321,3 +341,13 @@ def _check_alike(
                 "CUDA_VISIBLE_DEVICES, or give each kind stages of its own by parallel.pp and the "
                 "order of the hosts"
             )
+
+
+def _where(kinds: Mapping[str, Mapping[str, list[int]]], hosts: Mapping[str, list[int]]) -> str:
+    """Name the hosts of a kind of GPU, and the GPUs where a host has others too."""
+    names = []
+    for host, numbers in hosts.items():
+        is_mixed = sum(host in others for others in kinds.values()) > 1
+        gpus = f" (GPU {', '.join(map(str, sorted(numbers)))})" if is_mixed else ""
+        names.append(f"{host}{gpus}")
+    return listed(names)

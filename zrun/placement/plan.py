@@ -43,12 +43,14 @@ def make_plan(job: JobConfig, cluster: Cluster) -> ResolvedJob:
     What differs from host to host stays auto in the job: the plan has it for each rank.
 
     Raises:
-        PreflightError: a host lacks the GPUs, slots or links that the job asks for.
+        PreflightError: a host lacks the GPUs, slots or links that the job asks for, or a variable
+            of the environment names GPUs that it does not have.
         JobError: `parallel`, the batch or `zero.shard_group` does not divide over the ranks, each
             micro-batch is a step and steps have several, or the learning rate has no end to decay
             to.
     """
     reasons: list[AutoValue] = []
+    cluster = _visible_gpus(job, cluster)
     device = _device(job, cluster, reasons)
     slots = _slots(job, cluster, device, reasons)
     threads = _threads(job, cluster, slots, reasons)
@@ -86,7 +88,11 @@ def make_plan(job: JobConfig, cluster: Cluster) -> ResolvedJob:
     warnings = [*_across_hosts(found), *_absent(job, num_ranks)]
     notes = [*notes_on_bubble(job, batch), *notes_on_late_weights(job, batch), *_are_slices(job)]
     if device == "cpu":
-        warnings = [*_crowded(cluster, slots, dims.tp * dims.pp), *warnings]
+        warnings = [
+            *_idle_drivers(job, cluster),
+            *_crowded(cluster, slots, dims.tp * dims.pp),
+            *warnings,
+        ]
         notes += _stays_on_host(job)
     else:
         notes += _pageable(job, cluster)
@@ -126,7 +132,7 @@ def plan_every_gpu(cluster: Cluster, tp: int, pp: int) -> LaunchPlan:
     """
     without = [host.hostname for host in cluster.hosts if not host.gpus]
     if without:
-        raise PreflightError(f"{without[0]} has no usable NVIDIA GPU: leave out --tp and --pp")
+        raise PreflightError(f"{_lacks_gpus(cluster, without)}: leave out --tp and --pp")
     keys = {"name": "topo", "model": "m:f", "data": "m:f", "steps": 1, "batch": {"micro": 1}}
     job = JobConfig.model_validate(keys | {"parallel": {"tp": tp, "pp": pp}})
     return make_plan(job, cluster).plan
@@ -174,6 +180,14 @@ def _crowded(cluster: Cluster, slots: dict[str, int], num_model: int) -> Iterato
                 f"turns, no step gets faster than with {several(host.cores, 'rank')}, and each "
                 f"takes memory of its own{advice}"
             )
+
+
+def _idle_drivers(job: JobConfig, cluster: Cluster) -> Iterator[str]:
+    """Warn of hosts that train on CPUs because of a driver that shows no GPU."""
+    for host in cluster.hosts:
+        if job.device == "auto" and host.why_no_gpus and not host.gpus:
+            why = f"it has no usable GPU: {host.why_no_gpus}"
+            yield f"{host.hostname} trains on its CPUs, for {why}"
 
 
 def _across_hosts(found: RankAssignment) -> Iterator[str]:
@@ -251,18 +265,42 @@ def _device(job: JobConfig, cluster: Cluster, reasons: list[AutoValue]) -> Liter
     some_have = len(without) < len(cluster.hosts)
     wants_gpus = job.device == "cuda" or (job.device == "auto" and some_have)
     if without and wants_gpus:
-        have = "has" if len(without) == 1 else "have"
         advice = "write device: cpu or auto"
         if some_have:
             advice = "leave out the hosts without, or write device: cpu"
-        raise PreflightError(
-            f"device: {job.device}, but {listed(without)} {have} no usable NVIDIA GPU: {advice}"
-        )
+        raise PreflightError(f"device: {job.device}, but {_lacks_gpus(cluster, without)}: {advice}")
     if job.device != "auto":
         return job.device
     device: Literal["cpu", "cuda"] = "cpu" if without else "cuda"
     reasons.append(AutoValue("device", device, str(cluster)))
     return device
+
+
+def _lacks_gpus(cluster: Cluster, without: list[str]) -> str:
+    """Say which hosts have no GPU, and why, as far as the first of them knows."""
+    have = "has" if len(without) == 1 else "have"
+    first = next(host for host in cluster.hosts if host.hostname == without[0])
+    why = f" ({first.why_no_gpus})" if first.why_no_gpus else ""
+    return f"{listed(without)} {have} no usable GPU{why}"
+
+
+def _visible_gpus(job: JobConfig, cluster: Cluster) -> Cluster:
+    """Return the hosts with those GPUs that the job's own environment leaves.
+
+    Raises:
+        PreflightError: a variable names GPUs that are not there.
+    """
+    environ = {name: value for name, value in job.env.items() if value is not None}
+    limited = Cluster(tuple(host.limited(environ) for host in cluster.hosts))
+    if job.device == "cpu":
+        return limited
+    for host in limited.hosts:
+        if host.misnamed is not None:
+            raise PreflightError(
+                f"{host.hostname}: {host.misnamed}: correct it, unset it for all GPUs, or write "
+                "device: cpu"
+            )
+    return limited
 
 
 def _slots(

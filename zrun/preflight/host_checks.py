@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,10 +9,9 @@ from pathlib import Path
 from zrun.hosts.cluster import listed
 from zrun.hosts.offload_disk import SwapFolder, find_problem
 from zrun.hosts.probe import HostReport, Software
+from zrun.preflight.gpu_checks import find_gpu_notes, find_gpu_problems
 from zrun_core.sizes import format_size
 from zrun_core.spine.config import JobConfig
-
-_BUSY = 0.1  # share of a GPU's memory that others may hold
 
 
 @dataclass(frozen=True)
@@ -102,7 +100,7 @@ def find_problems(
     if report.facts.disk is not None and (problem := find_problem(report.facts.disk)) is not None:
         yield problem
     if needs.cuda:
-        yield from _check_gpus(report, needs.chosen.get(host))
+        yield from find_gpu_problems(report, needs.chosen.get(host))
     yield from _check_limits(report, needs)
 
 
@@ -159,32 +157,6 @@ def _check_folders(report: HostReport, needs: HostRequirements) -> Iterator[str]
             )
 
 
-def _check_gpus(report: HostReport, chosen: Sequence[int] | None) -> Iterator[str]:
-    if not report.facts.gpus and report.driver:
-        yield "it has no usable NVIDIA GPU"
-    elif not report.facts.gpus:
-        yield "it has no usable NVIDIA GPU, and no driver that answers"
-    wheel = re.search(r"\+cu(\d+)\d$", report.software.torch or "")
-    if wheel is not None and report.driver is not None and report.driver.cuda[0] < int(wheel[1]):
-        serves = ".".join(map(str, report.driver.cuda))
-        yield (
-            f"its driver {report.driver.version} serves CUDA {serves}, and torch "
-            f"{report.software.torch} needs {wheel[1]}: update the driver, or install a torch for "
-            "an older CUDA"
-        )
-    numbers = {gpu.uuid: number for number, gpu in enumerate(report.facts.gpus)}
-    for state in report.gpus:
-        number = numbers[state.uuid]
-        used = state.total_bytes - state.free_bytes
-        is_chosen = chosen is None or number in chosen
-        if is_chosen and state.foreign and used > _BUSY * state.total_bytes:
-            pids = listed([str(pid) for pid in state.foreign])
-            yield (
-                f"GPU {number} is in use, {format_size(used)} of {format_size(state.total_bytes)} "
-                f"are taken: end pid {pids}, or leave the GPU out"
-            )
-
-
 def _check_limits(report: HostReport, needs: HostRequirements) -> Iterator[str]:
     limits = report.limits
     files = "in /etc/security/limits.conf there, or in the unit of its sshd"
@@ -238,8 +210,4 @@ def find_notes(report: HostReport, here: Software, needs: HostRequirements) -> I
             )
     if report.software.python != here.python:
         yield f"Python {report.software.python} there, {here.python} here"
-    numbers = {gpu.uuid: number for number, gpu in enumerate(report.facts.gpus)}
-    for state in report.gpus:
-        if state.foreign and not needs.cuda:
-            pids = listed([str(pid) for pid in state.foreign])
-            yield f"GPU {numbers[state.uuid]} is in use by pid {pids}"
+    yield from find_gpu_notes(report, is_wanted=needs.cuda)

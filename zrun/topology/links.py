@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from zrun.topology.nvml import TO_GPU, TO_SWITCH, NvmlDevice, Reading, Slice
+from zrun.topology.boards import TO_GPU, TO_SWITCH, Board, Reading, Slice
 
 SELF = "X"
 UNKNOWN = "?"
@@ -99,7 +99,7 @@ class LinkMatrix:
 def link_matrix(reading: Reading) -> LinkMatrix:
     """Return the links between GPUs, in PCI order; of one that is divided, between its slices."""
     devices = usable(reading)
-    ends: list[tuple[NvmlDevice, Slice | None]] = []
+    ends: list[tuple[Board, Slice | None]] = []
     for device in devices:
         ends += [(device, each) for each in device.slices or (None,)]
     paths = [[SELF] * len(ends) for _ in ends]
@@ -118,12 +118,12 @@ def link_matrix(reading: Reading) -> LinkMatrix:
     )
 
 
-def usable(reading: Reading) -> list[NvmlDevice]:
+def usable(reading: Reading) -> list[Board]:
     """Return the GPUs that answer; a GPU in MIG mode without slices can run nothing."""
     return [device for device in reading.devices if device.problem is None and device.slices != ()]
 
 
-def _path(reading: Reading, a: NvmlDevice, b: NvmlDevice) -> tuple[str, float]:
+def _path(reading: Reading, a: Board, b: Board) -> tuple[str, float]:
     count = _bonded(a, b)
     if count:
         return f"NV{count}", round(count * min(_per_link(a), _per_link(b)), 1)
@@ -135,7 +135,7 @@ def _path(reading: Reading, a: NvmlDevice, b: NvmlDevice) -> tuple[str, float]:
     return _PATHS.get(max(levels), (UNKNOWN, 0.0))
 
 
-def _bonded(a: NvmlDevice, b: NvmlDevice) -> int:
+def _bonded(a: Board, b: Board) -> int:
     """Return the number of NVLinks between two GPUs, or from each of them to switches."""
     seen = []
     for here, there in ((a, b), (b, a)):
@@ -147,11 +147,11 @@ def _bonded(a: NvmlDevice, b: NvmlDevice) -> int:
     return max(direct, min(_to_switch(a), _to_switch(b)))
 
 
-def _to_switch(device: NvmlDevice) -> int:
+def _to_switch(device: Board) -> int:
     return sum(link.remote == TO_SWITCH for link in device.links or ())
 
 
-def _per_link(device: NvmlDevice) -> float:
+def _per_link(device: Board) -> float:
     """Return the GB/s of one NVLink of a GPU."""
     capability = device.capability or (7, 0)
     for since, rate in reversed(_NVLINK):

@@ -1,24 +1,20 @@
-"""Guarded reads of NVML: the GPUs of this machine.
+"""Guarded reads of NVML: the GPUs of this machine that are NVIDIA's.
 
-Any call may fail: the driver is old, the board cannot, the GPU fell off the bus. The answer is None
-then: not known. The same reading can be taken of a `zrun.topology.scenario`, which answers in the
-library's place.
+The same reading can be taken of a `zrun.topology.scenario`, which answers in the library's place.
 """
 
 from __future__ import annotations
 
 import ctypes
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-# of nvml.h
-FUNCTION_NOT_FOUND = 13
-GPU_IS_LOST = 15
-TO_GPU = "gpu"
-TO_SWITCH = "switch"
+from zrun.topology.boards import TO_GPU, TO_SWITCH, Board, Link, Reading, Slice, bus_id
+from zrun.topology.nvml_health import read_health
+from zrun.topology.nvml_source import GPU_IS_LOST, MachineSource, NotKnown, ask
+
+FUNCTION_NOT_FOUND = 13  # of nvml.h
 
 _MOST_LINKS = 36  # NVML_NVLINK_MAX_LINKS
 _CPU_WORDS = 64  # 4096 CPUs; larger than any host is allowed, smaller is an error
@@ -26,77 +22,18 @@ _NODE_SCOPE = 0  # NVML_AFFINITY_SCOPE_NODE
 _MEMORY_V2 = 0x02000028  # counts what the driver reserves apart from what is used
 _FABRIC_COMPLETED = 3
 _REMOTE = {0: TO_GPU, 2: TO_SWITCH}
-
-
-class NotKnown(Exception):  # noqa: N818
-    """A call failed. `code` is NVML's, or None where the binding itself could not make it."""
-
-    def __init__(self, code: int | None) -> None:
-        super().__init__(code)
-        self.code = code
-
-
-class MachineSource(Protocol):
-    """The library, or a scenario in its place."""
-
-    def call(self, name: str, *arguments: Any) -> Any:
-        """Return the answer of the function of this name.
-
-        Raises:
-            NotKnown: there is none.
-        """
-
-
-@dataclass(frozen=True)
-class NvLink:
-    """One active link of a GPU."""
-
-    remote: str | None  # TO_GPU, TO_SWITCH; None: neither, or not known
-    bus_id: str | None  # of the other end
-
-
-@dataclass(frozen=True)
-class Slice:
-    """A MIG device."""
-
-    uuid: str
-    name: str | None
-    memory_bytes: int | None
-
-
-@dataclass(frozen=True)
-class NvmlDevice:
-    """One GPU. None: not known."""
-
-    index: int
-    problem: str | None = None  # why nothing can run on it
-    uuid: str | None = None
-    name: str | None = None
-    memory_bytes: int | None = None
-    free_bytes: int | None = None
-    processes: tuple[int, ...] | None = None  # that compute on it
-    capability: tuple[int, int] | None = None
-    bus_id: str | None = None
-    links: tuple[NvLink, ...] | None = None  # the active ones
-    cpus: tuple[int, ...] | None = None  # near it
-    numa: int | None = None  # node of those
-    slices: tuple[Slice, ...] | None = None  # None: MIG is off
-    fabric: str | None = None  # NVLink domain and clique that may span hosts
-
-
-@dataclass(frozen=True)
-class Reading:
-    """The GPUs of a machine in PCI order.
-
-    Attributes:
-        ancestors: NVML's level of the nearest common ancestor of two GPUs: 0, 10, ... 50.
-        cuda: the newest that the driver serves: 12040 is 12.4.
-    """
-
-    devices: tuple[NvmlDevice, ...] = ()
-    ancestors: tuple[tuple[int | None, ...], ...] = ()
-    driver: str | None = None
-    cuda: int | None = None
+# Why NVML does not start, where that can be set right; elsewhere there is no driver here.
+_TROUBLE = {
+    4: "an NVIDIA driver that this user may not ask: give it /dev/nvidiactl and /dev/nvidia*",
+    9: "an NVIDIA library whose driver is not loaded: modprobe nvidia, then nvidia-smi; a "
+    "container is started with --gpus all",
+    18: "an NVIDIA driver and a library of different versions, as after an update: reboot, or load "
+    "the driver again",
+}
+_NO_BOARD = (
+    "NVIDIA driver {} sees none: compare nvidia-smi -L with lspci -d 10de:; a container is started "
+    "with --gpus all"
+)
 
 
 class _Library:
@@ -121,39 +58,34 @@ class _Library:
 
 
 @contextmanager
-def library() -> Iterator[MachineSource | None]:
-    """Initialise NVML; None where there is no library or no driver that it fits."""
+def library() -> Iterator[MachineSource]:
+    """Initialise NVML.
+
+    Raises:
+        NotKnown: there is no library, or no driver that it fits.
+    """
     source = _Library()
-    try:
-        source.call("nvmlInit")
-    except NotKnown:
-        yield None
-        return
+    source.call("nvmlInit")
     try:
         yield source
     finally:
         ask(source, "nvmlShutdown")
 
 
-def ask(source: MachineSource, name: str, *arguments: Any) -> Any | None:
-    """The answer, or None where it is not known."""
-    try:
-        return source.call(name, *arguments)
-    except NotKnown:
-        return None
-
-
 def read_machine() -> Reading:
     """The GPUs of this machine; none where NVML does not work."""
-    with library() as source:
-        return Reading() if source is None else read(source)
+    try:
+        with library() as source:
+            return read(source)
+    except NotKnown as error:
+        return Reading(trouble=_TROUBLE.get(error.code or 0))
 
 
 def read(source: MachineSource) -> Reading:
     """The GPUs that `source` tells of."""
     count = ask(source, "nvmlDeviceGetCount") or 0
     handles: list[Any | None] = []
-    devices: list[NvmlDevice] = []
+    devices: list[Board] = []
     for index in range(count):
         handle, device = _read_device(source, index)
         handles.append(handle)
@@ -162,12 +94,12 @@ def read(source: MachineSource) -> Reading:
         tuple(_ancestor(source, handles, a, b) for b in range(count)) for a in range(count)
     )
     cuda = ask(source, "nvmlSystemGetCudaDriverVersion_v2")
-    return Reading(
-        tuple(devices), ancestors, _text(ask(source, "nvmlSystemGetDriverVersion")), cuda
-    )
+    driver = _text(ask(source, "nvmlSystemGetDriverVersion"))
+    trouble = None if devices else _NO_BOARD.format(driver or "of an unknown version")
+    return Reading(tuple(devices), ancestors, driver, cuda, trouble)
 
 
-def _read_device(source: MachineSource, index: int) -> tuple[Any | None, NvmlDevice]:
+def _read_device(source: MachineSource, index: int) -> tuple[Any | None, Board]:
     try:
         handle = source.call("nvmlDeviceGetHandleByIndex", index)
         # A GPU that fell off the bus often still has a handle.
@@ -176,7 +108,7 @@ def _read_device(source: MachineSource, index: int) -> tuple[Any | None, NvmlDev
         why = f"does not answer (NVML {error.code})"
         if error.code == GPU_IS_LOST:
             why = "is lost: it fell off the bus"
-        return None, NvmlDevice(index, why)
+        return None, Board(index, why)
     memory = ask(source, "nvmlDeviceGetMemoryInfo", handle, _MEMORY_V2)
     if not memory:
         memory = ask(source, "nvmlDeviceGetMemoryInfo", handle)
@@ -185,7 +117,7 @@ def _read_device(source: MachineSource, index: int) -> tuple[Any | None, NvmlDev
     capability = ask(source, "nvmlDeviceGetCudaComputeCapability", handle)
     # Not nvmlDeviceGetNumaNodeId: that is the node that a GPU's own memory makes, if it does.
     nodes = _bits(ask(source, "nvmlDeviceGetMemoryAffinity", handle, _CPU_WORDS, _NODE_SCOPE))
-    return handle, NvmlDevice(
+    return handle, Board(
         index,
         uuid=uuid,
         name=_text(ask(source, "nvmlDeviceGetName", handle)),
@@ -199,12 +131,13 @@ def _read_device(source: MachineSource, index: int) -> tuple[Any | None, NvmlDev
         numa=nodes[0] if nodes is not None and len(nodes) == 1 else None,
         slices=_slices(source, handle),
         fabric=_fabric(ask(source, "nvmlDeviceGetGpuFabricInfoV", handle)),
+        health=read_health(source, handle),
     )
 
 
-def _links(source: MachineSource, handle: Any) -> tuple[NvLink, ...] | None:
+def _links(source: MachineSource, handle: Any) -> tuple[Link, ...] | None:
     """Return the active NVLinks: () where the board has none, None where that is not known."""
-    links: list[NvLink] = []
+    links: list[Link] = []
     for number in range(_MOST_LINKS):
         try:
             is_active = source.call("nvmlDeviceGetNvLinkState", handle, number)
@@ -216,7 +149,7 @@ def _links(source: MachineSource, handle: Any) -> tuple[NvLink, ...] | None:
             remote = ask(source, "nvmlDeviceGetNvLinkRemoteDeviceType", handle, number)
             pci = ask(source, "nvmlDeviceGetNvLinkRemotePciInfo", handle, number)
             links.append(
-                NvLink(_REMOTE.get(-1 if remote is None else remote), pci and bus_id(pci.busId))
+                Link(_REMOTE.get(-1 if remote is None else remote), pci and bus_id(pci.busId))
             )
     return tuple(links)
 
@@ -261,12 +194,3 @@ def _text(value: str | bytes | None) -> str | None:
     if isinstance(value, bytes):
         return value.decode(errors="replace")
     return value
-
-
-def bus_id(text: str | bytes) -> str | None:
-    """Return a PCI address as `00000000:06:00.0`: libraries differ in the length of its domain."""
-    address = (_text(text) or "").strip().lower()
-    found = re.fullmatch(r"([0-9a-f]+):([0-9a-f]+:[0-9a-f]+\.[0-9a-f])", address)
-    if not found:
-        return None
-    return f"{int(found[1], 16):08x}:{found[2]}"

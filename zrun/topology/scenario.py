@@ -19,6 +19,14 @@ A line each, words between spaces, `#` begins a comment; lists of GPUs and CPUs 
     process 2 4711                  a process that computes on a GPU
     lost 3                          a GPU that fell off the bus
     fails nvmlDeviceGetNvLinkState 13   every call of this function ends with this code of nvml.h
+    board 2-3 40960 8 0 NVIDIA A100-SXM4-40GB   GPUs unlike the rest: MiB, capability, name
+    used 0-7 30000                  MiB of each that are taken
+    sensors 0-7 54 312 700 97 1410 1980   degrees, W, its limit, % of use, MHz, the most
+    slowed 3 72                     why clocks of a GPU are low, the bits of nvml.h's event reasons
+    ecc 2 5 1                       memory errors of a GPU: corrected, uncorrected
+    remap 2 pending                 rows of its memory are to be replaced; failed: none are left
+    pcie 3 8 16                     its lanes: in use, and those that there are
+    xid 2 79                        an error of it; one that is added in a run is told of there
     hosts 8                         so many such hosts
     ram 262144                      MiB of each
 """
@@ -32,7 +40,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from zrun.topology.cpus import NumaNode, parse_cpus
-from zrun.topology.nvml import GPU_IS_LOST, NotKnown
+from zrun.topology.nvml_source import GPU_IS_LOST, NotKnown
 from zrun_core.errors import JobError
 
 # of nvml.h
@@ -44,6 +52,8 @@ _MOST_HOSTS = 4096
 _MOST_SLICES = 8
 _LEVELS = {"PIX": 10, "PXB": 20, "PHB": 30, "NODE": 40, "SYS": 50}
 _MIB = 1 << 20
+_SENSORS = ("degrees", "watts", "most_watts", "use", "mhz", "most_mhz")
+_REMAPS = ("pending", "failed")
 # ends of an NVLink
 _GPU = 0
 _SWITCH = 2
@@ -51,10 +61,12 @@ _SWITCH = 2
 
 @dataclass
 class Scenario:
-    """A machine as a file describes it; a `zrun.topology.nvml.MachineSource`.
+    """A machine as a file describes it; a `zrun.topology.nvml_source.MachineSource`.
 
     Attributes:
+        boards: MiB, capability and name of GPUs that are unlike the rest.
         links: NVLinks of each GPU, as the other GPU's index or None for a switch.
+        sensors: of each GPU, by the names in `_SENSORS`.
     """
 
     num_gpus: int = 0
@@ -70,6 +82,13 @@ class Scenario:
     fabric: tuple[bytes, int] | None = None
     slices: dict[int, tuple[int, int]] = field(default_factory=dict)
     processes: dict[int, list[int]] = field(default_factory=dict)
+    boards: dict[int, tuple[int, tuple[int, int], str]] = field(default_factory=dict)
+    used_mib: dict[int, int] = field(default_factory=dict)
+    sensors: dict[int, dict[str, int]] = field(default_factory=dict)
+    slowed: dict[int, int] = field(default_factory=dict)
+    errors: dict[int, tuple[int, int]] = field(default_factory=dict)
+    remaps: dict[int, str] = field(default_factory=dict)
+    lanes: dict[int, tuple[int, int]] = field(default_factory=dict)
     lost: set[int] = field(default_factory=set)
     fails: dict[str, int] = field(default_factory=dict)
     num_hosts: int = 1
@@ -126,6 +145,8 @@ class Scenario:
             return self.cuda
         if name == "nvmlDeviceGetHandleByIndex":
             return arguments[0]
+        if name not in _ANSWERS:
+            raise NotKnown(_NOT_SUPPORTED)
         gpu = arguments[0]
         if isinstance(gpu, tuple):
             return self._of_slice(name, *gpu)
@@ -138,11 +159,42 @@ class Scenario:
         if name == "nvmlDeviceGetUUID":
             return f"MIG-{gpu:08x}-0000-0000-0000-{number:012x}"
         if name == "nvmlDeviceGetName":
-            return f"{self.name} MIG {size}MiB"
+            return f"{self._board(gpu)[2]} MIG {size}MiB"
         return SimpleNamespace(total=size * _MIB, free=size * _MIB)
 
-    def _memory(self, _: int, version: int = 0) -> Any:
-        return SimpleNamespace(total=self.memory_mib * _MIB, free=self.memory_mib * _MIB)
+    def _board(self, gpu: int) -> tuple[int, tuple[int, int], str]:
+        return self.boards.get(gpu, (self.memory_mib, self.capability, self.name))
+
+    def _memory(self, gpu: int, version: int = 0) -> Any:
+        total = self._board(gpu)[0] * _MIB
+        used = self.used_mib.get(gpu, 0) * _MIB
+        return SimpleNamespace(total=total, free=total - used, used=used)
+
+    def _sensor(self, name: str, gpu: int) -> int:
+        if gpu not in self.sensors:
+            raise NotKnown(_NOT_SUPPORTED)
+        return self.sensors[gpu][name]
+
+    def _errors(self, gpu: int, kind: int, _: int) -> int:
+        if not self.errors:
+            raise NotKnown(_NOT_SUPPORTED)
+        return self.errors.get(gpu, (0, 0))[kind]
+
+    def _remapped(self, gpu: int) -> tuple[int, int, int, int]:
+        if not self.remaps:
+            raise NotKnown(_NOT_SUPPORTED)
+        state = self.remaps.get(gpu)
+        return 0, int(state is not None), int(state == "pending"), int(state == "failed")
+
+    def _lanes(self, gpu: int, place: int) -> int:
+        if gpu not in self.lanes:
+            raise NotKnown(_NOT_SUPPORTED)
+        return self.lanes[gpu][place]
+
+    def _reasons(self, gpu: int) -> int:
+        if not self.slowed:
+            raise NotKnown(_NOT_SUPPORTED)
+        return self.slowed.get(gpu, 0)
 
     def _link(self, gpu: int, number: int) -> int | None:
         links = self.links.get(gpu, [])
@@ -193,13 +245,13 @@ class Scenario:
 
 _ANSWERS: dict[str, Any] = {
     "nvmlDeviceGetUUID": lambda self, gpu: f"GPU-{gpu:08x}-0000-0000-0000-000000000000",
-    "nvmlDeviceGetName": lambda self, gpu: self.name,
+    "nvmlDeviceGetName": lambda self, gpu: self._board(gpu)[2],
     "nvmlDeviceGetMemoryInfo": Scenario._memory,
     "nvmlDeviceGetComputeRunningProcesses": lambda self, gpu: [
         SimpleNamespace(pid=pid) for pid in self.processes.get(gpu, [])
     ],
     "nvmlDeviceGetPciInfo": lambda self, gpu: SimpleNamespace(busId=_bus_id(0x10 + gpu)),
-    "nvmlDeviceGetCudaComputeCapability": lambda self, gpu: self.capability,
+    "nvmlDeviceGetCudaComputeCapability": lambda self, gpu: self._board(gpu)[1],
     "nvmlDeviceGetMemoryAffinity": Scenario._memory_nodes,
     "nvmlDeviceGetCpuAffinity": Scenario._cpus,
     "nvmlDeviceGetNvLinkState": lambda self, gpu, number: self._link(gpu, number) != gpu,
@@ -212,6 +264,19 @@ _ANSWERS: dict[str, Any] = {
     "nvmlDeviceGetMigDeviceHandleByIndex": Scenario._slice,
     "nvmlDeviceGetTopologyCommonAncestor": Scenario._ancestor,
     "nvmlDeviceGetGpuFabricInfoV": Scenario._fabric_info,
+    "nvmlDeviceGetTemperature": lambda self, gpu, _: self._sensor("degrees", gpu),
+    "nvmlDeviceGetPowerUsage": lambda self, gpu: 1000 * self._sensor("watts", gpu),
+    "nvmlDeviceGetEnforcedPowerLimit": lambda self, gpu: 1000 * self._sensor("most_watts", gpu),
+    "nvmlDeviceGetUtilizationRates": lambda self, gpu: SimpleNamespace(
+        gpu=self._sensor("use", gpu)
+    ),
+    "nvmlDeviceGetClockInfo": lambda self, gpu, _: self._sensor("mhz", gpu),
+    "nvmlDeviceGetMaxClockInfo": lambda self, gpu, _: self._sensor("most_mhz", gpu),
+    "nvmlDeviceGetCurrentClocksEventReasons": Scenario._reasons,
+    "nvmlDeviceGetTotalEccErrors": Scenario._errors,
+    "nvmlDeviceGetRemappedRows": Scenario._remapped,
+    "nvmlDeviceGetCurrPcieLinkWidth": lambda self, gpu: self._lanes(gpu, 0),
+    "nvmlDeviceGetMaxPcieLinkWidth": lambda self, gpu: self._lanes(gpu, 1),
 }
 
 
@@ -297,6 +362,50 @@ def _read_process(scenario: Scenario, gpu: str, pid: str) -> None:
         scenario.processes.setdefault(each, []).append(_number(pid, 1))
 
 
+def _read_board(
+    scenario: Scenario, gpus: str, mib: str, major: str, minor: str, *words: str
+) -> None:
+    board = _number(mib), (_number(major, 1, 99), _number(minor, 0, 9)), " ".join(words)
+    scenario.boards |= dict.fromkeys(_gpus(scenario, gpus), board)
+
+
+def _read_used(scenario: Scenario, gpus: str, mib: str) -> None:
+    scenario.used_mib |= dict.fromkeys(_gpus(scenario, gpus), _number(mib))
+
+
+def _read_sensors(scenario: Scenario, gpus: str, *values: str) -> None:
+    if len(values) != len(_SENSORS):
+        raise TypeError
+    found = dict(zip(_SENSORS, map(_number, values), strict=True))
+    scenario.sensors |= dict.fromkeys(_gpus(scenario, gpus), found)
+
+
+def _read_slowed(scenario: Scenario, gpus: str, bits: str) -> None:
+    scenario.slowed |= dict.fromkeys(_gpus(scenario, gpus), _number(bits))
+
+
+def _read_ecc(scenario: Scenario, gpus: str, corrected: str, uncorrected: str) -> None:
+    counts = _number(corrected), _number(uncorrected)
+    scenario.errors |= dict.fromkeys(_gpus(scenario, gpus), counts)
+
+
+def _read_remap(scenario: Scenario, gpus: str, state: str) -> None:
+    if state not in _REMAPS:
+        raise ValueError(f"{state!r} is none of {', '.join(_REMAPS)}")
+    scenario.remaps |= dict.fromkeys(_gpus(scenario, gpus), state)
+
+
+def _read_pcie(scenario: Scenario, gpus: str, lanes: str, most: str) -> None:
+    found = _number(lanes, 1, 32), _number(most, 1, 32)
+    scenario.lanes |= dict.fromkeys(_gpus(scenario, gpus), found)
+
+
+def _read_xid(scenario: Scenario, gpus: str, number: str) -> None:
+    # Told by a library that a run watches: a machine that is not here runs nothing.
+    _gpus(scenario, gpus)
+    _number(number, 1, 999)
+
+
 def _read_lost(scenario: Scenario, gpus: str) -> None:
     scenario.lost |= set(_gpus(scenario, gpus))
 
@@ -328,6 +437,14 @@ _READERS: dict[str, Any] = {
     "mig": _read_mig,
     "process": _read_process,
     "lost": _read_lost,
+    "board": _read_board,
+    "used": _read_used,
+    "sensors": _read_sensors,
+    "slowed": _read_slowed,
+    "ecc": _read_ecc,
+    "remap": _read_remap,
+    "pcie": _read_pcie,
+    "xid": _read_xid,
     "fails": _read_fails,
     "hosts": _read_hosts,
     "ram": _read_ram,

@@ -189,8 +189,11 @@ def _title(hosts: list[HostFacts]) -> Text:
 
 
 def _links(host: HostFacts) -> list[RenderableType]:
+    wrong: list[RenderableType] = [
+        Text(printable(each)) for each in (host.misnamed, host.no_gpus) if each is not None
+    ]
     if host.links is None:
-        return []
+        return wrong
     table = Table(box=None, pad_edge=False)
     labels = [_number(host, place) for place in range(len(host.gpus))]
     for column in ("GPU", *labels, "memory", "node", "CPUs near it"):
@@ -204,7 +207,7 @@ def _links(host: HostFacts) -> list[RenderableType]:
         table.add_row(
             label, *(_path(path) for path in paths), memory, numa, near.get(gpu.numa or 0, "-")
         )
-    return [table]
+    return [*wrong, table]
 
 
 def _path(path: str) -> Text:
@@ -269,7 +272,7 @@ def _host_facts(host: HostFacts) -> dict[str, Any]:
         "memory_bytes": host.memory_bytes,
         "nodes": {str(node.id): format_cpus(node.cpus) for node in host.nodes},
         "unbound": host.unbound,
-        "problems": list(host.problems),
+        "problems": [*filter(None, (host.misnamed, host.no_gpus)), *host.problems],
         "gpus": [
             {
                 "gpu": _number(host, place),

@@ -1,0 +1,116 @@
+"""Checks of a host's GPUs against what the job needs. Pure: from what is known to sentences."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from zrun.hosts.cluster import listed, several
+from zrun.hosts.probe import GpuState, HostReport
+from zrun.topology.boards import POWER_CAP
+from zrun_core.sizes import format_size
+
+_BUSY = 0.1  # share of a GPU's memory that others may hold
+
+
+def find_gpu_problems(report: HostReport, chosen: Sequence[int] | None) -> Iterator[str]:
+    """Yield why the GPUs of a host cannot be used by a job that wants some.
+
+    Args:
+        report: of the host.
+        chosen: numbers of the GPUs that are used; None: all of them.
+    """
+    facts = report.facts
+    if not facts.gpus and facts.why_no_gpus:
+        yield f"it has no usable GPU: {facts.why_no_gpus}"
+    elif not facts.gpus:
+        yield "it has no usable GPU, and no driver that answers"
+    elif facts.misnamed is not None:
+        yield facts.misnamed
+    wheel = re.search(r"\+cu(\d+)\d$", report.software.torch or "")
+    if wheel is not None and report.driver is not None and report.driver.cuda[0] < int(wheel[1]):
+        serves = ".".join(map(str, report.driver.cuda))
+        yield (
+            f"its driver {report.driver.version} serves CUDA {serves}, and torch "
+            f"{report.software.torch} needs {wheel[1]}: update the driver, or install a torch for "
+            "an older CUDA"
+        )
+    for number, state in _numbered(report):
+        if chosen is not None and number not in chosen:
+            continue
+        used = state.total_bytes - state.free_bytes
+        if state.foreign and used > _BUSY * state.total_bytes:
+            pids = listed([str(pid) for pid in state.foreign])
+            yield (
+                f"GPU {number} is in use, {format_size(used)} of {format_size(state.total_bytes)} "
+                f"are taken: end pid {pids}, or leave the GPU out"
+            )
+        if state.health.remap == "failed":
+            yield (
+                f"GPU {number} has damaged memory and no spare rows left to replace it with: leave "
+                "it out, and have it exchanged"
+            )
+
+
+def find_gpu_notes(report: HostReport, *, is_wanted: bool) -> Iterator[str]:
+    """Yield what is worth knowing of a host's GPUs, and stops nothing.
+
+    Args:
+        report: of the host.
+        is_wanted: a job is to run on them, whose problems `find_gpu_problems` tells.
+    """
+    facts = report.facts
+    if not is_wanted:
+        yield from filter(None, (facts.misnamed, facts.no_gpus))
+    kinds = Counter(gpu.name for gpu in facts.gpus)
+    if len(kinds) > 1:
+        shown = ", ".join(f"{count} x {name}" for name, count in kinds.items())
+        yield f"its GPUs differ ({shown}): the ranks of a job, or of a stage, need the same kind"
+    most_links: Counter[str] = Counter()
+    names = {gpu.uuid: gpu.name for gpu in facts.gpus}
+    for state in report.gpus:
+        name = names[state.uuid]
+        most_links[name] = max(most_links[name], state.num_links or 0)
+    for number, state in _numbered(report):
+        if state.foreign and not is_wanted:
+            pids = listed([str(pid) for pid in state.foreign])
+            yield f"GPU {number} is in use by pid {pids}"
+        for what in _ailments(state, most_links[names[state.uuid]], is_wanted=is_wanted):
+            yield f"GPU {number} {what}"
+
+
+def _numbered(report: HostReport) -> list[tuple[int, GpuState]]:
+    numbers = {gpu.uuid: number for number, gpu in enumerate(report.facts.gpus)}
+    return [(numbers[state.uuid], state) for state in report.gpus]
+
+
+def _ailments(state: GpuState, most_links: int, *, is_wanted: bool) -> Iterator[str]:
+    """Yield what ails a GPU, as the rest of a sentence about it."""
+    health = state.health
+    if health.remap == "failed" and not is_wanted:
+        yield "has damaged memory and no spare rows left to replace it with: have it exchanged"
+    if health.remap == "pending":
+        yield (
+            "has damaged memory, which a reset replaces (nvidia-smi --gpu-reset, with no process "
+            "on it)"
+        )
+    if health.uncorrected:
+        errors = several(health.uncorrected, "uncorrectable memory error")
+        yield f"has had {errors} since its driver was loaded: look for Xids in dmesg"
+    slowed = [why for why in health.slowed if why != POWER_CAP]  # usual for one at work
+    if slowed:
+        degrees = "" if health.temperature_c is None else f" at {health.temperature_c} degrees"
+        clock = ""
+        if health.clock_mhz and health.max_clock_mhz:
+            clock = f", to {health.clock_mhz} of {health.max_clock_mhz} MHz"
+        yield f"is slowed down{degrees}{clock}: {slowed[0]}"
+    if health.pcie_width and health.max_pcie_width and health.pcie_width < health.max_pcie_width:
+        yield (
+            f"uses {health.pcie_width} of {health.max_pcie_width} PCIe lanes, so copies to and "
+            "from the host take longer: seat the board anew, and look at its riser"
+        )
+    if state.num_links and state.num_links < most_links:
+        yield (
+            f"has {state.num_links} of {most_links} fast links up: see nvidia-smi nvlink --status"
+        )

@@ -103,8 +103,9 @@ def meshes(
         asked.append(groups.asked)
     assert all(each == asked[0] for each in asked), "in one order"
     pipes = [ranks for ranks in dims.groups("pipe") if len(ranks) > 1]
-    of_one_use = (Counter(asked[0]) - Counter(pipes)).values()
-    assert set(of_one_use) <= {1}, "each once, but pipes, which have one for gradients too"
+    num_wraps = 2 if more.get("wraps") and dims.pp == 2 else 0
+    of_one_use = (Counter(asked[0]) - Counter(pipes * (1 + num_wraps))).values()
+    assert set(of_one_use) <= {1}, "each once, but pipes, which have one for each direction"
     assert all(len(ranks) > 1 for ranks in asked[0])
     return found, asked[0]
 
@@ -163,6 +164,23 @@ def test_groups_of_the_same_ranks_share_what_is_made(
         assert mesh.tied.size == 1, "nobody asked for them"
     assert found[0].data is found[0].world or dims.dp < 8
     assert {mesh.shard.axis for mesh in found} == {"shard"}, "what it sends counts as its own"
+
+
+@pytest.mark.parametrize("pp", [2, 3, 4])
+def test_messages_of_both_directions_never_share_a_process_group(
+    pp: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On NCCL two ranks that send to each other through one wait for each other."""
+    groups = FakeGroups(monkeypatch)
+    found, asked = meshes(ParallelDims(1, pp=pp), ["a"] * pp, groups, wraps=True)
+    assert len(asked) == (3 if pp == 2 else 1), "pipe is that of all ranks"
+    for mesh in found:
+        wraps_apart = mesh.pipe_wrap is not mesh.pipe
+        assert wraps_apart == (mesh.pipe_back_wrap is not mesh.pipe_back) == (pp == 2)
+        assert (mesh.pipe_wrap.axis, mesh.pipe_back_wrap.axis) == ("pipe", "pipe_back")
+    plain, asked = meshes(ParallelDims(1, pp=pp), ["a"] * pp, groups)
+    assert len(asked) == 1, "pipe_back"
+    assert all(mesh.pipe_wrap is mesh.pipe for mesh in plain)
 
 
 def test_one_rank_needs_no_process_group() -> None:

@@ -27,8 +27,8 @@ from __future__ import annotations
 import functools
 import time
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
 from typing import NamedTuple
 
@@ -192,23 +192,31 @@ class Comm:
             PeerError: one of them has ended, or the time limit of the process group is over.
         """
         start = time.perf_counter()
-        if self._flight_recorder is not None:
-            self._flight_recorder.waiting(True)
-        try:
-            self._within_host.prepare_to_wait(works)
-            for work in works:
-                work.wait()
-        except RuntimeError as error:
-            if PEER_IS_GONE.search(str(error)) is None:
-                raise
-            reason = str(error).splitlines()[0]
-            raise PeerError(
-                f"another rank has ended, or does not answer ({reason}): see what it says"
-            ) from None
-        finally:
-            if self._flight_recorder is not None:
-                self._flight_recorder.waiting(False)
+        with self._waiting():
+            try:
+                self._within_host.prepare_to_wait(works)
+                for work in works:
+                    work.wait()
+            except RuntimeError as error:
+                if PEER_IS_GONE.search(str(error)) is None:
+                    raise
+                reason = str(error).splitlines()[0]
+                raise PeerError(
+                    f"another rank has ended, or does not answer ({reason}): see what it says"
+                ) from None
         self.waited_s += time.perf_counter() - start
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Tell others inside that this rank waits for them."""
+        if self._flight_recorder is None:
+            yield
+            return
+        self._flight_recorder.waiting(True)
+        try:
+            yield
+        finally:
+            self._flight_recorder.waiting(False)
 
     @property
     def flight_recorder(self) -> FlightRecorder | None:
@@ -409,9 +417,12 @@ class Comm:
             tensor[once].copy_(payload[once])
 
     def barrier(self, group: Group) -> None:
-        """Return when every rank of `group` has called it."""
+        """Return when every rank of `group` has called it: the host waits, on every device."""
         if group.size > 1:
-            self.all_reduce_small(torch.zeros(1, device=self.device), group, name="barrier")
+            ones = torch.ones(1, device=self.device)
+            arrived = self.all_reduce_small(ones, group, name="barrier")
+            with self._waiting():  # on CUDA until here only the stream has waited
+                arrived.item()
 
     def monitored_barrier(self, group: Group, what: str, timeout_s: float) -> None:
         """Return when every rank of `group` has come to `what`.

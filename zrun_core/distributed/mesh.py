@@ -8,10 +8,26 @@
     tensor      parts of the same layers
     tied        stages of a pipeline that have the same parameters, as its two ends often do
     pipe_back   `pipe` again, with connections of its own, for gradients
+    pipe_wrap   `pipe` again, for what the last stage sends on to the first
+    pipe_back_wrap  the same for the gradients of that, from the first to the last
     host        the ranks on this machine
 
 `shard` x `replicate` is `data`. With one copy for all, `replicate` has size 1; with ZeRO stage 0,
 `shard` has.
+
+[Note: a process group for each direction]
+NCCL has no tags: two ranks of a process group have one communicator for all messages between them,
+in either direction, and a message blocks those behind it until its other end runs. If both ranks
+send first, both wait for ever. So between two stages each direction, of activations and of their
+gradients, has a process group of its own; what goes through one is sent and received in one order.
+
+    stage 0   -- pipe -->           stage 1        activations, from each chunk to the next
+              <-- pipe_wrap --                     the same from chunk 1 of stage 1 to chunk 2
+              <-- pipe_back --                     gradients of what went through `pipe`
+              -- pipe_back_wrap -->                gradients of what went through `pipe_wrap`
+
+This holds where a group was made without `device_id`: with it, all messages of a group share one
+communicator, and longer pipelines stop too. Never pass it.
 
 [Note: which process groups are made]
 Groups of the same ranks share a process group, and those of all ranks take the default one: without
@@ -50,6 +66,8 @@ class Mesh:
     tied: Group
     host: Group
     pipe_back: Group
+    pipe_wrap: Group
+    pipe_back_wrap: Group
 
     @classmethod
     def build(
@@ -60,6 +78,7 @@ class Mesh:
         *,
         places: Sequence[Coordinates] | None = None,
         tied_stages: Sequence[int] = (),
+        wraps: bool = False,
         timeout_s: float | None = None,
     ) -> Mesh:
         """Find this rank's groups, and make their process groups.
@@ -73,6 +92,7 @@ class Mesh:
             shard_size: data-parallel ranks that hold one copy of the states between them.
             places: of each rank along the axes; None: all are data-parallel.
             tied_stages: that have the same parameters.
+            wraps: the last stage of a pipeline sends on to the first, as interleaved chunks do.
             timeout_s: of the collectives of groups that are made here; None is torch's own for the
                 backend.
 
@@ -92,9 +112,17 @@ class Mesh:
             return process_groups.group(axis, groups_along(axis, places, shard_size, tied_stages))
 
         world = along("world")
+        pipe = along("pipe")
+        pipes = groups_along("pipe", places, shard_size)
+        pipe_back = process_groups.apart("pipe_back", pipes)
+        pipe_wrap = pipe
+        pipe_back_wrap = pipe_back
+        if wraps and pipe.size == 2:  # in longer ones no other message goes between the two ends
+            pipe_wrap = process_groups.apart("pipe", pipes)
+            pipe_back_wrap = process_groups.apart("pipe_back", pipes)
         return cls(
             world=world,
-            pipe=along("pipe"),
+            pipe=pipe,
             # Where both are the same ranks, what they send counts as that of `world`.
             data=world if num_data == world.size else along("data"),
             tensor=along("tensor"),
@@ -102,7 +130,9 @@ class Mesh:
             replicate=along("replicate"),
             tied=along("tied"),
             host=process_groups.group("host", _by_host(hosts)),
-            pipe_back=process_groups.apart("pipe_back", groups_along("pipe", places, shard_size)),
+            pipe_back=pipe_back,
+            pipe_wrap=pipe_wrap,
+            pipe_back_wrap=pipe_back_wrap,
         )
 
     def tie(
@@ -153,7 +183,21 @@ def _by_host(hosts: Sequence[str]) -> list[tuple[int, ...]]:
 
 
 class _ProcessGroups:
-    """Makes the process groups of one mesh. See [Note: which process groups are made]."""
+    """Makes the process groups of one mesh. See [Note: a process group for each direction]
+    NCCL has no tags: two ranks of a process group have one communicator for all messages between them,
+    in either direction, and a message blocks those behind it until its other end runs. If both ranks
+    send first, both wait for ever. So between two stages each direction, of activations and of their
+    gradients, has a process group of its own; what goes through one is sent and received in one order.
+
+        stage 0   -- pipe -->           stage 1        activations, from each chunk to the next
+                  <-- pipe_wrap --                     the same from chunk 1 of stage 1 to chunk 2
+                  <-- pipe_back --                     gradients of what went through `pipe`
+                  -- pipe_back_wrap -->                gradients of what went through `pipe_wrap`
+
+    This holds where a group was made without `device_id`: with it, all messages of a group share one
+    communicator, and longer pipelines stop too. Never pass it.
+
+    [Note: which process groups are made]."""
 
     def __init__(self, rank: int, world_size: int, timeout_s: float | None) -> None:
         self._rank = rank
@@ -178,7 +222,7 @@ class _ProcessGroups:
     def apart(self, axis: str, groups: Sequence[tuple[int, ...]]) -> Group:
         """Return this rank's group, with a process group that no other has, even of these ranks.
 
-        On one NCCL communicator, two ranks that send to each other wait for each other.
+        See [Note: a process group for each direction].
 
         Args:
             axis: its name.

@@ -177,7 +177,7 @@ class Chunked(torch.optim.Optimizer, ABC):
             return
         states = [self._state_of(param) for param in params]
         steps = [state["step"] for state in states]
-        torch._foreach_add_(steps, self._unless_skipped(1.0, 0.0))
+        self._count_step(steps)
         longest = CHUNK[params[0].device.type]
         chunk = self._empty_chunk()
         room = longest
@@ -199,6 +199,14 @@ class Chunked(torch.optim.Optimizer, ABC):
                 for column, part in zip(chunk.moments, moment_parts, strict=True):
                     column.append(part)
         yield from self._with_fp32_moments(chunk)
+
+    def _count_step(self, steps: list[torch.Tensor]) -> None:
+        """Add 1 to `steps`, or 0 where the device finds that the step is not to be made."""
+        made = self._unless_skipped(1.0, 0.0)
+        if isinstance(made, float):
+            torch._foreach_add_(steps, made)
+        else:  # without `alpha`, torch would take a tensor for a number, and ask the device for it
+            torch._foreach_add_(steps, made, alpha=1)
 
     def _empty_chunk(self) -> Chunk:
         return Chunk([], [], [], [[] for _ in self.moment_names], [])

@@ -3,6 +3,10 @@
     stage 0   F0 -> F1 -> F2 ->      <- B0       activations on `mesh.pipe`
     stage 1      -> F0 -> B0 -> F1 ...           gradients on `mesh.pipe_back`
 
+Where the last stage has a chunk before one of the first, what crosses that border goes the other
+way, on `mesh.pipe_wrap` and `mesh.pipe_back_wrap`: see [Note: a process group for each direction]
+in `distributed/mesh.py`.
+
 Nobody waits for a message that it has sent before the step ends: its tensor is held until then, or
 until it is found to be over. A message has a number that both ends know: that of its micro-batch,
 of the border that it crosses, and of its place among those that cross it.
@@ -16,6 +20,7 @@ import torch
 
 from zrun_core.distributed.comm import Comm
 from zrun_core.distributed.handle import Handle
+from zrun_core.distributed.mesh import Mesh
 from zrun_core.distributed.transport import Group
 from zrun_core.pipeline.split import Split
 
@@ -27,21 +32,17 @@ class StageLinks:
         waited_s: seconds that the host has waited for what other stages send.
     """
 
-    def __init__(
-        self, comm: Comm, forward: Group, backward: Group, split: Split, most_crossing: int
-    ) -> None:
+    def __init__(self, comm: Comm, mesh: Mesh, split: Split, most_crossing: int) -> None:
         """
         Args:
             comm: of this rank.
-            forward: the stages, for activations.
-            backward: the same, for gradients.
+            mesh: has the stages, once for each direction.
             split: says which stage has a chunk.
             most_crossing: tensors that cross any border.
         """
         self.waited_s = 0.0
         self._comm = comm
-        self._forward = forward
-        self._backward = backward
+        self._mesh = mesh
         self._split = split
         self._most_crossing = most_crossing
         self._sent: list[tuple[Handle, torch.Tensor]] = []  # which may still be read
@@ -56,9 +57,10 @@ class StageLinks:
             place: of the tensor among those that cross.
         """
         peer = self._split.stage_of(chunk + 1)
+        group = self._activations_before(chunk + 1)
         name = f"activations of micro-batch {micro}"
         number = self._number(chunk + 1, micro, place, is_grad=False)
-        self._send(tensor, peer, self._forward, number, name)
+        self._send(tensor, peer, group, number, name)
 
     def receive_activation(
         self, like: torch.Tensor, chunk: int, micro: int, place: int
@@ -72,15 +74,17 @@ class StageLinks:
             place: of the tensor among those that cross.
         """
         peer = self._split.stage_of(chunk - 1)
+        group = self._activations_before(chunk)
         name = f"activations of micro-batch {micro}"
         number = self._number(chunk, micro, place, is_grad=False)
-        return self._receive(like.shape, like.dtype, peer, self._forward, number, name)
+        return self._receive(like.shape, like.dtype, peer, group, number, name)
 
     def send_grad(self, grad: torch.Tensor, chunk: int, micro: int, place: int) -> None:
         """Send the gradient of what `receive_activation` of the same arguments has returned."""
         peer = self._split.stage_of(chunk - 1)
+        group = self._grads_before(chunk)
         number = self._number(chunk, micro, place, is_grad=True)
-        self._send(grad, peer, self._backward, number, f"gradients of micro-batch {micro}")
+        self._send(grad, peer, group, number, f"gradients of micro-batch {micro}")
 
     def receive_grad(
         self, shape: torch.Size, dtype: torch.dtype, chunk: int, micro: int, place: int
@@ -92,9 +96,10 @@ class StageLinks:
             chunk, micro, place: as of `send_activation`.
         """
         peer = self._split.stage_of(chunk + 1)
+        group = self._grads_before(chunk + 1)
         name = f"gradients of micro-batch {micro}"
         number = self._number(chunk + 1, micro, place, is_grad=True)
-        return self._receive(shape, dtype, peer, self._backward, number, name)
+        return self._receive(shape, dtype, peer, group, number, name)
 
     def forget_what_is_over(self) -> None:
         """Let go of tensors that others have read, as far as can be told without waiting."""
@@ -105,6 +110,18 @@ class StageLinks:
         for handle, _ in self._sent:
             handle.wait()
         self._sent = []
+
+    def _activations_before(self, chunk: int) -> Group:
+        """Return the group that carries activations over the border before `chunk`."""
+        return self._mesh.pipe_wrap if self._wraps(chunk) else self._mesh.pipe
+
+    def _grads_before(self, chunk: int) -> Group:
+        """Return the group that carries gradients back over the border before `chunk`."""
+        return self._mesh.pipe_back_wrap if self._wraps(chunk) else self._mesh.pipe_back
+
+    def _wraps(self, chunk: int) -> bool:
+        """Return whether what comes before `chunk` is on a later stage."""
+        return self._split.stage_of(chunk - 1) > self._split.stage_of(chunk)
 
     def _number(self, chunk: int, micro: int, place: int, *, is_grad: bool) -> int:
         """Return the number of a message about what crosses the border before `chunk`."""

@@ -20,9 +20,8 @@ def make_runner(context: RunnerContext, stage: Stage | None) -> MicroBatchRunner
     schedule = context.spec.job.parallel.schedule
     if stage is not None:
         sharded = context.sharded
-        mesh = sharded.mesh
         most = max(len(border) for border in stage.borders)
-        links = StageLinks(sharded.comm, mesh.pipe, mesh.pipe_back, stage.split, most)
+        links = StageLinks(sharded.comm, sharded.mesh, stage.split, most)
         runner = PipeDreamRunner if schedule in PIPEDREAMS else PipelineRunner
         return runner(context, stage, links)
     if schedule == "layer_major":

@@ -314,6 +314,7 @@ class Worker:
             [place.host for place in plan.ranks],
             plan.shard_size(job.zero),
             places=[place.coordinates for place in plan.ranks],
+            wraps=job.parallel.virtual > 1,
             timeout_s=job.limits.collective_s,
         )
         reason = comm.use_cma(mesh.host, job.limits.collective_s)

@@ -183,21 +183,7 @@ def _by_host(hosts: Sequence[str]) -> list[tuple[int, ...]]:
 
 
 class _ProcessGroups:
-    """Makes the process groups of one mesh. See [Note: a process group for each direction]
-    NCCL has no tags: two ranks of a process group have one communicator for all messages between them,
-    in either direction, and a message blocks those behind it until its other end runs. If both ranks
-    send first, both wait for ever. So between two stages each direction, of activations and of their
-    gradients, has a process group of its own; what goes through one is sent and received in one order.
-
-        stage 0   -- pipe -->           stage 1        activations, from each chunk to the next
-                  <-- pipe_wrap --                     the same from chunk 1 of stage 1 to chunk 2
-                  <-- pipe_back --                     gradients of what went through `pipe`
-                  -- pipe_back_wrap -->                gradients of what went through `pipe_wrap`
-
-    This holds where a group was made without `device_id`: with it, all messages of a group share one
-    communicator, and longer pipelines stop too. Never pass it.
-
-    [Note: which process groups are made]."""
+    """Makes the process groups of one mesh. See [Note: which process groups are made]."""
 
     def __init__(self, rank: int, world_size: int, timeout_s: float | None) -> None:
         self._rank = rank

@@ -111,6 +111,18 @@ def steps_then_hang(spec: RunSpec, emitter: Emitter) -> None:
     hang(spec, emitter)
 
 
+def fail_when_told(spec: RunSpec, emitter: Emitter) -> None:
+    """Fail as a kernel does: later than it was asked, in whatever line waits for the GPU."""
+    emitter.emit("step", step=1, loss=3.0)
+    while not (Path(spec.run_dir) / "fail").exists():
+        time.sleep(0.01)
+    trace = (
+        'Traceback (most recent call last):\n  File "train.py", line 7, in forward\n'
+        "torch.AcceleratorError: CUDA error: an illegal memory access was encountered"
+    )
+    fail(spec, "user", "CUDA error: an illegal memory access", ExitCode.WORKER, trace)
+
+
 def hang(spec: RunSpec, emitter: Emitter) -> None:
     emitter.emit("log", message=f"hanging {os.getpid()}")
     time.sleep(600)
@@ -197,6 +209,7 @@ BEHAVIOURS = {
         lose_peer,
         kill_itself,
         steps_then_hang,
+        fail_when_told,
         hang,
         will_not_finish,
         step_and_not_finish,

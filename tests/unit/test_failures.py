@@ -20,7 +20,9 @@ from zrun.launch.failures import (
     first_failure,
     is_cause,
 )
+from zrun.launch.gpu_faults import GpuFault, explaining
 from zrun.system.tail_file import last_lines
+from zrun.topology.xids import fault_of
 from zrun_core.errors import ExitCode
 from zrun_core.spine.spec import LaunchPlan, RankPlace
 
@@ -269,3 +271,36 @@ def test_a_lost_host_is_the_cause_where_ranks_only_felt_it() -> None:
     echo = replace(WorkerExit(0, 5, 1.0), note=note(0, message=GLOO))
     assert not is_cause(echo, [echo])
     assert is_cause(WorkerExit(0, KILL, 1.0), [echo, WorkerExit(0, KILL, 1.0)])
+
+
+def reported(rank: int, xid: int, time: float) -> GpuFault:
+    fault = fault_of(f"GPU-{rank}", xid)
+    assert fault is not None
+    return GpuFault((rank,), fault, time)
+
+
+@pytest.mark.parametrize(
+    ("faults", "explains"),
+    [
+        ([], None),
+        ([(1, 31, 99.0)], 0),
+        ([(1, 31, 60.0)], None),  # it went on for 40 s
+        ([(1, 79, 60.0)], 0),
+        ([(1, 63, 99.0), (1, 94, 99.1)], 1),  # the second one ends the process
+        ([(0, 31, 99.0)], None),  # another rank's
+        ([(0, 79, 10.0)], 0),  # the other rank does not come any more
+        ([(0, 79, 10.0), (1, 13, 99.0)], 1),
+    ],
+)
+def test_what_gpus_reported_explains_failures(
+    faults: list[tuple[int, int, float]], explains: int | None
+) -> None:
+    """Rank 1 failed, at 100 s."""
+    found = [reported(*fault) for fault in faults]
+    assert explaining(found, [1], 100.0) == (None if explains is None else found[explains])
+
+
+def test_the_rank_that_lost_its_gpu_failed_first() -> None:
+    exits = [WorkerExit(0, 5, 1.0, note=note(0)), WorkerExit(1, KILL, 11.0)]
+    assert first_failure(exits, ended=False) == exits[0]
+    assert first_failure(exits, ended=False, lost={1}) == exits[1]

@@ -41,7 +41,7 @@ from zrun.topology.machine import monitor
 with monitor(sys.argv[1:]) as found:
     print("watches", flush=True)
     for line in sys.stdin:
-        for fault in found.faults(float(line)):
+        for fault in [*found.faults(float(line)), *found.changes()]:
             print(fault.uuid, fault.is_fatal, fault, flush=True)
         print("end", flush=True)
     health = found.health()
@@ -220,7 +220,7 @@ def test_a_watch_of_a_library_that_fails_ends_no_process() -> None:
             raise nvml.NotKnown(999)
 
     monitor = NvmlMonitor(Broken(), ["GPU-a"])
-    assert (monitor.faults(0.0), monitor.health()) == ([], {})
+    assert (monitor.faults(0.0), monitor.changes(), monitor.health()) == ([], [], {})
 
 
 # By the command line.

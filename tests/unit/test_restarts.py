@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ from zrun.hosts.backend import Backend
 from zrun.hosts.cluster_env import NONE
 from zrun.job.load import LoadedJob
 from zrun.launch.failures import Failure, FailureNote, Hang, LostHost, WorkerExit
+from zrun.launch.gpu_faults import GpuFault
 from zrun.launch.launch_request import AttemptResult, LaunchRequest
 from zrun.launch.restarts import Restarts
 from zrun.launch.session import launch
+from zrun.topology.xids import fault_of
 from zrun.watch.ui import Ui
 from zrun_core.errors import PreflightError
 from zrun_core.spine.config import JobConfig
@@ -34,6 +37,13 @@ def failure(status: int, kind: str | None = None, message: str = "boom") -> Fail
     return Failure(WorkerExit(0, status, 1.0, note=note), plan, last_step=12, log=Path("log"))
 
 
+def without_gpu(xid: int) -> Failure:
+    """An exception of the user's code, whose GPU has reported an error."""
+    fault = fault_of("GPU-a", xid)
+    assert fault is not None
+    return replace(failure(5, "user"), fault=GpuFault((0,), fault, 1.0))
+
+
 @pytest.mark.parametrize(
     ("what", "is_tried"),
     [
@@ -46,6 +56,8 @@ def failure(status: int, kind: str | None = None, message: str = "boom") -> Fail
         (failure(7, "zrun"), False),
         (failure(5, "bug"), False),
         (failure(3), False),
+        (without_gpu(79), True),
+        (without_gpu(31), False),
         (None, False),
     ],
 )

@@ -373,6 +373,22 @@ def test_a_device_shows_its_own_memory() -> None:
     assert re.search(r"rank 0 .* 6.0 +130.0 +150.0", drawn)
 
 
+def test_sensors_of_gpus_are_columns() -> None:
+    """Where a GPU tells nothing its cells are empty; in a narrow panel they go before times."""
+    on_gpu = {"device_allocated": 130 * MIB, "device_reserved": 150 * MIB}
+    sensed = {"utilisation": 97, "power_w": 412.6, "temperature_c": 71, "slowed": []}
+    gpus = [{"rank": 0, **sensed}, {"rank": 1, "utilisation": None}]
+    told = [START, step(1), *(memory(rank, **on_gpu, **spent(0.6, 0.0)) for rank in (0, 1))]
+    told.append({"type": "gpus", "time": 0.0, "rank": 0, "gpus": gpus})
+    drawn = draw(after(*told), 120)
+    assert re.search(r"MiB +data +gpu +power +heat +params", drawn)
+    assert re.search(r"rank 0 .* 97% +413 W +71 C", drawn)
+    assert re.search(r"rank 1 [^%]*\n", drawn)
+    narrow = draw(after(*told), 40)
+    assert "heat" not in narrow
+    assert re.search(r"gpu +power +peak", narrow)
+
+
 def test_what_is_missed_least_goes_first() -> None:
     low = draw(RUNNING, 80, height=10)
     assert "loss" in low

@@ -30,6 +30,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from queue import SimpleQueue
 
+from zrun.agent.board_watch import BoardWatch, OpenMonitor
 from zrun.agent.echo import Echo
 from zrun.agent.launcher_silence import LauncherSilence
 from zrun.agent.memory_watch import MemoryWatch
@@ -49,6 +50,7 @@ from zrun_core.errors import ExitCode
 from zrun_core.spine import memory_limits
 
 _READ_BYTES = 1 << 16
+_REPORTED_S = 1.5  # in which an error of a GPU that ended a rank is told
 
 
 class AgentLoop:
@@ -91,6 +93,9 @@ class AgentLoop:
         self._oom_kills = memory_limits.oom_kills() or 0
         self._memory: MemoryWatch | None = None
         self._shortage = ""  # of memory, for which the workers were killed
+        self._boards: BoardWatch | None = None
+        self._without_gpu: set[int] = set()  # ranks that were killed because their GPU failed
+        self._has_failed = False  # a worker
         # epoll lets the main thread add descriptors while this one waits.
         self._selector = selectors.EpollSelector()
         self._uplink = Uplink(output, self._selector)
@@ -152,6 +157,10 @@ class AgentLoop:
         for worker in workers.values():
             self._on_readable(worker.pidfd, self._report_exit)
 
+    def watch_gpus(self, gpus: Mapping[int, tuple[str, str]], open_monitor: OpenMonitor) -> None:
+        """Watch the GPUs of the ranks too; see `BoardWatch` for the arguments."""
+        self._boards = BoardWatch(gpus, self._uplink, open_monitor)
+
     def stop(self, how: StopMode) -> None:
         """Ask the workers to end."""
         self._signals.stop(how)
@@ -161,7 +170,9 @@ class AgentLoop:
         self._signals.end_sessions()
 
     def finish(self) -> None:
-        """Forward what is left and end the thread."""
+        """Forward what is left and end the threads."""
+        if self._boards is not None:
+            self._boards.close()
         os.close(self._finish)
         self._thread.join()
 
@@ -189,6 +200,7 @@ class AgentLoop:
                     self._observed_at = now
                     self._observe(self._observer, now)
                 self._watch_memory(now)
+                self._watch_boards()
                 self._watch_launchers()
         except _Finished:
             self._flush()
@@ -221,6 +233,15 @@ class AgentLoop:
             print(f"{self._shortage}: the workers are killed", flush=True)
             self._memory = None
             self.stop(StopMode.KILL)
+
+    def _watch_boards(self) -> None:
+        """End ranks whose GPU cannot go on: they would wait for it, and all others for them."""
+        doomed = {} if self._boards is None else self._boards.doomed()
+        for rank, fault in doomed.items():
+            if rank in self._running - self._without_gpu and rank in self._workers:
+                self._without_gpu.add(rank)
+                print(f"rank {rank} is ended, for its GPU reported {fault}", flush=True)
+                self._signals.kill(rank)
 
     def _watch_launchers(self) -> None:
         """End the ranks of a launcher that is not heard any more, or of another one that ended."""
@@ -301,6 +322,9 @@ class AgentLoop:
         status = self._workers[rank].wait()
         by_kernel = (memory_limits.oom_kills() or 0) > self._oom_kills
         is_oom = status == -signal.SIGKILL and (bool(self._shortage) or by_kernel)
+        if status != 0 and self._boards is not None and not self._has_failed:
+            self._boards.catch_up(_REPORTED_S)  # the GPU's own word about it comes first
+        self._has_failed |= status != 0
         assert self._observer is not None
         note, log = self._observer.last_words(rank, status)
         echo = self._echoes.pop(rank, None)

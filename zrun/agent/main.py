@@ -30,6 +30,7 @@ from zrun.agent.rpc_server import RpcServer
 from zrun.agent.workers import WorkerCommand, isolated_gpus
 from zrun.job.environment import WORKER_DEFAULTS
 from zrun.system import processes
+from zrun.topology.machine import monitor
 from zrun.transport.frames import StartRequest, StopMode
 from zrun_core.errors import ExitCode
 from zrun_core.spine.flight_page import host_file
@@ -148,6 +149,13 @@ def _run(
     loop.watch(ranks, server.pid, observer, echoes, is_remote=start.is_remote, memory=memory)
     workers = server.workers()
     loop.follow(workers)
+    gpus = {
+        place["rank"]: (place["uuid"], f"rank {place['rank']} ({start.host}, {place['device']})")
+        for place in here
+        if place["rank"] in ranks and place.get("uuid") is not None
+    }
+    if gpus:
+        loop.watch_gpus(gpus, monitor)
     for worker in workers.values():
         worker.wait()
 

@@ -68,6 +68,12 @@ class WorkerSignals:
                 case StopMode.KILL:
                     processes.send(processes.session_of(leader), signal.SIGKILL)
 
+    def kill(self, rank: int) -> None:
+        """End one worker, and what it started."""
+        leader = self._leaders.get(rank)
+        if leader is not None:
+            processes.send(processes.session_of(leader), signal.SIGKILL)
+
     def stop_after_failure(self) -> None:
         """Have the other workers end soon, unless they are about to."""
         if self._kill_at is None:

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from zrun.launch.gpu_faults import GpuFault, lost_ranks
 from zrun.transport.frames import GRACE_S
 from zrun_core.errors import (
     PEER_IS_GONE,
@@ -112,18 +114,24 @@ class WorkerExit:
             return None
 
 
-def first_failure(exits: list[WorkerExit], ended: bool) -> WorkerExit | None:
+def first_failure(
+    exits: list[WorkerExit], ended: bool, lost: Collection[int] = ()
+) -> WorkerExit | None:
     """Return the exit that caused the others; None: no worker failed.
 
     Args:
         exits: of workers.
         ended: training reached its end, so that status 0 is no failure.
+        lost: ranks whose GPU cannot go on: the others often fail before these do.
     """
     failed = [each for each in exits if each.status != 0 or not ended]
     if not failed:
         return None
     start = min(each.time for each in failed)
-    return min(failed, key=lambda each: (_distance(each, start), each.time))
+    return min(
+        failed,
+        key=lambda each: (each.rank not in lost, _distance(each, start), each.time),
+    )
 
 
 def is_cause(end: WorkerExit, exits: list[WorkerExit]) -> bool:
@@ -164,12 +172,14 @@ class Failure:
         plan: of the run.
         last_step: that any event told of; 0: none.
         log: on the rank's host.
+        fault: of a GPU, that explains it; None: none was reported.
     """
 
     end: WorkerExit
     plan: LaunchPlan
     last_step: int
     log: Path
+    fault: GpuFault | None = None
 
     @property
     def place(self) -> RankPlace:
@@ -204,13 +214,17 @@ class Failure:
             return f"a fault of the job, which {who} has found{self._where()}"
         if self.note is not None and self.note.type in _FOUND_BY_ALL:
             return f"found by {who}{self._where()}"
-        return f"{who} {self._what()}{self._where()}"
+        because = f": {self.fault.describe(self.plan)}" if self.fault is not None else ""
+        return f"{who} {self._what()}{self._where()}{because}"
 
     def _what(self) -> str:
         if self.note is not None:
             return "failed"
         if self.end.signal is None:
             return f"ended with status {self.end.status}"
+        is_lost = self.fault is not None and self.end.rank in lost_ranks([self.fault])
+        if is_lost and self.end.signal == signal.SIGKILL and not self.end.oom:
+            return "was ended"
         killed = f"was killed by {self.end.signal.name}"
         if not self.end.oom:
             return killed
@@ -233,6 +247,8 @@ class Failure:
     def advice(self) -> str:
         if self.end.oom:
             return "lower batch.micro, raise zero.stage, or checkpoint activations"
+        if self.fault is not None:
+            return self.fault.fault.advice
         if self.note is None:
             return self._advice_without_note()
         if self.note.is_echo:
@@ -278,6 +294,7 @@ class Failure:
             "status": self.end.status,
             "signal": self.end.signal.name if note is None and self.end.signal else None,
             "out_of_memory": self.end.oom,
+            "gpu_fault": None if self.fault is None else self.fault.to_json(),
             "kind": note.kind if note else None,
             "type": note.type if note else None,
             "message": note.message if note else self.headline,
@@ -296,11 +313,13 @@ class Hang:
 
     Attributes:
         frame: the finding of a `zrun.launch.hangs.HangInvestigation`.
+        fault: of a GPU, that explains it; None: none was reported.
     """
 
     frame: dict[str, Any]
     plan: LaunchPlan
     run_dir: Path
+    fault: GpuFault | None = None
 
     @property
     def first(self) -> dict[str, Any]:
@@ -352,6 +371,8 @@ class Hang:
     @property
     def advice(self) -> str:
         key = self.frame["key"]
+        if self.fault is not None:
+            return self.fault.fault.advice
         if self.links:
             return (
                 "mend that network, or leave one of the two hosts out; the run can be started again"
@@ -385,6 +406,8 @@ class Hang:
         reasons = self.links[1:]
         if self.frame["reason"]:
             reasons.append(self.frame["reason"])
+        if self.fault is not None:
+            reasons.append(self.fault.describe(self.plan))
         files = [f"  stacks: {self.run_dir}/stacks", f"  next: {self.advice}"]
         text = "\n".join([*stack, "", self.headline, *reasons, *ranks, *files])
         return text.lstrip("\n")
@@ -418,6 +441,7 @@ class Hang:
             "kind": "hang",
             "message": self.headline,
             "reason": self.frame["reason"],
+            "gpu_fault": None if self.fault is None else self.fault.to_json(),
             "limit": self.frame["key"],
             "limit_s": self.frame["limit_s"],
             "ranks": self.frame["ranks"],

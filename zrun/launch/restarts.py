@@ -46,6 +46,8 @@ def _is_accident(failure: Failure | Hang | LostHost) -> bool:
     """Return whether the cause lies outside of the training itself."""
     if not isinstance(failure, Failure):
         return True  # a hang or a lost host
+    if failure.fault is not None and failure.fault.fault.is_fatal:
+        return True
     if failure.note is None:
         return failure.end.signal is not None
     return failure.note.is_echo  # the rank only felt the end of another

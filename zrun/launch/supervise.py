@@ -27,6 +27,7 @@ from zrun.launch.failures import (
     first_failure,
     is_cause,
 )
+from zrun.launch.gpu_faults import GpuFault, add, explaining, lost_ranks
 from zrun.launch.hangs import HangInvestigation, HangWatch
 from zrun.runs.rundir import RunDir
 from zrun.system.deadlines import AwakeClock, StopDeadline
@@ -88,6 +89,7 @@ class SupervisedRun:
         new_states: those of them that the supervisor has not seen yet.
         investigation: of a hang that was found, while agents testify.
         hang: its finding; None: no rank hangs.
+        faults: that GPUs have reported.
         lost: hosts that do not answer, with the reason.
         lost_at: unix seconds at which the first of them was missed.
     """
@@ -106,6 +108,7 @@ class SupervisedRun:
     new_states: dict[int, RankProgress] = field(default_factory=dict)
     investigation: HangInvestigation | None = None
     hang: dict[str, Any] | None = None
+    faults: list[GpuFault] = field(default_factory=list)
     lost: dict[str, str] = field(default_factory=dict)
     lost_at: float = float("inf")
 
@@ -115,10 +118,9 @@ class SupervisedRun:
             case "event":  # most are
                 return self._see_event(frame["event"])
             case "board":
-                for text, state in frame["states"].items():
-                    rank = int(text)
-                    if rank not in self.ended_ranks:
-                        self.states[rank] = self.new_states[rank] = RankProgress(*state)
+                self._see_progress(frame)
+            case "fault":
+                add(self.faults, GpuFault.of_frame(frame, time.time()))
             case "started":
                 self.started.add(host)
             case "done":
@@ -158,6 +160,12 @@ class SupervisedRun:
         elif kind == "stop" and not self.lost:  # else it is an agent that stops them
             self.stop_reason = self.stop_reason or str(event.get("signal"))
         return event
+
+    def _see_progress(self, frame: Frame) -> None:
+        for text, state in frame["states"].items():
+            rank = int(text)
+            if rank not in self.ended_ranks:
+                self.states[rank] = self.new_states[rank] = RankProgress(*state)
 
     def _see_exit(self, frame: Frame) -> None:
         end = WorkerExit(
@@ -458,7 +466,9 @@ def judge(
         committed: the newest step that is saved; 0: none.
     """
     if run.hang is not None and signals.forced_at is None:
-        return ExitCode.HANG, Hang(run.hang, plan, rundir.path)
+        alive_at = time.time() - run.hang["limit_s"]
+        fault = explaining(run.faults, run.hang["to_blame"], alive_at)
+        return ExitCode.HANG, Hang(run.hang, plan, rundir.path, fault)
     statuses = {each.status for each in run.exits}
     if len(run.exits) == run.num_ranks:
         if run.ended and statuses == {0}:
@@ -471,12 +481,13 @@ def judge(
     exits = run.exits
     if was_asked:
         exits = [each for each in exits if not _was_asked_to(each, signals)]
-    end = first_failure(exits, run.ended)
+    end = first_failure(exits, run.ended, lost_ranks(run.faults))
     if _is_lost_host(run, signals, end, exits):
         host, why = next(iter(run.lost.items()))
         return ExitCode.HANG, LostHost(host, why, run.last_step)
     if end is not None:
-        failure = Failure(end, plan, run.last_step, rundir.log(end.rank))
+        fault = explaining(run.faults, [end.rank], end.time)
+        failure = Failure(end, plan, run.last_step, rundir.log(end.rank), fault)
         return failure.exit_code, failure
     if not was_asked:
         return ExitCode.OK, None

@@ -100,11 +100,7 @@ def _ailments(state: GpuState, most_links: int, *, is_wanted: bool) -> Iterator[
         yield f"has had {errors} since its driver was loaded: look for Xids in dmesg"
     slowed = [why for why in health.slowed if why != POWER_CAP]  # usual for one at work
     if slowed:
-        degrees = "" if health.temperature_c is None else f" at {health.temperature_c} degrees"
-        clock = ""
-        if health.clock_mhz and health.max_clock_mhz:
-            clock = f", to {health.clock_mhz} of {health.max_clock_mhz} MHz"
-        yield f"is slowed down{degrees}{clock}: {slowed[0]}"
+        yield f"is slowed down{health.strain}: {slowed[0]}"
     if health.pcie_width and health.max_pcie_width and health.pcie_width < health.max_pcie_width:
         yield (
             f"uses {health.pcie_width} of {health.max_pcie_width} PCIe lanes, so copies to and "

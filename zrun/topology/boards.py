@@ -66,6 +66,14 @@ class Health:
     pcie_width: int | None = None
     max_pcie_width: int | None = None
 
+    @property
+    def strain(self) -> str:
+        """Return heat and clock of a GPU that is slowed down: ` at 88 degrees, to 765 of ...`."""
+        degrees = "" if self.temperature_c is None else f" at {self.temperature_c} degrees"
+        if self.clock_mhz and self.max_clock_mhz:
+            return f"{degrees}, to {self.clock_mhz} of {self.max_clock_mhz} MHz"
+        return degrees
+
 
 @dataclass(frozen=True)
 class Board:
@@ -146,7 +154,10 @@ class Monitor(Protocol):
         """Return what each GPU says now, by UUID; a GPU that does not answer is missing."""
 
     def faults(self, patience_s: float) -> list[Fault]:
-        """Return the errors since the last call; wait a while for one."""
+        """Return the errors that were reported since the last call; wait a while for one."""
+
+    def changes(self) -> list[Fault]:
+        """Return the errors since the last call that counters and silence tell of."""
 
 
 def bus_id(text: str | bytes) -> str | None:

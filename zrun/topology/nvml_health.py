@@ -92,11 +92,12 @@ class NvmlMonitor:
             if uuid not in self._lost
         }
 
-    def faults(self, patience_s: float) -> list[Fault]:
-        """Return the errors since the last call; wait a while for one."""
-        return [*self._xids(patience_s), *self._counted(), *self._gone()]
+    def changes(self) -> list[Fault]:
+        """Return the errors since the last call that counters and silence tell of."""
+        return [*self._counted(), *self._gone()]
 
-    def _xids(self, patience_s: float) -> list[Fault]:
+    def faults(self, patience_s: float) -> list[Fault]:
+        """Return the errors that were reported since the last call; wait a while for one."""
         if self._events is None:
             time.sleep(patience_s)
             return []

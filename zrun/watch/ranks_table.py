@@ -1,4 +1,4 @@
-"""The panel's table of ranks: what their memory holds, and how long each one works in a step."""
+"""The panel's table of ranks: how long each works in a step, its GPU's sensors, its memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,18 @@ _FULLEST = 2
 _NOTABLE = 1.1  # times the median: what makes a rank one of the slowest
 _LEAST_TABLE = 3  # lines
 _OWN = "busy", "data"  # columns of time: what of a step a rank works, or has no data
-_MISSED_LEAST = ("rings", "grads", "params", "optim", "other", "reserved", *_OWN)  # in this order
+_SENSORS = {  # columns of a GPU's sensors: the field, and how it is shown
+    "gpu": ("utilisation", "{:.0f}%"),
+    "power": ("power_w", "{:.0f} W"),
+    "heat": ("temperature_c", "{:.0f} C"),
+}
+_NO_BYTES = {*_OWN, *_SENSORS}
+# columns, in this order
+_MISSED_LEAST = (
+    *("rings", "grads", "params", "optim", "other", "reserved"),
+    *reversed(_SENSORS),
+    *_OWN,
+)
 _WIDE = 76  # columns from which on hosts are named
 
 
@@ -36,12 +47,15 @@ def ranks_table(state: RunState, facts: Facts, room: PanelSpace) -> list[Text]:
     if not state.memory or room.height < _LEAST_TABLE:
         return []
     name = facts.rank if room.width >= _WIDE else "rank {}".format
-    of_ranks = {int(event["rank"]): _values(event) for event in state.memory.events}
+    of_ranks = {
+        int(event["rank"]): _values(event, state.gpus.get(int(event["rank"])) or {})
+        for event in state.memory.events
+    }
     rows = _rows(of_ranks, room.height - 2, name)
     if any(state.planned_bytes.values()):
         rows["planned"] = {kind: float(size) for kind, size in state.planned_bytes.items()}
     unit = formatting.Unit.of(
-        row[kind] for row in rows.values() for kind in row if kind not in _OWN
+        row[kind] for row in rows.values() for kind in row if kind not in _NO_BYTES
     )
     labels = [unit.name, *rows]
     margin = max(LABEL, max(map(len, labels)) + len(GAP))
@@ -72,6 +86,8 @@ def _cell(row: dict[str, float], column: str, unit: formatting.Unit) -> str:
         return ""
     if column in _OWN:
         return formatting.seconds(row[column])
+    if column in _SENSORS:
+        return _SENSORS[column][1].format(row[column])
     return unit.text(row[column])
 
 
@@ -104,13 +120,23 @@ def _rows(
     return rows | {name(rank): of_ranks[rank] for rank in list(singled_out)[: most - len(rows)]}
 
 
-def _values(event: Event) -> dict[str, float]:
-    """Return seconds and bytes of a rank by column; bytes of the memory that its model is in."""
+def _values(event: Event, sensed: Event) -> dict[str, float]:
+    """Return what the columns of a rank show: seconds, its GPU's sensors, bytes.
+
+    Args:
+        event: its newest `memory` event. Bytes are those of the memory that its model is in.
+        sensed: what its GPU said last; {}: nothing.
+    """
     on_device = event.get("device_allocated") is not None
     times = {}
     if own := own_times(event):
         column = "data" if on_device else "busy"
         times[column] = sum(own.values())
+    sensors = {
+        column: float(sensed[field])
+        for column, (field, _) in _SENSORS.items()
+        if sensed.get(field) is not None
+    }
     kinds = {kind: float(event.get(kind) or 0) for kind in MEMORY_KINDS}
     held = ("rss", "rss_bytes")
     highest = ("peak", "peak_rss_bytes")
@@ -118,7 +144,13 @@ def _values(event: Event) -> dict[str, float]:
         held = ("peak", "device_allocated")
         highest = ("reserved", "device_reserved")
     more = {column: float(event.get(field) or 0) for column, field in (held, highest)}
-    return {**times, **kinds, "other": max(0.0, more[held[0]] - sum(kinds.values())), **more}
+    return {
+        **times,
+        **sensors,
+        **kinds,
+        "other": max(0.0, more[held[0]] - sum(kinds.values())),
+        **more,
+    }
 
 
 def _held(values: dict[str, float]) -> float:

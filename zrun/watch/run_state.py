@@ -140,6 +140,7 @@ class RunState:
     tier_waits: Mapping[str, float] = field(default_factory=dict)  # seconds of rank 0, by tier
     update_lag: float = 0.0  # seconds that rank 0 has waited for updates beside training
     memory: ByRank = field(default_factory=ByRank)  # by rank, its newest `memory` event
+    gpus: ByRank = field(default_factory=ByRank)  # by rank, what its GPU's sensors said last
     stages: Mapping[int, Event] = field(default_factory=dict)  # of a pipeline, by number
     schedules: Mapping[int, Event] = field(default_factory=dict)  # by stage, the newest recorded
     evals: tuple[Evaluation, ...] = ()
@@ -255,8 +256,8 @@ def fold(state: RunState, event: Event) -> RunState:
             return replace(state, schedules={**state.schedules, event["stage"]: event})
         case "step":
             return _fold_step(state, event)
-        case "memory":
-            return fold_memory(state, [event])
+        case "memory" | "gpus":
+            return _fold_ranks(state, event)
         case "eval":
             found = event.get("metrics") or {"loss": event["loss"]}  # older records have no more
             metrics = {name: number(value) for name, value in found.items()}
@@ -282,6 +283,12 @@ def _paused(state: RunState, kind: str, seconds: float | None) -> RunState:
     if seconds is None:
         return state
     return replace(state, pause_s={**state.pause_s, kind: float(seconds)})
+
+
+def _fold_ranks(state: RunState, event: Event) -> RunState:
+    if event["type"] == "gpus":
+        return replace(state, gpus=state.gpus.plus(event["gpus"]))
+    return fold_memory(state, [event])
 
 
 def fold_memory(state: RunState, events: Iterable[Event]) -> RunState:

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from zrun_core.errors import OffloadError, PreflightError
+from zrun_core.hardware import accelerator
 from zrun_core.memory.layout import PAGE_BYTES
-from zrun_core.tiers import host_arena
 from zrun_core.tiers.host_arena import HostArena
 
 CPU = torch.device("cpu")
@@ -43,7 +43,7 @@ class Cudart:
 
 def of_cuda(monkeypatch: pytest.MonkeyPatch, allowed: int) -> Cudart:
     cudart = Cudart(allowed)
-    monkeypatch.setattr(host_arena.torch, "cuda", SimpleNamespace(cudart=lambda: cudart))
+    monkeypatch.setattr(torch, "cuda", SimpleNamespace(cudart=lambda: cudart))
     return cudart
 
 
@@ -136,13 +136,13 @@ def test_memory_is_pinned_as_it_is_handed_out(monkeypatch: pytest.MonkeyPatch) -
 def test_memory_that_cannot_be_pinned_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     cudart = of_cuda(monkeypatch, allowed=PAGE_BYTES)
     told: list[torch.device] = []
-    monkeypatch.setattr(host_arena, "_forget_cuda_error", told.append)
+    monkeypatch.setattr(accelerator, "forget_error", told.append)
     arena = HostArena(100 * PAGE_BYTES, CUDA)
     arena.take(PAGE_BYTES, torch.uint8)
     assert arena.note == ""
     piece = arena.take(2 * PAGE_BYTES, torch.uint8)
     assert piece.fill_(1).sum() == 2 * PAGE_BYTES
-    assert "could not be pinned (CUDA says out of memory)" in arena.note
+    assert "could not be pinned (the driver says out of memory)" in arena.note
     cudart.left = 1 << 30
     arena.take(1, torch.uint8)
     assert told == [CUDA]  # after a refusal it is not tried again

@@ -106,26 +106,30 @@ def _operator_seconds(torch: Any) -> float:
 def _gpus() -> list[dict[str, Any]]:
     import torch
 
-    return [gpu_rates(torch, index) for index in range(torch.cuda.device_count())]
+    from zrun_core.hardware import accelerator
+
+    return [gpu_rates(torch, index) for index in range(accelerator.device_count())]
 
 
 def gpu_rates(torch: Any, index: int) -> dict[str, Any]:
     """Return the `GpuRates` of one GPU."""
-    device = f"cuda:{index}"
+    from zrun_core.hardware import accelerator
+
+    device = accelerator.device_at(index)
     there = torch.empty(_COPY_BYTES // 4, device=device)
     other = torch.empty_like(there)
     here = torch.empty(_COPY_BYTES // 4, pin_memory=True)
 
     def wait() -> None:
-        torch.cuda.synchronize(device)
+        accelerator.synchronize(device)
 
-    matmul_rates = _matmul_rates(torch, device, _GPU_SIDE, wait)
+    matmul_rates = _matmul_rates(torch, str(device), _GPU_SIDE, wait)
     copy_s = _best(lambda: other.copy_(there), wait)
     to_device_s = _best(lambda: there.copy_(here, non_blocking=True), wait)
     from_device_s = _best(lambda: here.copy_(there, non_blocking=True), wait)
     return {
-        "uuid": f"GPU-{torch.cuda.get_device_properties(index).uuid}",
-        "name": torch.cuda.get_device_name(index),
+        "uuid": accelerator.device_uuid(device),
+        "name": accelerator.device_name(device),
         **matmul_rates,
         "copy_bytes_per_s": _COPY_BYTES / copy_s,
         "to_device_bytes_per_s": _COPY_BYTES / to_device_s,

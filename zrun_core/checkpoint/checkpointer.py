@@ -62,6 +62,7 @@ from zrun_core.distributed import rng
 from zrun_core.distributed.comm import Comm
 from zrun_core.distributed.transport import Group
 from zrun_core.errors import HangError, PeerError, SaveError
+from zrun_core.hardware.accelerator import is_accelerator
 from zrun_core.spine.sections.checkpoint import CheckpointConfig
 from zrun_core.spine.sections.guards import LimitsConfig
 
@@ -305,7 +306,9 @@ class Checkpointer:
         """
         self.finish()
         if step != self.last_step:
-            self._begin(step, progress(), reason, copy=not wait or self._comm.device.type == "cuda")
+            self._begin(
+                step, progress(), reason, copy=not wait or is_accelerator(self._comm.device)
+            )
             if wait:
                 self.finish()
         elif self.has_better:  # it was evaluated after it was saved

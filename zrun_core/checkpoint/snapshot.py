@@ -18,6 +18,7 @@ import torch
 
 from zrun_core.checkpoint.manifest_fields import RANK, VALUE
 from zrun_core.checkpoint.shard_file import WriteItem
+from zrun_core.hardware import accelerator
 from zrun_core.memory.arena import flat_buffer
 
 _ALIGNMENT = 64  # bytes
@@ -74,20 +75,20 @@ class Snapshot:
                 continue
             copy = memory[offset : offset + data.nbytes].view(data.dtype)
             copies.append(replace(item, data=copy))
-            if item.state in (VALUE, RANK) or data.is_cuda:
+            if item.state in (VALUE, RANK) or accelerator.is_accelerator(data.device):
                 copy.copy_(data, non_blocking=True)
             else:
                 late.pairs.append((copy, data))
             offset += _size(item)
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
+        if accelerator.is_accelerator(self._device):
+            accelerator.synchronize_stream(self._device)
         return copies, late
 
     def _reserve(self, num_bytes: int) -> torch.Tensor:
         if self._memory is not None and self._memory.numel() >= num_bytes:
             return self._memory
         self._memory = None  # before the new one is taken: never both
-        if self._device.type == "cuda":
+        if accelerator.is_accelerator(self._device):
             self._memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
         else:
             self._memory = flat_buffer(num_bytes, torch.uint8, torch.device("cpu"))

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from zrun_core.errors import JobError
+from zrun_core.hardware.accelerator import is_accelerator
 
 IGNORED = -100  # label of a position that does not count, as in torch
 _TOKEN_DTYPES = (torch.int64, torch.int32, torch.int16)  # uint8 is pixels, bool is a mask
@@ -82,7 +83,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 
 def _move(tensor: Tensor, device: torch.device) -> Tensor:
-    if device.type != "cuda" or tensor.device.type != "cpu":
+    if not is_accelerator(device) or tensor.device.type != "cpu":
         return tensor.to(device)
     pinned = tensor if tensor.is_pinned() else tensor.pin_memory()
     return pinned.to(device, non_blocking=True)

@@ -23,6 +23,7 @@ from zrun_core.data.samples import Collate, in_words
 from zrun_core.data.source import IterableSource, MapSource, Source, Step, is_map_style, length_of
 from zrun_core.distributed.rng import CPU, ScopedStream, Streams
 from zrun_core.errors import JobError, UserCodeError
+from zrun_core.hardware.accelerator import is_accelerator
 from zrun_core.spine.sections.data import DataConfig
 from zrun_core.spine.spec import BatchPlan
 from zrun_core.spine.tracebacks import add_location, message_of
@@ -78,7 +79,7 @@ class BatchLoader:
             workers=data.workers,
             collate=collate,
             epochs=epochs,
-            pin_memory=device.type == "cuda",
+            pin_memory=is_accelerator(device),
         )
         self.num_samples = len(dataset) if is_map_style(dataset) else None  # type: ignore[arg-type]
         self._batch = batch

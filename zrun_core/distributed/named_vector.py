@@ -8,11 +8,13 @@ from typing import Self
 
 import torch
 
+from zrun_core.hardware import accelerator
+
 
 def on_device(numbers: Sequence[float], device: torch.device) -> torch.Tensor:
     """Return `numbers` on `device`, [n] float64, without waiting for what is queued there."""
     values = torch.tensor(numbers, dtype=torch.float64)
-    if device.type == "cuda":
+    if accelerator.is_accelerator(device):
         values = values.pin_memory()
     return values.to(device, non_blocking=True)
 
@@ -58,20 +60,19 @@ class HostCopy:
     """
 
     vector: NamedVector
-    arrived: torch.cuda.Event | None
+    arrived: accelerator.Event | None
 
     @classmethod
     def of(cls, vector: NamedVector) -> Self:
         """Send them after what was issued before, and before what comes next."""
-        if not vector.values.is_cuda:
+        device = vector.values.device
+        if not accelerator.is_accelerator(device):
             return cls(vector, None)
         on_host = vector.values.to("cpu", non_blocking=True)  # to pinned memory
-        arrived = torch.cuda.Event()
-        arrived.record()
-        return cls(NamedVector(vector.names, on_host), arrived)
+        return cls(NamedVector(vector.names, on_host), accelerator.Event(device))
 
     def read(self) -> dict[str, float]:
         """Wait for them."""
         if self.arrived is not None:
-            self.arrived.synchronize()
+            self.arrived.wait_on_host()
         return dict(zip(self.vector.names, self.vector.values.tolist(), strict=True))

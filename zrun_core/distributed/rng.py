@@ -24,8 +24,10 @@ import torch
 import xxhash
 
 from zrun_core.errors import CheckpointError
+from zrun_core.hardware import accelerator
 
 CPU = torch.device("cpu")
+_ON_DEVICE = "cuda"  # what checkpoints call the stream of an accelerator
 _RANGE = 2**32  # of keys and seeds: torch's CPU generator reads no more of its seed
 
 
@@ -246,8 +248,8 @@ def capture(device: torch.device) -> tuple[dict[str, torch.Tensor], dict[str, An
             "has_gauss": has_gauss,
             "cached": cached,
         }
-    if device.type == "cuda":
-        tensors["cuda"] = torch.cuda.get_rng_state(device)
+    if accelerator.is_accelerator(device):
+        tensors[_ON_DEVICE] = accelerator.default_generator(device).get_state()
     return tensors, numbers
 
 
@@ -262,8 +264,8 @@ def restore(
         device: of this rank, which may have no generator of some.
     """
     _set(tensors, numbers, random, torch.default_generator, lambda numpy: numpy.random)
-    if "cuda" in tensors and device.type == "cuda":
-        torch.cuda.set_rng_state(tensors["cuda"], device)
+    if _ON_DEVICE in tensors and accelerator.is_accelerator(device):
+        accelerator.default_generator(device).set_state(tensors[_ON_DEVICE])
 
 
 def check(
@@ -287,8 +289,8 @@ def check(
             torch.Generator(),
             lambda numpy: numpy.random.RandomState(),
         )
-        if "cuda" in tensors and device.type == "cuda":
-            torch.Generator(device).set_state(tensors["cuda"])
+        if _ON_DEVICE in tensors and accelerator.is_accelerator(device):
+            torch.Generator(device).set_state(tensors[_ON_DEVICE])
         for name in ("data", "inside"):
             if name in numbers:
                 _checked_key(numbers[name])
@@ -342,8 +344,6 @@ def _checked_key(own: Mapping[str, Any]) -> int:
 
 def _generators(device: torch.device) -> list[torch.Generator]:
     """Return those of torch from which the model of a rank draws."""
-    if device.type != "cuda":
+    if not accelerator.is_accelerator(device):
         return [torch.default_generator]
-    torch.cuda.init()  # before that there are none
-    number = torch.cuda.current_device() if device.index is None else device.index
-    return [torch.default_generator, torch.cuda.default_generators[number]]
+    return [torch.default_generator, accelerator.default_generator(device)]

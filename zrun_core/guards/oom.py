@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from zrun_core.errors import OutOfMemoryError
+from zrun_core.hardware import accelerator
 from zrun_core.memory.buffers import Kind
 from zrun_core.sizes import format_size
 from zrun_core.spine.config import JobConfig
@@ -94,8 +95,8 @@ class MemoryGuard:
     def release(self) -> None:
         """Give back what the lost micro-batch held."""
         gc.collect()
-        if self._sharded.comm.device.type == "cuda":
-            torch.cuda.empty_cache()
+        if accelerator.is_accelerator(self._sharded.comm.device):
+            accelerator.empty_cache()
 
 
 def largest_holders(sharded: ShardedModel) -> list[tuple[str, int]]:

@@ -29,6 +29,7 @@ from zrun_core.errors import (
     UserCodeError,
 )
 from zrun_core.guards.watchdog import Watchdog
+from zrun_core.hardware import accelerator
 from zrun_core.library import arguments
 from zrun_core.library.background_save import Background
 from zrun_core.library.run_record import Record
@@ -325,7 +326,7 @@ def _find_slot() -> ProcessPlace:
 def _find_device(device: str, local_rank: int) -> torch.device:
     if device not in ("auto", "cpu", "cuda"):
         raise JobError(f"init(device={device!r}): write auto, cpu or cuda")
-    num_gpus = torch.cuda.device_count()
+    num_gpus = accelerator.device_count()
     if device == "cpu" or (device == "auto" and not num_gpus):
         return torch.device("cpu")
     if local_rank >= num_gpus:
@@ -333,14 +334,15 @@ def _find_device(device: str, local_rank: int) -> torch.device:
             f"init(): local rank {local_rank} has no GPU of its own, there are {num_gpus}: "
             'lower --nproc-per-node, or write init(device="cpu")'
         )
-    torch.cuda.set_device(local_rank)
-    return torch.device("cuda", local_rank)
+    chosen = accelerator.device_at(local_rank)
+    accelerator.set_device(chosen)
+    return chosen
 
 
 def _join(world_size: int, device: torch.device, timeout_s: float) -> None:
     if world_size == 1 or dist.is_initialized():
         return
-    backend = "nccl" if device.type == "cuda" else "gloo"
+    backend = accelerator.backend_name(device)
     try:
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
     except (dist.DistStoreError, dist.DistNetworkError) as error:

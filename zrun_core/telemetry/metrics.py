@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
-from zrun_core.hardware import catalogue
+from zrun_core.hardware import accelerator, catalogue
 from zrun_core.spine import memory_limits
 
 _FORMATS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -22,9 +22,9 @@ _FORMATS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     """Return the FLOP/s that `device` could do in `dtype`; None if they are not known."""
-    if device.type != "cuda" or dtype not in _FORMATS:
+    if not accelerator.is_accelerator(device) or dtype not in _FORMATS:
         return None
-    return catalogue.peak_flops(torch.cuda.get_device_name(device), _FORMATS[dtype])
+    return catalogue.peak_flops(accelerator.device_name(device), _FORMATS[dtype])
 
 
 class FlopCount(TorchDispatchMode):
@@ -81,22 +81,21 @@ class StepClock:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
+        self._device = device
+        self._on_host = not accelerator.is_accelerator(device)
         self._spans: list[tuple[StepPhase, Any, Any]] = []
         self._start = self._mark()
 
     def _mark(self) -> Any:
-        if not self._cuda:
+        if self._on_host:
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+        return accelerator.TimingEvent(self._device)
 
     def _between(self, start: Any, stop: Any) -> float:
-        if not self._cuda:
+        if self._on_host:
             return float(stop - start)
-        stop.synchronize()
-        return float(start.elapsed_time(stop)) / 1e3
+        stop.wait_on_host()
+        return float(start.seconds_until(stop))
 
     @contextmanager
     def during(self, phase: StepPhase) -> Iterator[None]:
@@ -125,7 +124,7 @@ class StepClock:
         split = dict.fromkeys(StepPhase, 0.0)
         for phase, first, last in spans:
             split[phase] += self._between(first, last)
-        if not self._cuda:
+        if self._on_host:
             for phase, seconds in waited.items():
                 split[phase] -= seconds
                 split[StepPhase.COMM] += seconds
@@ -150,8 +149,8 @@ def process_memory(device: torch.device) -> dict[str, int | None]:
         "process_bytes": None,
     }
     stats: Mapping[str, int] | None = None
-    if device.type == "cuda":
-        stats = torch.cuda.memory_stats(device)
+    if accelerator.is_accelerator(device):
+        stats = accelerator.memory_stats(device)
     else:
         found["process_bytes"] = memory_limits.peak_resident()
     return found | _allocator_memory(stats)
@@ -161,7 +160,7 @@ def _allocator_memory(stats: Mapping[str, int] | None) -> dict[str, int | None]:
     """Return what torch's allocator holds on a GPU, and how much of that is of no use to tensors.
 
     Args:
-        stats: `torch.cuda.memory_stats`; None: there is no such allocator.
+        stats: of `accelerator.memory_stats`; None: there is no such allocator.
     """
     if stats is None:
         names = ("device_allocated", "device_reserved", "device_fragmented", "alloc_retries")

@@ -12,6 +12,8 @@ from typing import Any, Self
 import torch
 from torch._C._profiler import RecordScope
 
+from zrun_core.hardware import accelerator
+
 _autograd: Any = torch.autograd  # its stubs know no scopes
 
 
@@ -36,8 +38,8 @@ class PeakMemory:
         self._quiet = ExitStack()
 
     def __enter__(self) -> Self:
-        if self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
+        if accelerator.is_accelerator(self._device):
+            accelerator.reset_peak_memory(self._device)
             return self
         if torch._C._autograd._profiler_enabled():  # a second one would end the first, the user's
             return self
@@ -53,9 +55,8 @@ class PeakMemory:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._device.type == "cuda":
-            self.num_bytes = torch.cuda.max_memory_allocated(self._device)
-            self.reserved = torch.cuda.max_memory_reserved(self._device)
+        if accelerator.is_accelerator(self._device):
+            self.num_bytes, self.reserved = accelerator.peak_memory(self._device)
         elif self._profiler is not None:
             with suppress(RuntimeError):
                 self.num_bytes = _highest(_autograd._disable_profiler())

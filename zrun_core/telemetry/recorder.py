@@ -18,6 +18,7 @@ import torch
 
 from zrun_core.activations.offloaded_inputs import OffloadedInputs
 from zrun_core.distributed.comm import TrafficKey
+from zrun_core.hardware import accelerator
 from zrun_core.memory.buffers import Tier
 from zrun_core.memory.tensors import TENSOR
 from zrun_core.sizes import format_size
@@ -196,8 +197,8 @@ class Recorder:
                 "seconds": before.seconds,
             }
         device = str(self._device)
-        if self._device.type == "cuda":
-            device = torch.cuda.get_device_name(self._device)
+        if accelerator.is_accelerator(self._device):
+            device = accelerator.device_name(self._device)
         planned = planned_memory(self._sharded)
         elsewhere = {}
         if self._sharded.tiers is not None:
@@ -296,7 +297,7 @@ class Recorder:
     def peak(self, measured: PeakMemory) -> None:
         """Emit the peak memory of the newest step."""
         peak_bytes = measured.num_bytes
-        if peak_bytes is not None and self._device.type != "cuda":
+        if peak_bytes is not None and not accelerator.is_accelerator(self._device):
             # On a CPU it is measured above what was allocated before the step.
             allocated = allocated_memory(self._sharded)
             peak_bytes += sum(allocated.by_kind.values())

@@ -22,6 +22,7 @@ import torch
 
 from zrun_core.distributed.transport import as_bytes
 from zrun_core.errors import lack_of_threads
+from zrun_core.hardware import accelerator
 from zrun_core.tiers.transfer import DONE, Transfer
 
 
@@ -50,21 +51,6 @@ class Copier(ABC):
         """Begin a copy of bytes that there are."""
 
 
-class _StreamTransfer:
-    def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
-        self._event = event
-        self._device = device
-
-    def is_completed(self) -> bool:
-        return bool(self._event.query())
-
-    def wait(self) -> None:
-        torch.cuda.current_stream(self._device).wait_event(self._event)
-
-    def wait_on_host(self) -> None:
-        self._event.synchronize()
-
-
 class StreamCopier(Copier):
     """Copies on a stream of its own, after what the current stream has been given.
 
@@ -73,15 +59,13 @@ class StreamCopier(Copier):
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)
+        self._stream = accelerator.new_stream(device)
 
     def _begin(self, source: torch.Tensor, target: torch.Tensor) -> Transfer:
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
+        accelerator.wait_stream(self._stream, accelerator.current_stream(self._device))
+        with accelerator.on_stream(self._stream):
             target.copy_(source, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record(self._stream)
-        return _StreamTransfer(event, self._device)
+            return accelerator.Event(self._device)
 
 
 class _ThreadTransfer:

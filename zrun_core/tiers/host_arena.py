@@ -12,6 +12,7 @@ import sys
 import torch
 
 from zrun_core.errors import OffloadError, PreflightError
+from zrun_core.hardware import accelerator
 from zrun_core.memory.arena import Region, byte_buffer
 from zrun_core.memory.layout import whole_pages
 from zrun_core.sizes import format_size
@@ -102,7 +103,7 @@ class HostArena:
                 f"({error}): ulimit -d says what a process may take; let fewer states leave the "
                 "device"
             ) from None
-        if self._device.type == "cuda" and not self.note:
+        if accelerator.is_accelerator(self._device) and not self.note:
             self._pin(self._memory[start:stop])
         self.used_bytes = stop
 
@@ -116,27 +117,18 @@ class HostArena:
         return end
 
     def _pin(self, piece: torch.Tensor) -> None:
-        failure = torch.cuda.cudart().cudaHostRegister(piece.data_ptr(), piece.nbytes, 0)
-        if int(failure) == 0:
+        why_not = accelerator.register_host_memory(piece.data_ptr(), piece.nbytes)
+        if not why_not:
             self._pinned.append(piece.data_ptr())
             return
-        _forget_cuda_error(self._device)
+        accelerator.forget_error(self._device)
         self.note = (
-            "host memory of offload could not be pinned (CUDA says "
-            f"{torch.cuda.cudart().cudaGetErrorString(failure)}), so training waits for copies, "
-            "which are slower too: ulimit -l unlimited may help"
+            f"host memory of offload could not be pinned (the driver says {why_not}), so training "
+            "waits for copies, which are slower too: ulimit -l unlimited may help"
         )
 
     def __del__(self) -> None:
         if sys.is_finalizing():
             return  # the process ends, and its memory with it
         for address in getattr(self, "_pinned", ()):
-            torch.cuda.cudart().cudaHostUnregister(address)
-
-
-def _forget_cuda_error(device: torch.device) -> None:
-    """Have torch take note of the last error of CUDA, so that no later kernel is blamed for it."""
-    try:
-        torch.zeros(1, device=device)
-    except RuntimeError:
-        return
+            accelerator.unregister_host_memory(address)

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 
+from zrun_core.hardware.accelerator import is_accelerator
 from zrun_core.memory.buffers import Buffer, Kind, Tier
 from zrun_core.memory.layout import whole_pages
 from zrun_core.memory.state_policy import DISK_SLOTS, STAGING_SLOTS, SlotSizes
@@ -151,7 +152,7 @@ class Tiers:
         self._file = self._open_file(buffers)
         on_host = [each.num_bytes for each in buffers if each.tier is Tier.HOST]
         self._copier = apart
-        if device.type == "cuda" and on_host:
+        if is_accelerator(device) and on_host:
             self._copier = StreamCopier(device)
         self._arena = HostArena(sum(map(whole_pages, on_host)), device)
         self.slots = {kind: self._slots(DISK_SLOTS, size) for kind, size in sizes.disk.items()}

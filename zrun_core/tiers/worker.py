@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
+from zrun_core.hardware import accelerator
 from zrun_core.tiers.transfer import Transfer
 
 
@@ -88,6 +89,6 @@ class Worker:
         # Each thread of Python has a number of its own. The same one: the parts that threads divide
         # a chunk into then end where they end in the thread that trains, and have the same bits.
         torch.set_num_threads(num_threads)
-        if self._device.type == "cuda":
+        if accelerator.is_accelerator(self._device):
             # Copies to the device follow what this thread has given it, not all of training.
-            torch.cuda.set_stream(torch.cuda.Stream(self._device))
+            accelerator.use_stream(accelerator.new_stream(self._device))

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from zrun_core.errors import RendezvousError
+from zrun_core.hardware import accelerator
 from zrun_core.spine.sections.guards import LimitsConfig
 
 
@@ -25,8 +26,8 @@ def join(rank: int, world_size: int, device: torch.device, limits: LimitsConfig)
     Raises:
         RendezvousError: not all of them came in time.
     """
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    if accelerator.is_accelerator(device):
+        accelerator.set_device(device)
     if world_size == 1:
         return
     patience = timedelta(seconds=limits.start_s)
@@ -38,7 +39,7 @@ def join(rank: int, world_size: int, device: torch.device, limits: LimitsConfig)
         init_method = None
     try:
         dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
+            accelerator.backend_name(device),
             store=store,
             init_method=init_method,
             rank=rank,

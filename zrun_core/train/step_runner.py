@@ -29,6 +29,7 @@ import torch
 
 from zrun_core.distributed.named_vector import HostCopy, NamedVector
 from zrun_core.errors import HangError
+from zrun_core.hardware.accelerator import is_accelerator
 from zrun_core.telemetry.step_totals import StepTotals
 from zrun_core.zero.precision import LossScaler
 from zrun_core.zero.sharded_model import ShardedModel, StepResult
@@ -44,7 +45,7 @@ class StepRunner:
     def __init__(self, sharded: ShardedModel) -> None:
         self._sharded = sharded
         self._copy: HostCopy | None = None  # of the step whose totals were not read yet
-        self.reads_late = sharded.comm.device.type == "cuda"
+        self.reads_late = is_accelerator(sharded.comm.device)
 
     def issue(
         self,

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from zrun_core.errors import JobError
+from zrun_core.hardware import accelerator
 from zrun_core.pipeline.actions import Action, ActionKind
 from zrun_core.zero.auto_wrap import repeated_blocks
 from zrun_core.zero.gather import Gatherer
@@ -227,14 +228,16 @@ class SlicedPasses:
 def _as_in_this_thread(call: Callable[[], T], device: torch.device) -> Callable[[], T]:
     """Return `call` for another thread, with what torch keeps for each thread as in this one."""
     default = torch.get_default_device()
-    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+    stream = None
+    if accelerator.is_accelerator(device):
+        stream = accelerator.current_stream(device)
 
     def same() -> T:
         with ExitStack() as contexts:
             if default.type != "cpu":
                 contexts.enter_context(default)
             if stream is not None:
-                contexts.enter_context(torch.cuda.stream(stream))
+                contexts.enter_context(accelerator.on_stream(stream))
             return call()
 
     return same

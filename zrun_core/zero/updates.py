@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from zrun_core.distributed.comm import Comm
+from zrun_core.hardware import accelerator
 from zrun_core.tiers.tiers import TierCounts, Tiers
 from zrun_core.tiers.transfer import DONE, Transfer
 from zrun_core.zero.reduce import Reducer
@@ -160,16 +161,15 @@ def _decision_of(divisor: torch.Tensor, skipped: torch.Tensor) -> Callable[[], D
     """Return what waits until the host knows whether a step is made, and its divisor."""
     numbers = torch.stack([divisor, skipped.float()])
     arrived = None
-    if numbers.is_cuda:
+    if accelerator.is_accelerator(numbers.device):
         on_device = numbers
         numbers = torch.empty_like(numbers, device="cpu", pin_memory=True)
         numbers.copy_(on_device, non_blocking=True)
-        arrived = torch.cuda.Event()
-        arrived.record()
+        arrived = accelerator.Event(on_device.device)
 
     def decide() -> Decision:
         if arrived is not None:
-            arrived.synchronize()
+            arrived.wait_on_host()
         is_one = float(numbers[0]) == 1.0
         return Decision(None if is_one else numbers[0], bool(numbers[1]))
 

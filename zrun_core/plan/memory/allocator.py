@@ -264,7 +264,7 @@ class CachingAllocator:
         return self.reserved, *(tuple(pool.keys) for pool in self._pools.values())
 
     def release_cached(self) -> None:
-        """Give back to the device what is wholly free, as `torch.cuda.empty_cache` does."""
+        """Give back to the device what is wholly free, as torch's `empty_cache` does."""
         for is_small, pool in self._pools.items():
             page = _SMALL_SEGMENT if is_small else _LARGE_SEGMENT
             for block in pool.all():

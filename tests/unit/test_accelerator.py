@@ -1,0 +1,123 @@
+"""One module asks torch for a GPU's streams, events and memory. Read from the source, and run."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from zrun_core.hardware import accelerator
+
+ROOT = Path(__file__).resolve().parents[2]
+OWNER = "zrun_core/hardware/accelerator.py"
+OTHERS = sorted(
+    str(path.relative_to(ROOT))
+    for package in ("zrun", "zrun_core")
+    for path in (ROOT / package).rglob("*.py")
+    if str(path.relative_to(ROOT)) != OWNER
+)
+# What waits, of a stream or an event; `wait` and `synchronize` of others are words of their own.
+WAITS = {"wait_stream", "wait_event", "record_stream"}
+
+
+def names_of_torch(source: str) -> list[str]:
+    """Return `line: expression` of each place that asks torch for what the module has."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom | ast.Import):
+            names = [alias.name for alias in node.names]
+            if isinstance(node, ast.ImportFrom):
+                names = [f"{node.module}.{name}" for name in names]
+            if any(re.match(r"torch\.(cuda|accelerator|Stream|Event)\b", name) for name in names):
+                found.append(f"{node.lineno}: {ast.unparse(node)}")
+        elif isinstance(node, ast.Attribute):
+            text = ast.unparse(node)
+            is_torch = re.fullmatch(r"torch\.(cuda|accelerator|Stream|Event)", text)
+            is_wait = node.attr in WAITS and not text.startswith("accelerator.")
+            if is_torch or is_wait or node.attr == "is_cuda":
+                found.append(f"{node.lineno}: {text}")
+    return found
+
+
+def questions_of_type(source: str) -> list[str]:
+    """Return `line: expression` of each comparison of a device's type with "cuda"."""
+    return [
+        f"{node.lineno}: {ast.unparse(node)}"
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Compare) and re.search(r"\.type\b.*'cuda'", ast.unparse(node))
+    ]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "event = torch.cuda.Event()",
+        "import torch.cuda",
+        "from torch import cuda",
+        "from torch.cuda import Stream",
+        "torch.accelerator.synchronize()",
+        "side = torch.Stream(device)",
+        "side.wait_stream(other)",
+        "tensor.record_stream(side)",
+        "if tensor.is_cuda: pass",
+    ],
+)
+def test_the_scan_sees_a_use(source: str) -> None:
+    assert len(names_of_torch(source)) == 1
+
+
+def test_the_scan_knows_what_is_no_use() -> None:
+    assert not names_of_torch("accelerator.wait_stream(a, b); work.wait(); event.synchronize()")
+    assert questions_of_type("device.type != 'cuda'")
+    assert not questions_of_type("job.device == 'cuda'; device.type == 'cpu'")
+
+
+@pytest.mark.parametrize("path", OTHERS)
+def test_one_module_asks_torch_for_an_accelerator(path: str) -> None:
+    source = (ROOT / path).read_text(encoding="utf-8")
+    assert "torch.cuda" not in source  # in words neither
+    assert not names_of_torch(source)
+    assert not questions_of_type(source)
+
+
+def test_that_module_binds_nothing_of_torch_at_import() -> None:
+    """Tests and other devices put their own functions there, before or after it is imported."""
+    tree = ast.parse((ROOT / OWNER).read_text(encoding="utf-8"))
+    outside = [node for node in tree.body if not isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    assert not [ast.unparse(node) for node in outside if "torch.cuda." in ast.unparse(node)]
+
+
+def test_importing_it_leaves_a_process_that_may_fork() -> None:
+    code = """
+import torch
+
+def called(*arguments, **options):
+    raise AssertionError("a device was asked for")
+
+torch.cuda._lazy_init = torch.cuda.init = torch._C._cuda_init = called
+torch.cuda.device_count = torch.cuda.current_device = called
+import zrun_core.hardware.accelerator
+import zrun_core.train.worker
+assert not torch.cuda.is_initialized()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_device_is_what_its_type_says() -> None:
+    assert not accelerator.is_accelerator(torch.device("cpu"))
+    assert not accelerator.is_accelerator(torch.device("meta"))
+    assert accelerator.is_accelerator(torch.device("cuda", 1))
+    assert accelerator.device_at(1) == torch.device("cuda", 1)
+
+
+def test_backends_are_those_that_torch_names() -> None:
+    assert accelerator.backend_name(torch.device("cpu")) == "gloo"
+    assert accelerator.backend_name(accelerator.device_at(0)) == "nccl"

@@ -1,0 +1,229 @@
+// Every operator without a kernel of its own: the CPU's, on the thread of the current stream.
+//
+// Shapes are found at once, on the meta device. Where only values tell them (nonzero, unique), the
+// host waits, as it does for CUDA.
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/empty_strided.h>
+#include <Python.h>
+#include <c10/core/DeviceGuard.h>
+#include <torch/library.h>
+
+#include <map>
+#include <vector>
+
+#include "generators.h"
+#include "guard.h"
+#include "settings.h"
+#include "streams.h"
+#include "tensors.h"
+
+namespace sim {
+namespace {
+
+using Values = torch::jit::Stack;
+
+// Call `change` for each tensor of a value, and return the value with what it returned.
+template <typename Change>
+c10::IValue changed(const c10::IValue& value, c10::Device device, const Change& change) {
+  if (value.isTensor()) {
+    return value.toTensor().defined() ? c10::IValue(change(value.toTensor())) : value;
+  }
+  if (value.isTensorList()) {
+    c10::List<at::Tensor> found;
+    for (const at::Tensor& tensor : value.toTensorList()) {
+      found.push_back(tensor.defined() ? change(tensor) : tensor);
+    }
+    return found;
+  }
+  if (value.isOptionalTensorList()) {
+    c10::List<std::optional<at::Tensor>> found;
+    for (const std::optional<at::Tensor>& tensor : value.toOptionalTensorList()) {
+      bool is_there = tensor.has_value() && tensor->defined();
+      found.push_back(is_there ? std::optional<at::Tensor>(change(*tensor)) : tensor);
+    }
+    return found;
+  }
+  if (value.isDevice()) return device;
+  return value;
+}
+
+bool is_number(const at::Tensor& tensor) { return tensor.is_cpu() && tensor.dim() == 0; }
+
+// One call of an operator, from its arguments to its results.
+class Call {
+ public:
+  Call(const c10::OperatorHandle& op, Values arguments)
+      : op_(op), schema_(op.schema()), arguments_(std::move(arguments)) {
+    device_ = find_device();
+  }
+
+  Values run() {
+    c10::DeviceGuard guard(c10::Device(kSim, device_));
+    BelowAutograd below;
+    bool knows_shapes = find_shapes();
+    if (knows_shapes) resize_outputs();
+    auto on_cpu = cpu_arguments(knows_shapes);
+    return knows_shapes ? launch(std::move(on_cpu)) : wait_and_run(std::move(on_cpu));
+  }
+
+ private:
+  c10::Device device() const { return c10::Device(kSim, device_); }
+
+  int find_device() {
+    int found = -1;
+    auto see = [&](const at::Tensor& tensor) {
+      if (tensor.device().type() == kSim && found < 0) found = tensor.device().index();
+      return tensor;
+    };
+    for (auto& value : arguments_) {
+      changed(value, c10::Device(kSim, 0), see);
+      if (value.isDevice() && value.toDevice().type() == kSim && found < 0) {
+        found = index_of(value.toDevice());
+      }
+    }
+    return found < 0 ? current_device() : found;
+  }
+
+  // Run the operator on the meta device, with one meta tensor for each tensor.
+  bool find_shapes() {
+    auto to_meta = [&](const at::Tensor& tensor) -> at::Tensor {
+      if (is_number(tensor)) return tensor;
+      auto& found = metas_[tensor.unsafeGetTensorImpl()];
+      if (!found.defined()) {
+        auto options = tensor.options().device(at::kMeta).pinned_memory(false);
+        found = at::empty_strided(tensor.sizes(), tensor.strides(), options);
+      }
+      return found;
+    };
+    try {
+      for (auto& value : arguments_) {
+        shapes_.push_back(value.isGenerator() ? c10::IValue()
+                                              : changed(value, at::kMeta, to_meta));
+      }
+      op_.callBoxed(&shapes_);
+    } catch (...) {
+      if (PyGILState_Check()) PyErr_Clear();
+      return false;
+    }
+    for (size_t i = 0; i < schema_.returns().size(); i++) {
+      if (!shapes_[i].isTensor() && !shapes_[i].isTensorList()) return false;
+    }
+    return true;
+  }
+
+  // An out= that gets another shape.
+  void resize_outputs() {
+    for (auto& [impl, meta] : metas_) {
+      using Pointer = c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
+      at::Tensor tensor(Pointer::reclaim_copy(impl));
+      if (tensor.device().type() == kSim && tensor.sizes() != meta.sizes()) {
+        resize(tensor, meta.sizes(), meta.strides());
+      }
+    }
+  }
+
+  Values cpu_arguments(bool runs_later) {
+    auto to_cpu = [&](const at::Tensor& tensor) -> at::Tensor {
+      if (tensor.is_cpu()) return is_number(tensor) && runs_later ? tensor.clone() : tensor;
+      auto& found = aliases_[tensor.unsafeGetTensorImpl()];
+      if (!found.defined()) found = on_host(tensor);
+      return found;
+    };
+    bool draws = false;
+    for (auto tag : op_.getTags()) draws |= tag == at::Tag::nondeterministic_seeded;
+    static const auto generator_type = c10::OptionalType::create(c10::GeneratorType::get());
+    Values found;
+    for (size_t i = 0; i < arguments_.size(); i++) {
+      auto& value = arguments_[i];
+      if (draws && schema_.arguments()[i].type()->isSubtypeOf(*generator_type)) {
+        auto generator = value.isNone() ? default_generator(device_) : value.toGenerator();
+        found.push_back(for_one_kernel(generator));
+      } else {
+        found.push_back(changed(value, at::kCPU, to_cpu));
+      }
+    }
+    return found;
+  }
+
+  // The argument that a result is, if it is one.
+  const c10::IValue* argument_of(size_t result) const {
+    auto* info = schema_.returns()[result].alias_info();
+    if (!info) return nullptr;
+    for (size_t i = 0; i < arguments_.size(); i++) {
+      auto* other = schema_.arguments()[i].alias_info();
+      if (other && other->beforeSets() == info->beforeSets()) return &arguments_[i];
+    }
+    return nullptr;
+  }
+
+  Values launch(Values on_cpu) {
+    Values results;
+    std::vector<std::pair<size_t, c10::IValue>> targets;  // results that the kernel fills
+    for (size_t i = 0; i < schema_.returns().size(); i++) {
+      if (auto* argument = argument_of(i)) {
+        results.push_back(*argument);
+        continue;
+      }
+      results.push_back(changed(shapes_[i], device(), new_tensor));
+      targets.emplace_back(i, changed(results.back(), at::kCPU, on_host));
+    }
+    auto kernel = [op = op_, on_cpu = std::move(on_cpu), targets = std::move(targets)]() mutable {
+      BelowAutograd below;
+      op.callBoxed(&on_cpu);
+      for (auto& [i, target] : targets) fill(target, on_cpu[i]);
+    };
+    current_stream(device_).launch(schema_.name(), std::move(kernel));
+    return results;
+  }
+
+  static void fill(const c10::IValue& target, const c10::IValue& values) {
+    if (target.isTensor()) {
+      if (values.toTensor().defined()) target.toTensor().copy_(values.toTensor());
+      return;
+    }
+    auto to = target.toTensorList(), from = values.toTensorList();
+    for (size_t i = 0; i < to.size(); i++) at::Tensor(to.get(i)).copy_(from.get(i));
+  }
+
+  Values wait_and_run(Values on_cpu) {
+    {
+      std::lock_guard<std::mutex> lock(counts().mutex);
+      counts().blocking[c10::toString(op_.operator_name())]++;
+    }
+    host_wait_for_stream(device_, schema_.name().c_str());
+    op_.callBoxed(&on_cpu);
+    auto to_device = [&](const at::Tensor& tensor) {
+      auto made = new_tensor(tensor);
+      on_host(made).copy_(tensor);
+      return made;
+    };
+    Values results;
+    for (size_t i = 0; i < schema_.returns().size(); i++) {
+      auto* argument = argument_of(i);
+      results.push_back(argument ? *argument : changed(on_cpu[i], device(), to_device));
+    }
+    return results;
+  }
+
+  const c10::OperatorHandle& op_;
+  const c10::FunctionSchema& schema_;
+  const Values arguments_;
+  int device_;
+  Values shapes_;  // arguments, later results, on the meta device
+  std::map<c10::TensorImpl*, at::Tensor> metas_, aliases_;
+};
+
+void run_boxed(const c10::OperatorHandle& op, Values* stack) {
+  size_t num_arguments = op.schema().arguments().size();
+  Call call(op, Values(stack->end() - num_arguments, stack->end()));
+  auto results = call.run();
+  torch::jit::drop(*stack, num_arguments);
+  for (auto& result : results) stack->push_back(std::move(result));
+}
+
+TORCH_LIBRARY_IMPL(_, CUDA, m) {
+  m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_boxed>());
+}
+
+}  // namespace
+}  // namespace sim

@@ -1,0 +1,32 @@
+// What a process may set, and what it may count.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <map>
+#include <mutex>
+#include <string>
+
+namespace sim {
+
+struct Settings {
+  int devices = 2;
+  double delay_us = 0;          // the longest delay before a kernel
+  double delay_share = 0.5;     // of the kernels that are delayed
+  uint64_t seed = 1;            // of the delays
+  bool poison = true;           // freed memory is filled with NaN
+  int64_t memory = 80LL << 30;  // bytes of a device
+  int sync_debug = 0;           // 1: warn, 2: raise where the host waits for a device
+  bool strict_register = true;  // a copy may not go beyond the range that was registered
+};
+Settings& settings();
+
+struct Counts {
+  std::atomic<int64_t> kernels{0};
+  std::atomic<int64_t> host_waits{0};
+  std::mutex mutex;
+  std::map<std::string, int64_t> blocking;  // operators that made the host wait for their shapes
+};
+Counts& counts();
+
+}  // namespace sim

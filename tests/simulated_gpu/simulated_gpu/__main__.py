@@ -1,0 +1,30 @@
+"""Run Python with simulated GPUs: `python -m simulated_gpu devices=2,seed=7 script.py arguments`.
+
+Also `python -m simulated_gpu -m pytest tests/gpu`. Settings are those of SIMULATED_GPU. With
+`--build` it only compiles the device, if that is not done yet and can be.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from simulated_gpu import build, settings
+
+
+def main(arguments: list[str]) -> None:
+    """Become that process, or say why it cannot be."""
+    reason = build.why_not()
+    if arguments == ["--build"]:
+        print(reason or build.build())
+        return
+    if reason is not None:
+        sys.exit(reason)
+    build.build()
+    chosen = {}
+    if arguments and not arguments[0].startswith("-") and "=" in arguments[0]:
+        chosen = settings.read(arguments.pop(0))
+    os.execve(sys.executable, [sys.executable, *arguments], settings.environment(**chosen))
+
+
+main(sys.argv[1:])

@@ -40,6 +40,7 @@ from zrun_core.zero.exchange import Exchange
 from zrun_core.zero.home_elsewhere import OnDisk
 from zrun_core.zero.sharded_model import ShardedModel
 from zrun_core.zero.sliced_passes import SlicedPasses
+from zrun_core.zero.unit_optimizer import UnitOptimizer
 
 Ranks = Callable[[int], Any]
 HOST, DISK = Tier.HOST, Tier.DISK
@@ -232,6 +233,44 @@ def test_records_are_read_ahead_beside_the_last_backward(ranks: Ranks) -> None:
     taken, losses = ranks(1).run(read_ahead, Placement(optimizer=DISK))[0]
     assert taken == [{"optim": DISK_SLOTS}] * 2
     assert losses == ranks(1).run(losses_in_memory)[0]
+
+
+def order_of_updates(schedule: str) -> list[str]:
+    """Return in which order gradients begin to come down, and units are updated, in a step."""
+    sharded = make_sharded(
+        build(), 1, placement=Placement(optimizer=HOST), apart=late_copies(), schedule=schedule
+    )
+    train_sharded(sharded, data(1))
+    sharded.settle_updates()
+    copy_down, update = Tiers.copy_down, UnitOptimizer.update
+    names = {unit.grad.local.data_ptr(): unit.name for unit in sharded.units}
+    order = []
+
+    def watched_copy(tiers: Tiers, source: torch.Tensor, *args: Any) -> Transfer:
+        order.append(f"copy {names[source.data_ptr()]}")
+        return copy_down(tiers, source, *args)
+
+    def watched_update(optimizer: UnitOptimizer, *args: Any, **keys: Any) -> None:
+        order.append(f"update {optimizer.unit.name}")
+        update(optimizer, *args, **keys)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Tiers, "copy_down", watched_copy)
+        patch.setattr(UnitOptimizer, "update", watched_update)
+        train_sharded(sharded, data(1))
+        check_slots(sharded)
+    return order
+
+
+@pytest.mark.parametrize("schedule", ["overlap", "delayed"])
+def test_the_next_gradient_comes_down_beside_an_update(ranks: Ranks, schedule: str) -> None:
+    (order,) = ranks(1).run(order_of_updates, schedule)
+    units = [each.removeprefix("update ") for each in order if each.startswith("update")]
+    assert len(units) > 2
+    wanted = [f"copy {units[0]}"]
+    for unit, following in itertools.pairwise(units):
+        wanted += [f"copy {following}", f"update {unit}"]
+    assert order == [*wanted, f"update {units[-1]}"]
 
 
 def train_delayed_and_slowly() -> list[float]:

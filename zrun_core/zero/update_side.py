@@ -40,7 +40,8 @@ class UpdateSide:
         self.is_delayed = False
         self._updating: Transfer | None = None
         self._arriving: Transfer = DONE  # updated parameters, on the device
-        self._coming_down: torch.Tensor | None = None  # staging of the gradient
+        self._staged: torch.Tensor | None = None  # the gradient, where the update runs
+        self._coming_down: Transfer = DONE  # to there
         self._going_up: torch.Tensor | None = None  # staging of the updated parameters
 
     # In the thread that updates
@@ -54,32 +55,45 @@ class UpdateSide:
         self._unit.record.fetch_if_free(waits=waits)
 
     def prefetch(self) -> None:
-        """Begin to fetch what the next update needs."""
+        """Begin to fetch what the next update needs.
+
+        The gradient takes one of two slots: the update before it has the other one.
+        """
         unit = self._unit
         unit.record.fetch()
         if not unit.has_master:
             unit.param.fetch()
         if unit.grad.leaves:
             unit.grad.home.fetch()
+        elif self._is_apart:
+            self._bring_down()
 
     def grad(self) -> torch.Tensor:
         """Return the gradient, [updated range] in reduce dtype."""
         grad = self._unit.grad
         if grad.leaves or not self._is_apart:
             return grad.fetch()
-        assert self._tiers is not None
-        local = grad.local
-        self._coming_down = self._tiers.gradients_down.take(local.nbytes).view(local.dtype)
-        self._tiers.copy_down(local, self._coming_down, Kind.GRAD).wait_on_host()
-        return self._coming_down
+        staged = self._bring_down()
+        self._coming_down.wait_on_host()
+        return staged
+
+    def _bring_down(self) -> torch.Tensor:
+        """Begin to copy the device's gradient to a slot, unless it is there or on its way."""
+        if self._staged is None:
+            assert self._tiers is not None
+            local = self._unit.grad.local
+            self._staged = self._tiers.gradients_down.take(local.nbytes).view(local.dtype)
+            self._coming_down = self._tiers.copy_down(local, self._staged, Kind.GRAD)
+        return self._staged
 
     def drop_grad(self) -> None:
         """Release the memory of the gradient."""
         self._unit.grad.drop()
-        if self._coming_down is not None:
+        if self._staged is not None:
             assert self._tiers is not None
-            self._tiers.gradients_down.give(self._coming_down)
-            self._coming_down = None
+            self._tiers.gradients_down.give(self._staged)
+            self._staged = None
+            self._coming_down = DONE
 
     def target(self) -> torch.Tensor | None:
         """Return where the masters are cast to, [updated range] in compute dtype.

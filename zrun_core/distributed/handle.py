@@ -50,7 +50,11 @@ class _Step(NamedTuple):
 
 
 class Handle:
-    """Communication in flight. See [Note: chains]."""
+    """Communication in flight. See [Note: chains].
+
+    Attributes:
+        num_moves: how often a part was finished, or the next one started.
+    """
 
     def __init__(
         self,
@@ -64,6 +68,7 @@ class Handle:
             then: called once they are over, at any time on each rank.
         """
         self._comm = comm
+        self.num_moves = 0
         self._works = list(works)
         self._steps: deque[_Step] = deque()
         if then is not None:
@@ -79,16 +84,21 @@ class Handle:
             self._move_on()
         return self
 
+    @property
+    def is_over(self) -> bool:
+        """True if all parts were waited for, or seen to be over."""
+        return not self._works and not self._steps
+
     def poll(self) -> bool:
         """Move on where that takes no waiting and no order among ranks; return whether it is over.
 
         That is as far as can be told without waiting: see `Comm.observes_completion`.
         """
         while all(work.is_completed() for work in self._works):
+            if self.is_over:
+                return True
             if self._steps and self._steps[0].in_order:
                 return False
-            if not self._works and not self._steps:
-                return True
             self._move_on()
         return False
 
@@ -107,6 +117,7 @@ class Handle:
 
     def _move_on(self) -> None:
         """Finish this part, and start the next one: its own steps come before those left here."""
+        self.num_moves += 1
         works = self._works
         self._works = []
         if works:

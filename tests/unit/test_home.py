@@ -34,3 +34,23 @@ def test_what_is_stored_after_a_sum_is_not_added_to() -> None:
     home.settle()
     tiers.submit(lambda: None).wait_on_host()
     assert home.at().tolist() == [8.0] * NUMEL
+
+
+def test_whoever_writes_waits_until_the_device_has_read() -> None:
+    """The device may be far behind the host, which asks for the memory to write to it."""
+    buffers = [Buffer("parameters", Kind.PARAM, 4 * NUMEL, Tier.HOST)]
+    may_copy = threading.Event()
+
+    def wait() -> float:
+        wait_for(may_copy)
+        return 0.0
+
+    tiers = Tiers(torch.device("cpu"), buffers, SlotSizes(), None, apart=ThreadCopier(wait))
+    home = OnHost(tiers, Kind.PARAM, NUMEL, torch.float32)
+    home.at().fill_(1.0)
+    on_device = torch.empty(NUMEL)
+    coming = home.load(on_device)
+    threading.Timer(0.1, may_copy.set).start()
+    home.at().fill_(2.0)
+    coming.wait()
+    assert on_device.tolist() == [1.0] * NUMEL

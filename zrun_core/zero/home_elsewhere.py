@@ -81,6 +81,7 @@ class OnHost:
         self._memory = tiers.host_memory(capacity, dtype)
         self._used = self._memory
         self._coming: Transfer = DONE
+        self._loading: Transfer = DONE  # the newest copy to the device
 
     @property
     def num_bytes(self) -> int:
@@ -93,6 +94,13 @@ class OnHost:
         pass
 
     def at(self) -> torch.Tensor:
+        # Who asks may write: the device, which may be behind, has to have read what is there.
+        self._tiers.wait_on_host(self._loading, Tier.HOST)
+        self._loading = DONE
+        return self._arrived()
+
+    def _arrived(self) -> torch.Tensor:
+        """Wait until what was stored is there, and return the memory, to be read."""
         self._tiers.wait_on_host(self._coming, Tier.HOST)
         self._coming = DONE
         return self._used
@@ -111,11 +119,12 @@ class OnHost:
         self._used = self._memory[:num_bytes]
 
     def stored(self, dtype: torch.dtype, start: int, stop: int) -> Stored:
-        return StoredOnHost(self.at().view(torch.uint8)[start:stop].view(dtype))
+        return StoredOnHost(self._arrived().view(torch.uint8)[start:stop].view(dtype))
 
     def load(self, target: torch.Tensor, start: int = 0) -> Transfer:
-        part = self.at()[start : start + target.numel()]
-        return self._tiers.copy_up(part, target, self._kind)
+        part = self._arrived()[start : start + target.numel()]
+        self._loading = self._tiers.copy_up(part, target, self._kind)
+        return self._loading
 
     def settle(self) -> None:
         self._coming.wait_on_host()

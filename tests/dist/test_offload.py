@@ -30,7 +30,7 @@ from zrun_core.memory.state_policy import DISK_SLOTS
 from zrun_core.memory.tier_traffic import Direction, Move
 from zrun_core.pipeline.actions import ActionKind
 from zrun_core.pipeline.schedule import layer_major
-from zrun_core.tiers.copies import ThreadCopier
+from zrun_core.tiers.copies import ThreadCopier, Way
 from zrun_core.tiers.slots import Slots
 from zrun_core.tiers.swap_file import Extent
 from zrun_core.tiers.tiers import Tiers
@@ -607,8 +607,8 @@ def test_ranks_gather_in_one_order_what_only_some_of_them_update(ranks: Ranks) -
 class Hasty(ThreadCopier):
     """Copies that nobody waits for."""
 
-    def _begin(self, source: torch.Tensor, target: torch.Tensor) -> Transfer:
-        super()._begin(source, target)
+    def _begin(self, source: torch.Tensor, target: torch.Tensor, way: Way) -> Transfer:
+        super()._begin(source, target, way)
         return DONE
 
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
+from pinned_memory import Driver
 
 from zrun_core.errors import OffloadError, PreflightError
-from zrun_core.hardware import accelerator
 from zrun_core.memory.layout import PAGE_BYTES
 from zrun_core.tiers.host_arena import HostArena
 
@@ -18,33 +17,9 @@ CPU = torch.device("cpu")
 CUDA = torch.device("cuda")
 
 
-class Cudart:
-    """Registers as much memory as it may, and remembers what is registered."""
-
-    def __init__(self, allowed: int) -> None:
-        self.left = allowed
-        self.registered: dict[int, int] = {}
-
-    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:  # noqa: N802
-        assert flags == 0
-        if num_bytes > self.left:
-            return 2
-        self.left -= num_bytes
-        self.registered[address] = num_bytes
-        return 0
-
-    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
-        del self.registered[address]
-        return 0
-
-    def cudaGetErrorString(self, error: int) -> str:  # noqa: N802
-        return {2: "out of memory"}[error]
-
-
-def of_cuda(monkeypatch: pytest.MonkeyPatch, allowed: int) -> Cudart:
-    cudart = Cudart(allowed)
-    monkeypatch.setattr(torch, "cuda", SimpleNamespace(cudart=lambda: cudart))
-    return cudart
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    return Driver.take_place(monkeypatch)
 
 
 def test_pieces_lie_in_pages_of_their_own() -> None:
@@ -119,42 +94,38 @@ assert arena.used_bytes == 32 << 20
     assert "ulimit -d" in done.stdout
 
 
-def test_memory_is_pinned_as_it_is_handed_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    cudart = of_cuda(monkeypatch, allowed=1 << 30)
+def test_memory_is_pinned_as_it_is_handed_out(driver: Driver) -> None:
     arena = HostArena(100 * PAGE_BYTES, CUDA)
-    assert cudart.registered == {}
+    assert driver.registered == {}
     pieces = [arena.take(PAGE_BYTES + 1, torch.uint8), arena.take(4, torch.float32)]
     assert arena.note == ""
-    assert cudart.registered == {
+    assert driver.registered == {
         pieces[0].data_ptr(): 2 * PAGE_BYTES,
         pieces[1].data_ptr(): PAGE_BYTES,
     }
     del arena
-    assert cudart.registered == {}
+    assert driver.registered == {}
 
 
-def test_memory_that_cannot_be_pinned_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    cudart = of_cuda(monkeypatch, allowed=PAGE_BYTES)
-    told: list[torch.device] = []
-    monkeypatch.setattr(accelerator, "forget_error", told.append)
+def test_memory_that_cannot_be_pinned_is_told_once(driver: Driver) -> None:
+    driver.left = PAGE_BYTES
     arena = HostArena(100 * PAGE_BYTES, CUDA)
     arena.take(PAGE_BYTES, torch.uint8)
     assert arena.note == ""
     piece = arena.take(2 * PAGE_BYTES, torch.uint8)
     assert piece.fill_(1).sum() == 2 * PAGE_BYTES
     assert "could not be pinned (the driver says out of memory)" in arena.note
-    cudart.left = 1 << 30
+    driver.left = 1 << 30
     arena.take(1, torch.uint8)
-    assert told == [CUDA]  # after a refusal it is not tried again
-    assert len(cudart.registered) == 1
+    assert driver.forgotten == [CUDA]  # after a refusal it is not tried again
+    assert len(driver.registered) == 1
 
 
-def test_memory_is_pinned_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    cudart = of_cuda(monkeypatch, allowed=1 << 30)
+def test_memory_is_pinned_once(driver: Driver) -> None:
     arena = HostArena(100 * PAGE_BYTES, CUDA)
     for _ in range(3):
         piece = arena.take(2 * PAGE_BYTES, torch.uint8)
         arena.give(piece)
     arena.take(3 * PAGE_BYTES, torch.uint8)
     start = piece.data_ptr()
-    assert cudart.registered == {start: 2 * PAGE_BYTES, start + 2 * PAGE_BYTES: PAGE_BYTES}
+    assert driver.registered == {start: 2 * PAGE_BYTES, start + 2 * PAGE_BYTES: PAGE_BYTES}

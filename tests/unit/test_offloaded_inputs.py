@@ -30,7 +30,7 @@ from zrun_core.spine.sections.activations import ActivationsConfig
 from zrun_core.spine.sections.precision import PrecisionConfig
 from zrun_core.spine.sections.zero import ZeroConfig
 from zrun_core.telemetry.peak_memory import PeakMemory
-from zrun_core.tiers.copies import ThreadCopier
+from zrun_core.tiers.copies import ThreadCopier, Way
 from zrun_core.tiers.host_arena import HostArena
 from zrun_core.tiers.swap_file import SwapFile
 from zrun_core.tiers.transfer import DONE, Transfer
@@ -228,9 +228,9 @@ class _Unawaited:
 class _Hasty(ThreadCopier):
     """Its transfers do not wait."""
 
-    def copy(self, source: Tensor, target: Tensor) -> Transfer:
-        target.view(-1).view(torch.uint8).fill_(0)
-        return _Unawaited(super().copy(source, target))
+    def _begin(self, source: Tensor, target: Tensor, way: Way) -> Transfer:
+        target.fill_(0)
+        return _Unawaited(super()._begin(source, target, way))
 
 
 def test_a_wait_that_is_missing_in_backward_is_found() -> None:
@@ -447,7 +447,8 @@ def test_an_exception_leaks_nothing(keeper: HostKeeper | DiskKeeper, where: str)
             model(batch(0)).backward()
         handle.remove()
         gc.collect()  # the error's traceback holds frames, and they hold what was computed
-    keeper.copier.copy(torch.ones(1), torch.ones(1)).wait()  # those before it are over
+    for move in (keeper.copier.down, keeper.copier.up):
+        move(torch.ones(1), torch.ones(1)).wait()  # those before it are over
     assert failures == [where] * 5
     assert num_alive(storages) == 0
     model.zero_grad()

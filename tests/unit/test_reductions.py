@@ -1,4 +1,4 @@
-"""Reductions under way: on an accelerator the stream that computes waits for none of their parts."""
+"""Reductions under way: on an accelerator the stream that computes waits for none of them."""
 
 from __future__ import annotations
 

@@ -208,7 +208,7 @@ class _OnHost(Kept):
         self._keeper = keeper
         self._form = _Form.of(tensor)
         self._room = room
-        self._leaving = keeper.copier.copy(_flat(tensor), room)
+        self._leaving = keeper.copier.down(_flat(tensor), room)
         keeper.count(Tier.HOST, Direction.WRITTEN, room.numel())
         self._coming: tuple[torch.Tensor, Transfer] | None = None
 
@@ -221,7 +221,7 @@ class _OnHost(Kept):
     def fetch(self) -> None:
         if self._coming is None:
             target = self._form.empty()
-            self._coming = (target, self._keeper.copier.copy(self._room, _flat(target)))
+            self._coming = (target, self._keeper.copier.up(self._room, _flat(target)))
             self._keeper.count(Tier.HOST, Direction.READ, self._room.numel())
 
     def get(self) -> torch.Tensor:
@@ -336,7 +336,7 @@ class _OnDisk(Kept):
         self._num_bytes = tensor.nbytes
         self._extent = extent
         self._passing: torch.Tensor | None = keeper.take(extent.num_bytes)
-        self._leaving = keeper.copier.copy(_flat(tensor), self._passing[: self._num_bytes])
+        self._leaving = keeper.copier.down(_flat(tensor), self._passing[: self._num_bytes])
         if not keeper.host_is_device:
             keeper.count(Tier.HOST, Direction.WRITTEN, self._num_bytes)
         self._coming: tuple[torch.Tensor, Transfer] | None = None
@@ -375,7 +375,7 @@ class _OnDisk(Kept):
         if self._keeper.host_is_device:
             return self._form.over(memory)
         target = self._form.empty()
-        copied = self._keeper.copier.copy(memory, _flat(target))
+        copied = self._keeper.copier.up(memory, _flat(target))
         copied.wait()
         self._keeper.give(memory, copied)
         self._keeper.count(Tier.HOST, Direction.READ, self._num_bytes)

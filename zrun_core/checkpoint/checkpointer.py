@@ -159,6 +159,7 @@ class Checkpointer:
         self._failures = 0  # in a row
         self._last_save = time.monotonic()
         self._snapshot = Snapshot(comm.device)
+        self._has_warned = False  # of the snapshot's memory
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="zrun-save")
         self._pruner = Pruner(folder)
 
@@ -400,6 +401,7 @@ class Checkpointer:
                 report["tensors"] = [asdict(info) for info in tensors]
             if copy:
                 items, late = self._snapshot.take(items)
+                self._warn_of_snapshot()
         except Exception as error:  # such as too little memory: the others learn of it by reports
             writing: Future[bytes] = Future()
             writing.set_result(describe_error(error).encode())
@@ -579,6 +581,12 @@ class Checkpointer:
         for warning in pruned.warnings:
             self._warn(warning)
         return pruned.removed
+
+    def _warn_of_snapshot(self) -> None:
+        """Say once what is wrong with the copies' memory."""
+        if self._snapshot.note and not self._has_warned:
+            self._has_warned = True
+            self._warn(self._snapshot.note)
 
     def _warn(self, text: str, **fields: Any) -> None:
         if self._world.index == 0:

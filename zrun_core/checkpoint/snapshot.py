@@ -20,6 +20,7 @@ from zrun_core.checkpoint.manifest_fields import RANK, VALUE
 from zrun_core.checkpoint.shard_file import WriteItem
 from zrun_core.hardware import accelerator
 from zrun_core.memory.arena import flat_buffer
+from zrun_core.tiers.pinning import Pinned
 
 _ALIGNMENT = 64  # bytes
 
@@ -48,11 +49,17 @@ class LateCopies:
 
 
 class Snapshot:
-    """The memory of the copies; pinned where they come from a GPU."""
+    """The memory of the copies: as much as they take, pinned where they come from an accelerator.
+
+    Attributes:
+        note: why copies are slower than they might be, for the user; empty if they are not.
+    """
 
     def __init__(self, device: torch.device) -> None:
+        self.note = ""
         self._device = device
         self._memory: torch.Tensor | None = None
+        self._pinned: Pinned | None = None
 
     def take(self, items: Sequence[WriteItem]) -> tuple[list[WriteItem], LateCopies]:
         """Copy `items`, or reserve the memory for those that can wait.
@@ -87,12 +94,21 @@ class Snapshot:
     def _reserve(self, num_bytes: int) -> torch.Tensor:
         if self._memory is not None and self._memory.numel() >= num_bytes:
             return self._memory
-        self._memory = None  # before the new one is taken: never both
-        if accelerator.is_accelerator(self._device):
-            self._memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-        else:
-            self._memory = flat_buffer(num_bytes, torch.uint8, torch.device("cpu"))
-        return self._memory
+        self._pinned = self._memory = None  # before the new one is taken: never both
+        memory = flat_buffer(num_bytes, torch.uint8, torch.device("cpu"))
+        if num_bytes and accelerator.is_accelerator(self._device):
+            self._pin(memory)
+        self._memory = memory
+        return memory
+
+    def _pin(self, memory: torch.Tensor) -> None:
+        self._pinned = Pinned(memory, self._device)
+        if self._pinned.refusal:
+            self.note = (
+                "the copies that are written while training goes on lie in host memory that could "
+                f"not be pinned (the driver says {self._pinned.refusal}), so training waits longer "
+                "for each save: ulimit -l unlimited may help"
+            )
 
 
 def _size(item: WriteItem) -> int:

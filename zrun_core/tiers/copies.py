@@ -1,7 +1,19 @@
 """Copies between the device and the host's memory, beside what computes.
 
-A copier makes its copies one after the other, in the order in which they were asked for. They are
-plain bytes: both sides are contiguous and of one size.
+    device   ---- down ---->   host memory      gradients, activations
+             <---- up ------                    parameters, activations
+
+The copies of one way are made one after the other, in the order in which they were asked for.
+Those of the other way pass beside them: a link carries bytes both ways at once, and parameters
+need not wait behind a gradient that waits for backward. They are plain bytes: both sides are
+contiguous and of one size.
+
+[Note: two ways]
+A copy may overtake those of the other way that were asked for before it. So of two copies that
+touch the same memory, one of them writing, the second is asked for after somebody has waited for
+the first one: by `wait`, in the stream that asks for the second; by `wait_on_host` otherwise. All
+homes, slots and keepers do so: what came down is read, or goes up, after a wait, and room is given
+to others with the transfer that leaves it.
 
 [Note: no record_stream]
 Memory that a side stream still reads or writes must not be given to anybody else. On CUDA who asks
@@ -17,20 +29,31 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from enum import Enum
 
 import torch
 
 from zrun_core.distributed.transport import as_bytes
 from zrun_core.errors import lack_of_threads
 from zrun_core.hardware import accelerator
+from zrun_core.tiers.pinning import pinned_parts
 from zrun_core.tiers.transfer import DONE, Transfer
 
 
-class Copier(ABC):
-    """Copies bytes from one memory to another, in the order of the calls."""
+class Way(Enum):
+    """The way of a copy."""
 
-    def copy(self, source: torch.Tensor, target: torch.Tensor) -> Transfer:
-        """Begin a copy, of the bytes that `source` has once all work given so far is done.
+    DOWN = "down"
+    UP = "up"
+
+
+class Copier(ABC):
+    """Copies bytes between a device and its host. See the module for their order."""
+
+    def down(self, source: torch.Tensor, target: torch.Tensor) -> Transfer:
+        """Begin to copy memory of the device to the host.
+
+        It copies the bytes that `source` has once all work given so far is done.
 
         Args:
             source: contiguous; it must not change before the transfer is over.
@@ -40,31 +63,41 @@ class Copier(ABC):
             ValueError: they differ in size.
             PreflightError: the system gives this process no more threads.
         """
+        return self._copy(source, target, Way.DOWN)
+
+    def up(self, source: torch.Tensor, target: torch.Tensor) -> Transfer:
+        """Begin to copy host memory to the device, like `down`."""
+        return self._copy(source, target, Way.UP)
+
+    def _copy(self, source: torch.Tensor, target: torch.Tensor, way: Way) -> Transfer:
         if source.nbytes != target.nbytes:
             raise ValueError(f"a copy of {source.nbytes} bytes to {target.nbytes}")
         if not source.nbytes:
             return DONE
-        return self._begin(as_bytes(source.detach()), as_bytes(target.detach()))
+        return self._begin(as_bytes(source.detach()), as_bytes(target.detach()), way)
 
     @abstractmethod
-    def _begin(self, source: torch.Tensor, target: torch.Tensor) -> Transfer:
+    def _begin(self, source: torch.Tensor, target: torch.Tensor, way: Way) -> Transfer:
         """Begin a copy of bytes that there are."""
 
 
 class StreamCopier(Copier):
-    """Copies on a stream of its own, after what the current stream has been given.
+    """Copies on a stream for each way, after what the current stream has been given.
 
     See [Note: no record_stream]. Host memory that is not pinned is copied while the caller waits.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = accelerator.new_stream(device)
+        self._streams = {way: accelerator.new_stream(device) for way in Way}
 
-    def _begin(self, source: torch.Tensor, target: torch.Tensor) -> Transfer:
-        accelerator.wait_stream(self._stream, accelerator.current_stream(self._device))
-        with accelerator.on_stream(self._stream):
-            target.copy_(source, non_blocking=True)
+    def _begin(self, source: torch.Tensor, target: torch.Tensor, way: Way) -> Transfer:
+        stream = self._streams[way]
+        accelerator.wait_stream(stream, accelerator.current_stream(self._device))
+        on_host = target if way is Way.DOWN else source
+        with accelerator.on_stream(stream):
+            for part in pinned_parts(on_host):
+                target[part].copy_(source[part], non_blocking=True)
             return accelerator.Event(self._device)
 
 
@@ -83,9 +116,9 @@ class _ThreadTransfer:
 
 
 class ThreadCopier(Copier):
-    """Copies in one thread, which starts with the first copy and ends with the copier.
+    """Copies in a thread for each way, which starts with its first copy and ends with the copier.
 
-    It copies alone, without torch's threads: those compute.
+    They copy alone, without torch's threads: those compute.
     """
 
     def __init__(self, delay: Callable[[], float] | None = None) -> None:
@@ -96,16 +129,18 @@ class ThreadCopier(Copier):
                 whoever does not wait for one is found out.
         """
         self._delay = delay
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="zrun-copy")
+        self._threads = {
+            way: ThreadPoolExecutor(1, thread_name_prefix=f"zrun-copy-{way.value}") for way in Way
+        }
 
-    def _begin(self, source: torch.Tensor, target: torch.Tensor) -> Transfer:
+    def _begin(self, source: torch.Tensor, target: torch.Tensor, way: Way) -> Transfer:
         try:
-            future = self._thread.submit(self._copy, [source, target])
+            future = self._threads[way].submit(self._move, [source, target])
         except RuntimeError as error:
             raise lack_of_threads(error) or error from None
         return _ThreadTransfer(future)
 
-    def _copy(self, sides: list[torch.Tensor]) -> None:
+    def _move(self, sides: list[torch.Tensor]) -> None:
         if self._delay is not None:
             time.sleep(self._delay())
         source, target = sides

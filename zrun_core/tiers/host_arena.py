@@ -16,6 +16,7 @@ from zrun_core.hardware import accelerator
 from zrun_core.memory.arena import Region, byte_buffer
 from zrun_core.memory.layout import whole_pages
 from zrun_core.sizes import format_size
+from zrun_core.tiers.pinning import Pinned
 
 
 class HostArena:
@@ -23,6 +24,8 @@ class HostArena:
 
         |xxxxxx|    |xx|..........      a piece goes to the first gap that is wide enough
         |xxxxxx|xxx |xx|..........      `..` was never used: neither touched nor pinned
+
+    A piece may lie across memory that was pinned in two ranges, or not at all: see `pinning.py`.
 
     Attributes:
         num_bytes: of all of it; whole pages.
@@ -46,7 +49,7 @@ class HostArena:
         self.note = ""
         self._device = device
         self._taken: dict[int, int] = {}  # first byte of a piece -> the one behind its last
-        self._pinned: list[int] = []  # addresses
+        self._pinned: list[Pinned] = []
         self._region: Region | None = None
         try:
             if sys.platform.startswith("linux") and num_bytes:
@@ -117,18 +120,11 @@ class HostArena:
         return end
 
     def _pin(self, piece: torch.Tensor) -> None:
-        why_not = accelerator.register_host_memory(piece.data_ptr(), piece.nbytes)
-        if not why_not:
-            self._pinned.append(piece.data_ptr())
+        pinned = Pinned(piece, self._device)
+        if not pinned.refusal:
+            self._pinned.append(pinned)
             return
-        accelerator.forget_error(self._device)
         self.note = (
-            f"host memory of offload could not be pinned (the driver says {why_not}), so training "
-            "waits for copies, which are slower too: ulimit -l unlimited may help"
+            f"host memory of offload could not be pinned (the driver says {pinned.refusal}), so "
+            "training waits for copies, which are slower too: ulimit -l unlimited may help"
         )
-
-    def __del__(self) -> None:
-        if sys.is_finalizing():
-            return  # the process ends, and its memory with it
-        for address in getattr(self, "_pinned", ()):
-            accelerator.unregister_host_memory(address)

@@ -212,16 +212,18 @@ class Tiers:
 
     def copy_up(self, source: torch.Tensor, target: torch.Tensor, kind: Kind) -> Transfer:
         """Begin to copy host memory to the device."""
-        return self._copy(source, target, Move(Tier.HOST, Direction.READ, kind))
+        self._count(Move(Tier.HOST, Direction.READ, kind), source.nbytes)
+        return _Watched(self._copies.up(source, target), Tier.HOST, self)
 
     def copy_down(self, source: torch.Tensor, target: torch.Tensor, kind: Kind) -> Transfer:
         """Begin to copy memory of the device to the host."""
-        return self._copy(source, target, Move(Tier.HOST, Direction.WRITTEN, kind))
+        self._count(Move(Tier.HOST, Direction.WRITTEN, kind), source.nbytes)
+        return _Watched(self._copies.down(source, target), Tier.HOST, self)
 
-    def _copy(self, source: torch.Tensor, target: torch.Tensor, move: Move) -> Transfer:
+    @property
+    def _copies(self) -> Copier:
         assert self._copier is not None, "the device computes in the host's memory"
-        self._count(move, source.nbytes)
-        return _Watched(self._copier.copy(source, target), Tier.HOST, self)
+        return self._copier
 
     def read(self, extent: Extent, target: torch.Tensor, kind: Kind) -> Transfer:
         """Begin to read the beginning of an extent into `target`, uint8 in whole pages."""

@@ -16,6 +16,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from zrun_core.hardware import accelerator, catalogue
 from zrun_core.spine import memory_limits
+from zrun_core.telemetry.peak_memory import peak_before
 
 _FORMATS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
@@ -153,20 +154,23 @@ def process_memory(device: torch.device) -> dict[str, int | None]:
         stats = accelerator.memory_stats(device)
     else:
         found["process_bytes"] = memory_limits.peak_resident()
-    return found | _allocator_memory(stats)
+    return found | _allocator_memory(stats, peak_before(device))
 
 
-def _allocator_memory(stats: Mapping[str, int] | None) -> dict[str, int | None]:
+def _allocator_memory(
+    stats: Mapping[str, int] | None, before: accelerator.Peak
+) -> dict[str, int | None]:
     """Return what torch's allocator holds on a GPU, and how much of that is of no use to tensors.
 
     Args:
         stats: of `accelerator.memory_stats`; None: there is no such allocator.
+        before: the peak that is in these no more.
     """
     if stats is None:
         names = ("device_allocated", "device_reserved", "device_fragmented", "alloc_retries")
         return dict.fromkeys(names)
-    allocated = stats.get("allocated_bytes.all.peak", 0)
-    reserved = stats.get("reserved_bytes.all.peak", 0)
+    allocated = max(before.allocated, stats.get("allocated_bytes.all.peak", 0))
+    reserved = max(before.reserved, stats.get("reserved_bytes.all.peak", 0))
     return {
         "device_allocated": allocated,
         "device_reserved": reserved,

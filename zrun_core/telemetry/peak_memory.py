@@ -17,6 +17,22 @@ from zrun_core.hardware import accelerator
 _autograd: Any = torch.autograd  # its stubs know no scopes
 
 
+_NONE = accelerator.Peak(0, 0)
+_before: dict[torch.device, accelerator.Peak] = {}  # until its count began anew
+
+
+def _begin_anew(device: torch.device) -> None:
+    """Have the allocator count its peak from here, and remember the one so far."""
+    earlier, newest = peak_before(device), accelerator.peak_memory(device)
+    _before[device] = accelerator.Peak(*map(max, earlier, newest))
+    accelerator.reset_peak_memory(device)
+
+
+def peak_before(device: torch.device) -> accelerator.Peak:
+    """Return the peak of `device` that its allocator forgot when a `PeakMemory` was entered."""
+    return _before.get(device, _NONE)
+
+
 class PeakMemory:
     """Watches what torch's allocator gives out and gets back, while it is entered.
 
@@ -39,7 +55,7 @@ class PeakMemory:
 
     def __enter__(self) -> Self:
         if accelerator.is_accelerator(self._device):
-            accelerator.reset_peak_memory(self._device)
+            _begin_anew(self._device)
             return self
         if torch._C._autograd._profiler_enabled():  # a second one would end the first, the user's
             return self

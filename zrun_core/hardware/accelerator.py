@@ -15,6 +15,7 @@ are called: tests put others in their place. Nothing here talks to a device when
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -162,6 +163,21 @@ def reset_peak_memory(device: torch.device) -> None:
 def peak_memory(device: torch.device) -> Peak:
     """Return the peak since it was last reset, or since the process began."""
     return Peak(torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device))
+
+
+# The allocator's settings, by the names that torch reads them under. The first one is the newest.
+_ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+
+
+def prefer_expandable_segments() -> None:
+    """Have the memory that the allocator holds follow what tensors take, as in a job.
+
+    Nothing is done where the environment has settings of the allocator, which reads them when it
+    first gives out memory, or where it may have done so.
+    """
+    if torch.cuda.is_initialized() or any(name in os.environ for name in _ALLOCATOR_SETTINGS):
+        return
+    os.environ[_ALLOCATOR_SETTINGS[0]] = "expandable_segments:True"
 
 
 def empty_cache() -> None:

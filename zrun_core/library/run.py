@@ -334,6 +334,7 @@ def _find_device(device: str, local_rank: int) -> torch.device:
             f"init(): local rank {local_rank} has no GPU of its own, there are {num_gpus}: "
             'lower --nproc-per-node, or write init(device="cpu")'
         )
+    accelerator.prefer_expandable_segments()
     chosen = accelerator.device_at(local_rank)
     accelerator.set_device(chosen)
     return chosen

@@ -9,6 +9,8 @@
 #include <torch/library.h>
 
 #include <map>
+#include <set>
+#include <string>
 #include <vector>
 
 #include "generators.h"
@@ -45,6 +47,20 @@ c10::IValue changed(const c10::IValue& value, c10::Device device, const Change& 
   }
   if (value.isDevice()) return device;
   return value;
+}
+
+// Norms of half precision keep their statistics in 32 bits on CUDA, and so on the meta device; the
+// CPU's backward wants those that its forward made, in half precision. They lose nothing on the way
+// back.
+void as_on_cpu(const c10::FunctionSchema& schema, Values& values) {
+  static const std::set<std::string> names = {"aten::native_layer_norm_backward",
+                                              "aten::native_group_norm_backward"};
+  if (!names.count(schema.name())) return;
+  auto dtype = values[1].toTensor().scalar_type();  // of what was normalised
+  for (size_t i = 0; i < values.size(); i++) {
+    auto& name = schema.arguments()[i].name();
+    if (name == "mean" || name == "rstd") values[i] = values[i].toTensor().to(dtype);
+  }
 }
 
 bool is_number(const at::Tensor& tensor) { return tensor.is_cpu() && tensor.dim() == 0; }
@@ -169,6 +185,7 @@ class Call {
     }
     auto kernel = [op = op_, on_cpu = std::move(on_cpu), targets = std::move(targets)]() mutable {
       BelowAutograd below;
+      as_on_cpu(op.schema(), on_cpu);
       op.callBoxed(&on_cpu);
       for (auto& [i, target] : targets) fill(target, on_cpu[i]);
     };
@@ -223,6 +240,13 @@ void run_boxed(const c10::OperatorHandle& op, Values* stack) {
 
 TORCH_LIBRARY_IMPL(_, CUDA, m) {
   m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_boxed>());
+}
+
+// What torch would make of other operators where a device has no kernel: with other bits.
+TORCH_LIBRARY_IMPL(aten, CUDA, m) {
+  for (auto name : {"native_layer_norm", "native_group_norm"}) {
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_boxed>());
+  }
 }
 
 }  // namespace

@@ -50,7 +50,8 @@ def environment(**settings: Any) -> dict[str, str]:
 def visible(count: int, chosen: str | None) -> list[int]:
     """Which of `count` devices CUDA_VISIBLE_DEVICES lets a process see, by its rules.
 
-    The first name that no device has hides those after it.
+    The first name that no device has hides those after it. A slice of a device is that device, and
+    then the only one.
     """
     if chosen is None:
         return list(range(count))
@@ -60,6 +61,8 @@ def visible(count: int, chosen: str | None) -> list[int]:
         name = name.strip()
         if name.lstrip("-").isdigit():
             number = int(name)
+        elif name.startswith("MIG-"):
+            return [int(name[4:12], 16)]
         else:
             named = [by_name[each] for each in by_name if name and each.startswith(name)]
             number = named[0] if len(named) == 1 else -1
@@ -70,5 +73,5 @@ def visible(count: int, chosen: str | None) -> list[int]:
 
 
 def uuid(number: int) -> str:
-    """The name of a device of the host that stays the same: `GPU-` and a UUID."""
-    return f"GPU-{number:08x}-0000-4000-8000-51cab0a2d000"
+    """The name of a device of the host, by which NVML's stand-in (tests/scenarios) knows it too."""
+    return f"GPU-{number:08x}-0000-0000-0000-000000000000"

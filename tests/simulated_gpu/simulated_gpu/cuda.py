@@ -13,10 +13,12 @@ import torch
 
 from simulated_gpu import settings as names
 from simulated_gpu.install import extension
+from simulated_gpu.nccl import settings as nccl_settings
 
 ext = extension()
 NAME = "Simulated GPU"
 _visible: list[int] = []  # the numbers on the host of the devices that this process sees
+_outside: dict[int, int] = {}  # bytes of each device that no allocator of torch's has given out
 
 
 def _index(device: Any = None) -> int:
@@ -153,15 +155,31 @@ def _properties(device: Any = None) -> Any:
         name=NAME,
         major=9,
         minor=0,
-        total_memory=ext.memory(),
+        total_memory=_total_memory(),
         multi_processor_count=1,
         uuid=names.uuid(_visible[_index(device)]).removeprefix("GPU-"),
         gcnArchName="",
     )
 
 
+def _total_memory() -> int:
+    return int(ext.memory()) + max(_outside.values(), default=0)
+
+
+def take_outside(device: Any, num_bytes: int) -> None:
+    """Take memory of a device that torch knows nothing of, as drivers and NCCL do.
+
+    Of a process with several devices, all have as much less as the one that lacks most.
+    """
+    total = _total_memory()
+    index = _index(device)
+    _outside[index] = _outside.get(index, 0) + num_bytes
+    ext.configure(memory=total - max(_outside.values()))
+
+
 def install(settings: dict[str, Any]) -> None:
     """Give this process its devices, and `torch.cuda` the functions of this module."""
+    settings = nccl_settings.take(settings)
     _visible[:] = names.visible(settings.pop("devices", 2), os.environ.get("CUDA_VISIBLE_DEVICES"))
     # Ranks with the same delays would hide what only happens when one is late.
     seed = settings.pop("seed", 1) * 1000 + int(os.environ.get("RANK", "0"))
@@ -200,8 +218,8 @@ def _patch_cuda() -> None:
         "max_memory_reserved": lambda d=None: ext.stats(_index(d))["reserved_peak"],
         "reset_peak_memory_stats": lambda d=None: ext.reset_peak(_index(d)),
         "mem_get_info": lambda d=None: (
-            ext.memory() - ext.stats(_index(d))["reserved"],
-            ext.memory(),
+            _total_memory() - _outside.get(_index(d), 0) - ext.stats(_index(d))["reserved"],
+            _total_memory(),
         ),
         "empty_cache": lambda: ext.empty_cache(),
         "get_device_name": lambda d=None: NAME,

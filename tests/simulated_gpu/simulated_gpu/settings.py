@@ -9,6 +9,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from simulated_gpu.nccl import settings as nccl
+
 VARIABLE = "SIMULATED_GPU"
 STARTUP = Path(__file__).resolve().parents[1] / "startup"
 NAMES: dict[str, type] = {
@@ -19,6 +21,7 @@ NAMES: dict[str, type] = {
     "poison": int,  # 0: freed memory keeps its values
     "memory": int,  # bytes of a device
     "strict_register": int,  # 0: a copy may go beyond a range of memory that was registered
+    **nccl.NAMES,
 }
 
 

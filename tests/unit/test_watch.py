@@ -353,16 +353,15 @@ def test_in_a_pipeline_a_slow_stage_is_no_slow_rank() -> None:
 
 
 def test_what_a_gpu_waits_for_is_not_its_own() -> None:
-    """It cannot be told apart there: only the lack of data can."""
     on_gpu = {"device_allocated": MIB, "device_reserved": MIB}
     stragglers, told = Stragglers(FACTS), list[Event]()
     for number in (1, 10, 20, 30):
-        stragglers.see(memory(0, number, **on_gpu, **spent(0.6, 0.0)), told.append)
+        stragglers.see(memory(0, number, **on_gpu, **spent(0.2, 0.4)), told.append)
         stragglers.see(memory(1, number, **on_gpu, **spent(0.2, 0.0, data=0.4)), told.append)
     assert ["rank 1 is slow" in each["message"] for each in told] == [True]
     assert "most of the difference is in data" in told[0]["message"]
     drawn = draw(after(START, step(1), memory(0, **on_gpu, **spent(0.6, 0.0))), 80)
-    assert re.search(r"MiB +data +params", drawn)
+    assert re.search(r"MiB +busy +params", drawn)
 
 
 def test_a_device_shows_its_own_memory() -> None:
@@ -381,7 +380,7 @@ def test_sensors_of_gpus_are_columns() -> None:
     told = [START, step(1), *(memory(rank, **on_gpu, **spent(0.6, 0.0)) for rank in (0, 1))]
     told.append({"type": "gpus", "time": 0.0, "rank": 0, "gpus": gpus})
     drawn = draw(after(*told), 120)
-    assert re.search(r"MiB +data +gpu +power +heat +params", drawn)
+    assert re.search(r"MiB +busy +gpu +power +heat +params", drawn)
     assert re.search(r"rank 0 .* 97% +413 W +71 C", drawn)
     assert re.search(r"rank 1 [^%]*\n", drawn)
     narrow = draw(after(*told), 40)

@@ -20,18 +20,18 @@ _SLOWEST = 2
 _FULLEST = 2
 _NOTABLE = 1.1  # times the median: what makes a rank one of the slowest
 _LEAST_TABLE = 3  # lines
-_OWN = "busy", "data"  # columns of time: what of a step a rank works, or has no data
+_BUSY = "busy"  # the column of time: what of a step a rank works
 _SENSORS = {  # columns of a GPU's sensors: the field, and how it is shown
     "gpu": ("utilisation", "{:.0f}%"),
     "power": ("power_w", "{:.0f} W"),
     "heat": ("temperature_c", "{:.0f} C"),
 }
-_NO_BYTES = {*_OWN, *_SENSORS}
+_NO_BYTES = {_BUSY, *_SENSORS}
 # columns, in this order
 _MISSED_LEAST = (
     *("rings", "grads", "params", "optim", "other", "reserved"),
     *reversed(_SENSORS),
-    *_OWN,
+    _BUSY,
 )
 _WIDE = 76  # columns from which on hosts are named
 
@@ -84,7 +84,7 @@ def _columns(rows: list[dict[str, float]], unit: formatting.Unit, width: int) ->
 def _cell(row: dict[str, float], column: str, unit: formatting.Unit) -> str:
     if column not in row:
         return ""
-    if column in _OWN:
+    if column == _BUSY:
         return formatting.seconds(row[column])
     if column in _SENSORS:
         return _SENSORS[column][1].format(row[column])
@@ -130,8 +130,7 @@ def _values(event: Event, sensed: Event) -> dict[str, float]:
     on_device = event.get("device_allocated") is not None
     times = {}
     if own := own_times(event):
-        column = "data" if on_device else "busy"
-        times[column] = sum(own.values())
+        times[_BUSY] = sum(own.values())
     sensors = {
         column: float(sensed[field])
         for column, (field, _) in _SENSORS.items()
@@ -159,4 +158,4 @@ def _held(values: dict[str, float]) -> float:
 
 
 def _own(values: dict[str, float]) -> float:
-    return sum(values.get(column, 0.0) for column in _OWN)
+    return values.get(_BUSY, 0.0)

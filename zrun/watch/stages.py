@@ -59,16 +59,11 @@ def _uses(state: RunState, stage: int) -> list[Mapping[str, Any]]:
     return [use for use in found if use and use["stage"] == stage]
 
 
-def _on_gpu(state: RunState) -> bool:
-    """Return whether the host's clock says when work was queued, not when it was done."""
-    return any(event.get("device_allocated") is not None for event in state.memory.events)
-
-
 def _busy(state: RunState) -> tuple[dict[int, float], float]:
     """Return by stage the seconds of a step in which it did not wait for others; and of all."""
     uses = {stage: _uses(state, stage) for stage in state.stages}
     span = max((use["span_s"] for told in uses.values() for use in told), default=0.0)
-    if not span or _on_gpu(state):
+    if not span:
         return {}, span
     busy = {
         stage: fmean(use["span_s"] - use["waited_s"] for use in told)
@@ -113,7 +108,7 @@ def _bubble(state: RunState) -> str:
     from zrun_core.pipeline.grid import bubble
 
     rows = _recorded(state)
-    if not rows or _on_gpu(state):
+    if not rows:
         return ""
     boxes = [box for row in rows for box in row]
     computing = sum(box.end - box.begin for box in boxes)

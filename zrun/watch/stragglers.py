@@ -1,7 +1,6 @@
 """Ranks and stages that the others wait for: what each needs for itself in a step, which are slow.
 
-On a CPU that is the time of a step without the waiting for other ranks. On a GPU waiting is part of
-forward and backward, on every rank alike, so that only the time in which it has no data is its own.
+That is the time of a step on its device, without the waiting for other ranks.
 
 In a pipeline a rank is compared with those of its stage, and the stages with each other: one that
 has more of the model to compute is no slow machine.
@@ -31,8 +30,6 @@ _NAMED = 3
 def own_times(event: Event) -> dict[str, float]:
     """Return a rank's own seconds per step by part, from its `memory` event."""
     split = event.get("split") or {}
-    if event.get("device_allocated") is not None:
-        return {part: float(split[part]) for part in ("data",) if part in split}
     return {part: float(seconds) for part, seconds in split.items() if part != "comm"}
 
 

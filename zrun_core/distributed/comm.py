@@ -54,6 +54,7 @@ from zrun_core.distributed.transport import (
     message_tag,
 )
 from zrun_core.errors import PEER_IS_GONE, HangError, PeerError
+from zrun_core.hardware.clock import Waits
 from zrun_core.spine.flight_recorder import FlightRecorder, listed
 
 DIRECT_MAX_RANKS = 8
@@ -106,7 +107,7 @@ class Comm:
         sent_bytes: bytes that this rank sent, by `TrafficKey`.
         received_bytes: bytes that it received, by `TrafficKey`.
         calls: how often, by `TrafficKey`.
-        waited_s: seconds that the host spent waiting for other ranks.
+        waits: of the device for other ranks, until somebody takes them.
     """
 
     def __init__(self, device: torch.device, flight_recorder: FlightRecorder | None = None) -> None:
@@ -115,7 +116,7 @@ class Comm:
         self.sent_bytes: Counter[TrafficKey] = Counter()
         self.received_bytes: Counter[TrafficKey] = Counter()
         self.calls: Counter[TrafficKey] = Counter()
-        self.waited_s = 0.0
+        self.waits = Waits(device)
         self._flight_recorder = flight_recorder
         self._process_groups = ProcessGroupTransport()
         self._within_host: Transport = self._process_groups
@@ -192,8 +193,7 @@ class Comm:
         Raises:
             PeerError: one of them has ended, or the time limit of the process group is over.
         """
-        start = time.perf_counter()
-        with self._waiting():
+        with self._waiting(), self.waits.counting():
             try:
                 self._within_host.prepare_to_wait(works)
                 for work in works:
@@ -205,7 +205,6 @@ class Comm:
                 raise PeerError(
                     f"another rank has ended, or does not answer ({reason}): see what it says"
                 ) from None
-        self.waited_s += time.perf_counter() - start
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
@@ -249,12 +248,6 @@ class Comm:
         counted = self.sent_bytes
         self.sent_bytes = Counter()
         return counted
-
-    def take_waited(self) -> float:
-        """Return the seconds waited since the last call."""
-        waited = self.waited_s
-        self.waited_s = 0.0
-        return waited
 
     def _count(
         self,

@@ -16,6 +16,8 @@ are called: tests put others in their place. Nothing here talks to a device when
 from __future__ import annotations
 
 import os
+import sys
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -123,13 +125,30 @@ class Event:
         self._event.synchronize()
 
 
+_SPARE_EVENTS = 4096  # of a device: those of a few steps
+_spare_events: defaultdict[torch.device, list[torch.cuda.Event]] = defaultdict(list)
+
+
 class TimingEvent:
-    """A point in the work of a stream, whose time the device notes."""
+    """A point in the work of a stream, whose time the device notes.
+
+    A step has hundreds: when one is not used any more, the next one takes torch's event over.
+    """
 
     def __init__(self, device: torch.device) -> None:
         """Mark what the current stream of `device` was given so far."""
-        self._event = torch.cuda.Event(enable_timing=True, blocking=True)
-        self._event.record(torch.cuda.current_stream(device))
+        stream = torch.cuda.current_stream(device)
+        self._device = stream.device  # of the stream: an event belongs to the first that records it
+        spare = _spare_events[self._device]
+        self._event = spare.pop() if spare else torch.cuda.Event(enable_timing=True, blocking=True)
+        self._event.record(stream)
+
+    def __del__(self) -> None:
+        if sys.is_finalizing() or not hasattr(self, "_event"):
+            return
+        spare = _spare_events[self._device]
+        if len(spare) < _SPARE_EVENTS:
+            spare.append(self._event)
 
     def is_completed(self) -> bool:
         return bool(self._event.query())

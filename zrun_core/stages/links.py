@@ -14,14 +14,13 @@ of the border that it crosses, and of its place among those that cross it.
 
 from __future__ import annotations
 
-import time
-
 import torch
 
 from zrun_core.distributed.comm import Comm
 from zrun_core.distributed.handle import Handle
 from zrun_core.distributed.mesh import Mesh
 from zrun_core.distributed.transport import Group
+from zrun_core.hardware.clock import Waits
 from zrun_core.pipeline.split import Split
 
 
@@ -29,7 +28,7 @@ class StageLinks:
     """The messages of one stage.
 
     Attributes:
-        waited_s: seconds that the host has waited for what other stages send.
+        waits: of the device for what other stages send, until somebody takes them.
     """
 
     def __init__(self, comm: Comm, mesh: Mesh, split: Split, most_crossing: int) -> None:
@@ -40,7 +39,7 @@ class StageLinks:
             split: says which stage has a chunk.
             most_crossing: tensors that cross any border.
         """
-        self.waited_s = 0.0
+        self.waits = Waits(comm.device)
         self._comm = comm
         self._mesh = mesh
         self._split = split
@@ -145,7 +144,6 @@ class StageLinks:
     ) -> torch.Tensor:
         tensor = torch.empty(shape, dtype=dtype, device=self._comm.device)
         handle = self._comm.receive(tensor, peer, group, number=number, name=name)
-        begin = time.perf_counter()
-        handle.wait()
-        self.waited_s += time.perf_counter() - begin
+        with self.waits.counting():
+            handle.wait()
         return tensor

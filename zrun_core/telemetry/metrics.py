@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import resource
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import torch
@@ -15,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from zrun_core.hardware import accelerator, catalogue
+from zrun_core.hardware.clock import Mark, Waits, mark, seconds_between
 from zrun_core.spine import memory_limits
 from zrun_core.telemetry.peak_memory import peak_before
 
@@ -73,65 +73,60 @@ class StepPhase(StrEnum):
     OPTIM = "optim"
 
 
+class StepMarks(NamedTuple):
+    """Where a step began, where each phase did and ended, and where the step ended."""
+
+    start: Mark
+    spans: Sequence[tuple[StepPhase, Mark, Mark]]
+    stop: Mark
+
+
 class StepClock:
     """Seconds of one optimizer step by phase.
 
-    On a CPU the host's clock is exact. On CUDA, events are recorded on the compute stream and read
-    together with the step's totals, so that measuring never synchronises; time that the stream
-    waits for NCCL is part of the phase.
+    They are times of the device: see [Note: times of a stream] in `hardware/clock.py`. They are
+    read together with the step's totals, so that measuring never makes anything wait.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._on_host = not accelerator.is_accelerator(device)
-        self._spans: list[tuple[StepPhase, Any, Any]] = []
-        self._start = self._mark()
-
-    def _mark(self) -> Any:
-        if self._on_host:
-            return time.perf_counter()
-        return accelerator.TimingEvent(self._device)
-
-    def _between(self, start: Any, stop: Any) -> float:
-        if self._on_host:
-            return float(stop - start)
-        stop.wait_on_host()
-        return float(start.seconds_until(stop))
+        self._spans: list[tuple[StepPhase, Mark, Mark]] = []
+        self._start = mark(device)
 
     @contextmanager
     def during(self, phase: StepPhase) -> Iterator[None]:
         """Count the time inside towards `phase`."""
-        start = self._mark()
+        start = mark(self._device)
         yield
-        self._spans.append((phase, start, self._mark()))
+        self._spans.append((phase, start, mark(self._device)))
 
-    def restart(self) -> Any:
+    def restart(self) -> StepMarks:
         """Begin a new step; return the marks of the one that ends here, for `read`."""
-        now = self._mark()
-        ended = (self._start, self._spans, now)
+        now = mark(self._device)
+        ended = StepMarks(self._start, self._spans, now)
         self._spans = []
         self._start = now
         return ended
 
-    def read(self, ended: Any, waited: dict[StepPhase, float]) -> tuple[float, dict[str, float]]:
+    @staticmethod
+    def read(ended: StepMarks, waited: Mapping[StepPhase, Waits]) -> tuple[float, dict[str, float]]:
         """Return the seconds of a step, and its seconds by phase.
 
         Args:
             ended: from `restart`.
-            waited: seconds of waiting for other ranks, by the phase in which they passed. On a CPU
-                they count as communication instead.
+            waited: for other ranks, by the phase in which that passed. It counts as communication
+                instead.
         """
         start, spans, stop = ended
+        step_s = seconds_between(start, stop)
         split = dict.fromkeys(StepPhase, 0.0)
         for phase, first, last in spans:
-            split[phase] += self._between(first, last)
-        if self._on_host:
-            for phase, seconds in waited.items():
-                split[phase] -= seconds
-                split[StepPhase.COMM] += seconds
-        return self._between(start, stop), {
-            phase.value: max(0.0, seconds) for phase, seconds in split.items()
-        }
+            split[phase] += seconds_between(first, last)
+        for phase, waits in waited.items():
+            seconds = waits.seconds()
+            split[phase] -= seconds
+            split[StepPhase.COMM] += seconds
+        return step_s, {phase.value: max(0.0, seconds) for phase, seconds in split.items()}
 
 
 def process_memory(device: torch.device) -> dict[str, int | None]:

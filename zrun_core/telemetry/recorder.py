@@ -19,20 +19,29 @@ import torch
 from zrun_core.activations.offloaded_inputs import OffloadedInputs
 from zrun_core.distributed.comm import TrafficKey
 from zrun_core.hardware import accelerator
+from zrun_core.hardware.clock import Waits
 from zrun_core.memory.buffers import Tier
 from zrun_core.memory.tensors import TENSOR
 from zrun_core.sizes import format_size
 from zrun_core.spine.config import JobConfig
 from zrun_core.spine.events import Emitter
 from zrun_core.spine.spec import RunSpec
-from zrun_core.telemetry.metrics import StepClock, StepPhase, peak_flops, process_memory
+from zrun_core.telemetry.metrics import (
+    StepClock,
+    StepMarks,
+    StepPhase,
+    peak_flops,
+    process_memory,
+)
 from zrun_core.telemetry.peak_memory import PeakMemory
 from zrun_core.telemetry.progress import Progress
 from zrun_core.telemetry.stage_fields import (
+    ActionMarks,
     ActionTime,
     StageFacts,
     StageUse,
     action_fields,
+    action_times,
     use_fields,
 )
 from zrun_core.telemetry.step_totals import StepTotals
@@ -64,7 +73,7 @@ class IssuedStep(NamedTuple):
         step: its number, from 1.
         lr: that it was updated with.
         clock: from `StepClock.restart`.
-        waited: seconds of waiting for other ranks, by phase.
+        waited: for other ranks, by phase.
         sent: bytes, by kind of collective.
         flops: of this rank; 0 if they are not known.
         micro_batches: of this rank.
@@ -74,13 +83,13 @@ class IssuedStep(NamedTuple):
 
     step: int
     lr: float
-    clock: Any
-    waited: Mapping[StepPhase, float]
+    clock: StepMarks
+    waited: Mapping[StepPhase, Waits]
     sent: Mapping[TrafficKey, int]
     flops: float
     micro_batches: int
     tier_counts: TierCounts
-    actions: Sequence[ActionTime] = ()
+    actions: Sequence[ActionMarks] = ()
 
 
 def checked_name(name: object) -> str:
@@ -264,23 +273,24 @@ class Recorder:
             **self._own_params(),
         )
 
-    def _emit_schedule(self, issued: IssuedStep, number: int) -> None:
+    def _emit_schedule(self, step: int, actions: Sequence[ActionTime], number: int) -> None:
         """Emit when this rank's stage did what, after the second step, the fourth, the eighth ...
 
         Args:
-            issued: the step.
+            step: its number.
+            actions: of the step.
             number: of the step in this process.
         """
         if self.stage is None or not self._tells_of_stage:
             return
-        if not issued.actions or number < self._next_schedule:
+        if not actions or number < self._next_schedule:
             return
         self._next_schedule = 2 * number
         self._emitter.emit(
             "schedule",
-            step=issued.step,
+            step=step,
             stage=self.stage.stage,
-            actions=action_fields(issued.actions),
+            actions=action_fields(actions),
         )
 
     def resume(self, progress: Progress) -> None:
@@ -340,14 +350,15 @@ class Recorder:
             # What layers exchange follows from the user's forward: it is told apart, as measured.
             self._traffic_bytes[TENSOR if key.axis == TENSOR else key.kind] += sent
 
-        step_s, split = self._clock.read(issued.clock, dict(issued.waited))
+        step_s, split = self._clock.read(issued.clock, issued.waited)
         self._splits.append(split)
-        if issued.actions:
-            self._stage_uses.append(StageUse.of(issued.actions))
+        actions = action_times(issued.actions)
+        if actions:
+            self._stage_uses.append(StageUse.of(actions))
         if self.is_main:
             self._emit_step(issued, totals, epoch, step_s, split)
         number = issued.step - self._first.steps  # in this process
-        self._emit_schedule(issued, number)
+        self._emit_schedule(issued.step, actions, number)
         # An update beside training has made its moments when the second step ends.
         is_first_full = number == 2 and self._sharded.tiers is not None
         if number == 1 or is_first_full or issued.step % self.job.log.every == 0:

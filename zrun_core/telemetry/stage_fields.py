@@ -6,16 +6,30 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import Any, NamedTuple
 
+from zrun_core.hardware.clock import Mark, Waits, seconds_between
 from zrun_core.pipeline.actions import Action, max_in_flight
 
 _DIGITS = 6  # of seconds
+
+
+class ActionMarks(NamedTuple):
+    """Where an action began and ended in the work of its device.
+
+    Attributes:
+        waits: for what other stages send.
+    """
+
+    action: Action
+    begin: Mark
+    end: Mark
+    waits: Waits
 
 
 class ActionTime(NamedTuple):
     """Times of an action.
 
     Attributes:
-        begin, end: seconds of the host's clock since the step's first action.
+        begin, end: seconds of the device since the step's first action.
         waited: of these, for what other stages send.
     """
 
@@ -23,6 +37,19 @@ class ActionTime(NamedTuple):
     begin: float
     end: float
     waited: float
+
+
+def action_times(actions: Sequence[ActionMarks]) -> list[ActionTime]:
+    """Return the times of the actions of a step, which the device has made."""
+    return [
+        ActionTime(
+            action,
+            seconds_between(actions[0].begin, begin),
+            seconds_between(actions[0].begin, end),
+            waits.seconds(),
+        )
+        for action, begin, end, waits in actions
+    ]
 
 
 class StageFacts(NamedTuple):

@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 
 from zrun_core.hardware.accelerator import is_accelerator
+from zrun_core.hardware.clock import Waits
 from zrun_core.memory.buffers import Buffer, Kind, Tier
 from zrun_core.memory.layout import whole_pages
 from zrun_core.memory.state_policy import DISK_SLOTS, STAGING_SLOTS, SlotSizes
@@ -90,16 +91,32 @@ class TierCounts:
     """Counts of what has moved between tiers for training, and of waits for it.
 
     Attributes:
+        device: that trains.
         moved: bytes by kind of transfer.
-        waited_s: seconds that training has waited, by tier.
+        waits: of the device, by tier.
         updating_s: seconds of updates beside training.
-        lag_s: of these, seconds that training has waited for.
+        lag: waits of the device for these.
     """
 
+    device: torch.device
     moved: Counter[Move] = field(default_factory=Counter)
-    waited_s: dict[Tier, float] = field(default_factory=lambda: {Tier.HOST: 0.0, Tier.DISK: 0.0})
+    waits: dict[Tier, Waits] = field(init=False)
     updating_s: float = 0.0
-    lag_s: float = 0.0
+    lag: Waits = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.waits = {tier: Waits(self.device) for tier in (Tier.HOST, Tier.DISK)}
+        self.lag = Waits(self.device)
+
+    @property
+    def waited_s(self) -> dict[Tier, float]:
+        """Return the seconds that the device has waited, by tier, once it has passed them."""
+        return {tier: waits.seconds() for tier, waits in self.waits.items()}
+
+    @property
+    def lag_s(self) -> float:
+        """Return the seconds that the device has waited for updates, once it has passed them."""
+        return self.lag.seconds()
 
 
 class Tiers:
@@ -140,7 +157,7 @@ class Tiers:
         self.device = device
         self.host_is_device = device.type == "cpu" and apart is None
         self.worker = Worker(device, self._free_slots)
-        self.counts = TierCounts()
+        self.counts = TierCounts(device)
         self._lock = threading.Lock()  # of the counts
         self._board = board
         self._is_waiting = False
@@ -338,24 +355,21 @@ class Tiers:
             with self.traced(_WAIT):
                 yield
             return
-        start = time.perf_counter()
-        try:
-            with self.traced(_WAIT), self._shown(tier):
-                yield
-        finally:
-            if self.worker.is_in_step:
-                self.counts.waited_s[tier] += time.perf_counter() - start
+        with self._counted(self.counts.waits[tier]), self.traced(_WAIT), self._shown(tier):
+            yield
+
+    def _counted(self, waits: Waits) -> AbstractContextManager[None]:
+        """Return what counts a wait of the thread that trains, in a step."""
+        return waits.counting() if self.worker.is_in_step else nullcontext()
 
     def wait_for_update(self, updated: Transfer) -> None:
         """Wait in the thread that trains for an update that runs beside it."""
         if updated.is_completed():
             updated.wait()
             return
-        start = time.perf_counter()
-        with self.traced(_WAIT), self._shown(self._slowest):
+        shown = self._shown(self._slowest)
+        with self._counted(self.counts.lag), self.traced(_WAIT), shown:
             updated.wait()
-        if self.worker.is_in_step:
-            self.counts.lag_s += time.perf_counter() - start
 
     @property
     def _slowest(self) -> Tier:
@@ -399,5 +413,5 @@ class Tiers:
         """Return what was counted since the last call."""
         with self._lock:
             counts = self.counts
-            self.counts = TierCounts()
+            self.counts = TierCounts(self.device)
         return counts

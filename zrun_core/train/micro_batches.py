@@ -14,12 +14,13 @@ from zrun_core.data.batch import MicroBatch
 from zrun_core.distributed.named_vector import NamedVector
 from zrun_core.errors import OutOfMemoryError
 from zrun_core.guards.oom import MemoryGuard
+from zrun_core.hardware.clock import Waits
 from zrun_core.pipeline.actions import Action, ActionKind
 from zrun_core.pipeline.schedule import layer_major, no_pipeline
 from zrun_core.spine.spec import RunSpec
 from zrun_core.spine.tracebacks import add_location, raised_at
 from zrun_core.telemetry.metrics import FlopCount, StepClock, StepPhase
-from zrun_core.telemetry.stage_fields import ActionTime
+from zrun_core.telemetry.stage_fields import ActionMarks
 from zrun_core.train.rank_phase import RankPhase
 from zrun_core.user_code.loss import Loss, LossFunction, LossKind, compute_loss
 from zrun_core.user_code.user import user_code
@@ -61,14 +62,13 @@ class MicroBatchRunner:
     """Runs the actions of a step's schedule on one rank.
 
     Attributes:
-        waited: seconds of this step that were spent waiting for other ranks, by phase.
-        times: of the actions of the last step, in a pipeline.
+        waited: for other ranks in this step, by phase.
+        marks: of the actions of the last step, in a pipeline.
     """
 
-    times: Sequence[ActionTime] = ()
+    marks: Sequence[ActionMarks] = ()
 
     def __init__(self, context: RunnerContext) -> None:
-        self.waited = dict.fromkeys(StepPhase, 0.0)
         self._global_size = context.spec.batch.global_size
         self._counts_flops = not context.spec.job.compile
         self._flops_per_sample: float | None = None
@@ -78,10 +78,11 @@ class MicroBatchRunner:
         self._clock = context.clock
         self._phase = context.phase
         self._memory = context.memory
+        self.begin_step()
 
     def begin_step(self) -> None:
         """Forget how long the last step waited."""
-        self.waited = dict.fromkeys(StepPhase, 0.0)
+        self.waited = {phase: Waits(self._comm.device) for phase in StepPhase}
 
     def flops(self, micro_batches: Sequence[MicroBatch]) -> float:
         """Return the FLOPs of a step over these micro-batches; 0 if they are not known."""
@@ -155,7 +156,7 @@ class MicroBatchRunner:
                 loss = self._loss_of(batch)
             self._add_numbers(sums, batch, loss)
             share = self._share_of(loss, batch)
-        self.waited[StepPhase.FORWARD] += self._comm.take_waited()
+        self.waited[StepPhase.FORWARD] += self._comm.waits.take()
         return _UnderWay(micro, share)
 
     def _loss_of(self, batch: MicroBatch) -> Loss:
@@ -199,7 +200,7 @@ class MicroBatchRunner:
         timed = self._clock.during(StepPhase.BACKWARD)
         with timed, user_code("backward failed"), pointing_at_forward():
             self._sharded.backward(under_way.share, under_way.micro, boundary=boundary)
-        self.waited[StepPhase.BACKWARD] += self._comm.take_waited()
+        self.waited[StepPhase.BACKWARD] += self._comm.waits.take()
         return under_way.share.detach()
 
     @contextmanager
@@ -278,7 +279,7 @@ class LayerMajorRunner(MicroBatchRunner):
                     loss = self._passes.take_result(number)
                     self._add_numbers(sums, micro_batches[number], loss)
                     shares[number] = self._share_of(loss, micro_batches[number])
-            self.waited[StepPhase.FORWARD] += self._comm.take_waited()
+            self.waited[StepPhase.FORWARD] += self._comm.waits.take()
             return
         self._phase.enter("backward")
         timed = self._clock.during(StepPhase.BACKWARD)
@@ -289,7 +290,7 @@ class LayerMajorRunner(MicroBatchRunner):
                 shares[number] = shares[number].detach()
             boundary = number == len(micro_batches) - 1
             self._passes.backward(action, loss, boundary=boundary)
-        self.waited[StepPhase.BACKWARD] += self._comm.take_waited()
+        self.waited[StepPhase.BACKWARD] += self._comm.waits.take()
 
 
 @contextmanager

@@ -210,7 +210,7 @@ class Windows:
 
         def end_step(number: int) -> None:
             is_last = number == len(steps) - 1
-            runner.waited[StepPhase.OPTIM] += self._comm.take_waited()
+            runner.waited[StepPhase.OPTIM] += self._comm.waits.take()
             issued.append(
                 IssuedStep(
                     step=first + number,
@@ -221,7 +221,7 @@ class Windows:
                     flops=runner.flops(batches[number : number + 1]),
                     micro_batches=1,
                     tier_counts=self._sharded.updates.step_counts,
-                    actions=runner.times if is_last else (),  # of the whole window
+                    actions=runner.marks if is_last else (),  # of the whole window
                 )
             )
             runner.begin_step()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -12,13 +11,14 @@ import torch
 
 from zrun_core.data.batch import MicroBatch
 from zrun_core.distributed.named_vector import NamedVector
+from zrun_core.hardware.clock import mark
 from zrun_core.pipeline.actions import Action, ActionKind
 from zrun_core.pipeline.schedule import stage_actions
 from zrun_core.stages.links import StageLinks
 from zrun_core.stages.stage import ChunkPass, Stage
 from zrun_core.stages.weight_grads import WeightGrads
 from zrun_core.telemetry.metrics import StepPhase
-from zrun_core.telemetry.stage_fields import ActionTime
+from zrun_core.telemetry.stage_fields import ActionMarks
 from zrun_core.train.micro_batches import MicroBatchRunner, RunnerContext, pointing_at_forward
 from zrun_core.user_code.user import user_code
 from zrun_core.zero.micro_pass import MicroPass
@@ -70,18 +70,17 @@ class PipelineRunner(MicroBatchRunner):
         step: int,
     ) -> list[torch.Tensor]:
         losses: list[torch.Tensor] = []
-        times: list[ActionTime] = []
-        self.times = times
-        start = time.perf_counter()
+        marks: list[ActionMarks] = []
+        self.marks = marks
+        self._links.waits.take()
+        begin = mark(self._comm.device)
         for action in actions:
-            begin = time.perf_counter()
-            waited = self._links.waited_s
             share = self._execute(action, micro_batches, sums)
             if share is not None:
                 losses.append(share)
-            end = time.perf_counter()
-            waited = self._links.waited_s - waited
-            times.append(ActionTime(action, begin - start, end - start, waited))
+            end = mark(self._comm.device)
+            marks.append(ActionMarks(action, begin, end, self._links.waits.take()))
+            begin = end
         self._links.flush()
         return losses
 
@@ -117,7 +116,7 @@ class PipelineRunner(MicroBatchRunner):
                 self._links.send_activation(tensor, chunk, number, place)
             passed.outputs = []
         self._under_way[chunk, number] = _InChunk(micro, passed, share, sent)
-        self.waited[StepPhase.FORWARD] += self._comm.take_waited()
+        self.waited[StepPhase.FORWARD] += self._comm.waits.take()
 
     def _run_backward(self, action: Action, *, boundary: bool) -> torch.Tensor | None:
         """Run a micro-batch's backward through a chunk, and send back what it makes.
@@ -144,7 +143,7 @@ class PipelineRunner(MicroBatchRunner):
                     torch.autograd.backward(roots, grads)
                 for place, arrived in passed.arrived.items():
                     self._links.send_grad(arrived.take_grad(), chunk, number, place)
-        self.waited[StepPhase.BACKWARD] += self._comm.take_waited()
+        self.waited[StepPhase.BACKWARD] += self._comm.waits.take()
         return None if share is None else share.detach()
 
     @contextmanager
@@ -168,7 +167,7 @@ class PipelineRunner(MicroBatchRunner):
         with self._clock.during(StepPhase.BACKWARD):
             micro = self._held.pop((action.chunk, action.micro))
             self._split_backward.weight_pass(micro, boundary=boundary)
-        self.waited[StepPhase.BACKWARD] += self._comm.take_waited()
+        self.waited[StepPhase.BACKWARD] += self._comm.waits.take()
 
     def evaluate(self, call: Callable[[], T]) -> T | None:
         result: T | None = None

@@ -329,7 +329,7 @@ class Trainer:
         self.progress.micro_batches += len(micro_batches)
         self.phase.begin_step(self.progress.steps)
         self.comm.drain()
-        self.comm.take_waited()  # what came before the step is not its own
+        self.comm.waits.take()  # what came before the step is not its own
         passes.begin_step()
         read = self._batches.digest(micro_batches)
         sums = self._first_sums(read)
@@ -347,7 +347,7 @@ class Trainer:
             self.check_replicas(lr)
         with self._clock.during(StepPhase.OPTIM):
             self.steps.issue(lr, sums, self._divisor)
-        passes.waited[StepPhase.OPTIM] += self.comm.take_waited()
+        passes.waited[StepPhase.OPTIM] += self.comm.waits.take()
         self._issued_losses = losses
         self._issued_samples = self.loader.last_step
         self._issued_batches = read
@@ -360,7 +360,7 @@ class Trainer:
             flops=passes.flops(micro_batches),
             micro_batches=len(micro_batches),
             tier_counts=self.sharded.updates.step_counts,
-            actions=passes.times,
+            actions=passes.marks,
         )
         ends_soon = self._numeric_problem is not None or self._numeric.is_close
         if not self.steps.reads_late or ends_soon:
@@ -379,7 +379,7 @@ class Trainer:
             return False
         self.phase.begin_step(before.steps + 1)
         self.comm.drain()
-        self.comm.take_waited()
+        self.comm.waits.take()
 
         def lr_of(number: int) -> float:
             return self.job.optim.lr * self.schedule(before.updates + number)

@@ -50,7 +50,7 @@ class Updates:
         """
         self.optimizer: ShardedOptimizer | None = None
         self.num_made = 0
-        self.step_counts = TierCounts()
+        self.step_counts = TierCounts(comm.device)
         self._units = [unit for unit in units if unit.trainable]
         self._settings = settings
         self._reducer = reducer

@@ -107,3 +107,18 @@ def test_another_torch_is_skipped_with_a_reason(monkeypatch: pytest.MonkeyPatch)
     assert build.why_not() is None
     monkeypatch.setattr(build, "torch_version", lambda: "2.11.0+cpu")
     assert build.why_not() == "the simulated GPU knows torch 2.13.x, this is 2.11.0+cpu"
+
+
+def test_the_time_between_two_events_is_told() -> None:
+    said = run(
+        """
+        import torch
+        first, second = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        first.record()
+        torch.ones(3, device="cuda").sum()
+        second.record(torch.cuda.current_stream())
+        second.synchronize()
+        print(first.elapsed_time(second) > 0)
+        """
+    )
+    assert said == "True"

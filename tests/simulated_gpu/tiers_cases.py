@@ -1,0 +1,257 @@
+"""What processes with simulated GPUs do for `test_tiers.py`: each function is called in one."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from itertools import count
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from simulated_gpu import python_kernels
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "gpu"))
+import test_cuda as on_one_device
+
+from zrun_core.activations.kept import make_keeper
+from zrun_core.checkpoint.manifest_fields import VALUE
+from zrun_core.checkpoint.shard_file import WriteItem
+from zrun_core.checkpoint.snapshot import Snapshot
+from zrun_core.hardware import accelerator
+from zrun_core.memory.buffers import ON_DEVICE, Placement, Tier
+from zrun_core.memory.layout import PAGE_BYTES
+from zrun_core.tiers import copies, pinning
+from zrun_core.tiers.copies import StreamCopier
+from zrun_core.tiers.host_arena import HostArena
+from zrun_core.zero.sharded_model import ShardedModel
+
+CUDA = torch.device("cuda")
+WAIT_S = 20.0
+
+
+@contextmanager
+def _held(stream: Any) -> Iterator[Callable[[], None]]:
+    """Hold a stream up where it is now, until what is yielded is called, or at the end."""
+    may_go = threading.Event()
+    with torch.cuda.stream(stream):
+        mark = torch.empty(1, device=CUDA)
+        python_kernels.launch(lambda _: may_go.wait(WAIT_S), writes=[mark])
+    try:
+        yield may_go.set
+    finally:
+        may_go.set()
+
+
+def _is_over_soon(transfer: Any) -> bool:
+    """Wait for a transfer on the host, but not for ever."""
+    waiting = threading.Thread(target=transfer.wait_on_host, daemon=True)
+    waiting.start()
+    waiting.join(WAIT_S / 4)
+    return not waiting.is_alive()
+
+
+def _bytes(pages: int, first: int = 0) -> torch.Tensor:
+    return torch.arange(first, first + pages * PAGE_BYTES, device=CUDA).to(torch.uint8)
+
+
+# Copies
+
+
+def pieces_of_pinned_memory(in_parts: bool) -> str:
+    """Copy pieces that lie across ranges, and beyond what could be pinned.
+
+    Args:
+        in_parts: that lie in one range each.
+    """
+    refuses = count(-3)  # the fourth range is one too many
+    register = accelerator.register_host_memory
+
+    def register_some(address: int, num_bytes: int) -> str:
+        return register(address, num_bytes) if next(refuses) < 0 else "out of memory"
+
+    whole = [slice(None)]
+    parts = pinning.pinned_parts if in_parts else lambda memory: whole
+    with (
+        patch.object(accelerator, "register_host_memory", register_some),
+        patch.object(copies, "pinned_parts", parts),
+    ):
+        arena = HostArena(20 * PAGE_BYTES, CUDA)
+        copier = StreamCopier(CUDA)
+        first, second = (arena.take(2 * PAGE_BYTES, torch.uint8) for _ in range(2))
+        arena.give(first)
+        arena.give(second)
+        pieces = [arena.take(3 * PAGE_BYTES, torch.uint8), arena.take(3 * PAGE_BYTES, torch.uint8)]
+        arena.give(pieces.pop())
+        pieces.append(arena.take(5 * PAGE_BYTES, torch.uint8))
+        assert arena.note
+        try:
+            for number, piece in enumerate(pieces):
+                values = _bytes(piece.numel() // PAGE_BYTES, number)
+                down = copier.down(values, piece)
+                back = torch.empty_like(values)
+                down.wait()
+                copier.up(piece, back).wait()
+                assert torch.equal(back, values)
+                assert torch.equal(piece, values.cpu())
+        except RuntimeError as error:
+            return str(error)
+    return "equal"
+
+
+def a_copy_up_beside_one_down() -> list[bool]:
+    """Ask for a copy down that waits for what computes, and then in another stream for one up."""
+    copier = StreamCopier(CUDA)
+    arena = HostArena(4 * PAGE_BYTES, CUDA)
+    computed, arrived = _bytes(1), torch.zeros(PAGE_BYTES, dtype=torch.uint8, device=CUDA)
+    room, updated = (arena.take(PAGE_BYTES, torch.uint8) for _ in range(2))
+    updated.fill_(7)
+    torch.cuda.synchronize()
+    with _held(torch.cuda.current_stream()) as let_go:
+        down = copier.down(computed, room)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            up = copier.up(updated, arrived)
+        found = [_is_over_soon(up), down.is_completed()]
+        let_go()
+    down.wait_on_host()
+    return [*found, torch.equal(room, computed.cpu()), bool((arrived == 7).all())]
+
+
+# States elsewhere
+
+
+def losses(
+    stage: int, placement: Placement, schedule: str, folder: str, accumulation: int
+) -> list[float]:
+    """Return the losses of some steps, and then a number for each parameter."""
+    sharded = on_one_device.make_sharded(
+        on_one_device.build(),
+        stage,
+        "bf16",
+        {"clip": 0.5},
+        placement=placement,
+        schedule=schedule,
+        disk_folder=folder,
+        delay_after=1,
+    )
+    batches = on_one_device.batches(3 * accumulation)
+    found = []
+    for step in range(3):
+        sharded.begin_step()
+        of_step = batches[step * accumulation :][:accumulation]
+        total = torch.zeros((), device=CUDA)
+        for number, batch in enumerate(of_step):
+            with sharded.forward() as micro:
+                loss = sharded.module(*batch)
+            sharded.backward(loss / accumulation, micro, boundary=number == accumulation - 1)
+            total += loss.detach()
+        sums = on_one_device.NamedVector.of(CUDA, weight=1.0, loss=0.0)
+        sums.add(loss=total)
+        found.append(sharded.step(1e-2, sums, lambda summed: summed["weight"]).sums["loss"])
+    sharded.settle_updates()
+    if sharded.tiers is not None:
+        sharded.tiers.worker.submit(lambda: None).wait()
+        assert sharded.tiers.slots_taken == {}
+    with sharded.gathered() as module:
+        found += [param.double().abs().sum() for param in module.parameters()]
+    return [float(number) for number in found]
+
+
+def differing(cases: list[tuple[int, str, str, str, str]], folder: str) -> list[Any]:
+    """Return those of some cases that do not compute what states on the device do.
+
+    Args:
+        cases: stage, tiers of parameters, gradients and optimizer, schedule.
+        folder: of the disk.
+    """
+    found: list[Any] = []
+    expected: dict[Any, list[float]] = {}
+    for case in cases:
+        stage, param, grad, optimizer, schedule = case
+        placement = Placement(param=Tier(param), grad=Tier(grad), optimizer=Tier(optimizer))
+        key = stage, schedule == "delayed"
+        if key not in expected:
+            here = Placement(optimizer=Tier.HOST) if schedule == "delayed" else ON_DEVICE
+            expected[key] = losses(stage, here, schedule, folder, 2)
+        away = losses(stage, placement, schedule, folder, 2)
+        if away != expected[key]:
+            found.append(case)
+    return found
+
+
+def inputs_elsewhere(folder: str) -> list[list[float]]:
+    """Return losses with the inputs of blocks kept, on the host and on a disk.
+
+    Batches are of many sizes, so that room for inputs is used again in other pieces.
+    """
+    found = []
+    for tier in Tier:
+        keeper = None
+        if tier is not Tier.DEVICE:
+            keeper = make_keeper(tier, CUDA, Path(folder), 1 << 26, nullcontext)
+        model = on_one_device.build()
+        inputs = None if keeper is None else on_one_device.OffloadedInputs(keeper)
+        config = on_one_device.ActivationsConfig(checkpoint="full")
+        on_one_device.apply_checkpointing(model, config, inputs)
+        sharded = on_one_device.make_sharded(model, 3, "bf16")
+        of_run = []
+        for number, (x, y) in enumerate(on_one_device.batches()):
+            rows = (32, 8, 24, 16, 30, 12)[number]
+            batch = (x[:rows].repeat(16, 1), y[:rows].repeat(16, 1))
+            of_run.append(float(on_one_device.one_step(sharded, batch).sums["loss"]))
+        found.append(of_run)
+    return found
+
+
+def values_written_after_an_evaluation() -> list[bool]:
+    """Write to parameters that the device, which is behind, has not read yet."""
+    place = Placement(param=Tier.HOST, grad=Tier.HOST, optimizer=Tier.HOST)
+    sharded = on_one_device.make_sharded(on_one_device.build(), 3, "bf16", placement=place)
+    (batch,) = on_one_device.batches(1)
+
+    def evaluate() -> torch.Tensor:
+        with sharded.evaluation():
+            return sharded.module(*batch)
+
+    before = float(evaluate())
+    torch.cuda.synchronize()
+    with _held(torch.cuda.current_stream()) as let_go:  # so the loads of all units are yet to come
+        behind = evaluate()
+        threading.Timer(0.5, let_go).start()  # whoever waits for the device has waited by then
+        _fill(sharded, 0.0)
+    return [float(behind) == before, float(evaluate()) == before]
+
+
+def _fill(sharded: ShardedModel, value: float) -> None:
+    for unit in sharded.units:
+        unit.values().flat.fill_(value)
+        unit.values_changed()
+        unit.drop_values()
+
+
+# Saves
+
+
+def a_snapshot() -> list[bool]:
+    """Take snapshots of what the device has not computed yet, of more and more bytes."""
+    snapshot = Snapshot(CUDA)
+    ranges: list[int] = []
+    register = accelerator.register_host_memory
+
+    def watched(address: int, num_bytes: int) -> str:
+        ranges.append(num_bytes)
+        return register(address, num_bytes)
+
+    found = []
+    with patch.object(accelerator, "register_host_memory", watched):
+        for pages in (5, 3, 33):
+            values = _bytes(pages, pages)
+            item = WriteItem("weight", VALUE, 0, values.numel(), values)
+            (copy,), late = snapshot.take([item])
+            assert isinstance(copy.data, torch.Tensor)
+            found.append(not late.pairs and torch.equal(copy.data, values.cpu()))
+            del copy
+    return [*found, ranges == [5 * PAGE_BYTES, 33 * PAGE_BYTES]]

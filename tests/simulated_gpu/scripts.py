@@ -12,12 +12,19 @@ import simulated_gpu
 TIMEOUT_S = 120
 
 
-def run(script: str, *, more: dict[str, str] | None = None, **settings: Any) -> str:
+def run(
+    script: str,
+    *,
+    more: dict[str, str] | None = None,
+    timeout_s: float = TIMEOUT_S,
+    **settings: Any,
+) -> str:
     """Return what a script prints.
 
     Args:
         script: its source.
         more: variables of its environment.
+        timeout_s: after which it is ended, and the test fails.
         settings: of the simulated GPUs.
     """
     done = subprocess.run(
@@ -25,7 +32,7 @@ def run(script: str, *, more: dict[str, str] | None = None, **settings: Any) -> 
         env={**simulated_gpu.environment(**settings), **(more or {})},
         capture_output=True,
         text=True,
-        timeout=TIMEOUT_S,
+        timeout=timeout_s,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()

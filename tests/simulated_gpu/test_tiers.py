@@ -16,7 +16,12 @@ Case = tuple[int, str, str, str, str]
 
 
 def on_device(call: str, **settings: Any) -> Any:
-    """Return what a function of `tiers_cases.py` returns in a process with a simulated GPU."""
+    """Return what a function of `tiers_cases.py` returns in a process with a simulated GPU.
+
+    Args:
+        call: in Python.
+        settings: as of `scripts.run`.
+    """
     script = f"""
         import json, sys
         sys.path.insert(0, {HERE!r})
@@ -88,7 +93,8 @@ def test_every_placement_changes_no_bit(tmp_path: Path, stage: int, param: str) 
     cases = [case for case in placements() if case[:2] == (stage, param)]
     random.Random(stage).shuffle(cases)
     call = f"differing({cases}, {str(tmp_path)!r})"
-    assert on_device(call, delay_us=400, delay_share=0.6, seed=10 + stage) == []
+    found = on_device(call, delay_us=400, delay_share=0.6, seed=10 + stage, timeout_s=400)
+    assert found == []
 
 
 def test_inputs_of_many_sizes_wait_elsewhere(tmp_path: Path) -> None:

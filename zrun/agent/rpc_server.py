@@ -54,6 +54,10 @@ class RpcServer:
                 from zrun.agent.bench import run_apart
 
                 return {"rates": run_apart(question["folder"])}
+            case "gpu check":
+                from zrun.agent import gpu_check
+
+                return {"rows": gpu_check.run_apart(question["gpus"])}
             case other:
                 raise ValueError(f"this agent knows no question {other!r}: its zrun is another one")
 

@@ -60,7 +60,7 @@ def table(findings: Sequence[Finding]) -> list[str]:
         ("host", "address", "python", "torch", "cores", "memory", "GPUs", "shm", "clock", ""),
         *map(_row, findings),
     ]
-    return _aligned(rows)
+    return aligned(rows)
 
 
 def rates_tables(rates: Calibration) -> list[str]:
@@ -82,7 +82,7 @@ def rates_tables(rates: Calibration) -> list[str]:
         tables[2].append(
             (link.source, link.target, _rate(link.bytes_per_s), f"{link.round_trip_s * 1e6:.0f} us")
         )
-    return [line for rows in tables if len(rows) > 1 for line in (*_aligned(rows), "")][:-1]
+    return [line for rows in tables if len(rows) > 1 for line in (*aligned(rows), "")][:-1]
 
 
 def _flops(rates: MatmulRates) -> tuple[str, str]:
@@ -93,7 +93,8 @@ def _rate(bytes_per_s: float | None) -> str:
     return "-" if bytes_per_s is None else f"{bytes_per_s / 1e9:.2f} GB/s"
 
 
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the rows of a table as lines."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

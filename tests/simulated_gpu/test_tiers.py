@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ranks
 from scripts import run
 
 HERE = str(Path(__file__).resolve().parent)
@@ -95,6 +96,29 @@ def test_every_placement_changes_no_bit(tmp_path: Path, stage: int, param: str) 
     call = f"differing({cases}, {str(tmp_path)!r})"
     found = on_device(call, delay_us=400, delay_share=0.6, seed=10 + stage, timeout_s=400)
     assert found == []
+
+
+def on_ranks(call: str, size: int, **settings: Any) -> list[Any]:
+    """Return what a function of `tiers_cases.py` returns on each of some ranks."""
+    script = f"""
+        sys.path.insert(0, {HERE!r})
+        from tiers_cases import *
+        say({call})
+        """
+    ended = ranks.run(script, size, **settings)
+    assert [each.code for each in ended] == [0] * size, "\n".join(each.error for each in ended)
+    return [each.said[-1] for each in ended]
+
+
+def test_states_elsewhere_change_no_bit_on_two_ranks(tmp_path: Path) -> None:
+    call = f"differing({COVERING}, {str(tmp_path)!r}, (rank, size, size))"
+    assert on_ranks(call, 2, delay_us=200, seed=5) == [[], []]
+
+
+def test_reductions_that_move_on_beside_backward_change_no_bit(tmp_path: Path) -> None:
+    """Two copies of the states, on two ranks each: each reduction has two parts."""
+    call = f"beside_backward({str(tmp_path)!r}, (rank, size, 2))"
+    assert on_ranks(call, 4, delay_us=100, seed=6) == [[True] * 2] * 4
 
 
 def test_inputs_of_many_sizes_wait_elsewhere(tmp_path: Path) -> None:

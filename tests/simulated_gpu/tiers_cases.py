@@ -21,6 +21,7 @@ from zrun_core.activations.kept import make_keeper
 from zrun_core.checkpoint.manifest_fields import VALUE
 from zrun_core.checkpoint.shard_file import WriteItem
 from zrun_core.checkpoint.snapshot import Snapshot
+from zrun_core.distributed.mesh import Mesh
 from zrun_core.hardware import accelerator
 from zrun_core.memory.buffers import ON_DEVICE, Placement, Tier
 from zrun_core.memory.layout import PAGE_BYTES
@@ -123,33 +124,55 @@ def a_copy_up_beside_one_down() -> list[bool]:
 # States elsewhere
 
 
+ALONE = (0, 1, 1)  # rank, number of ranks, and of those that hold one copy of the states
+
+
 def losses(
-    stage: int, placement: Placement, schedule: str, folder: str, accumulation: int
+    stage: int,
+    placement: Placement,
+    schedule: str,
+    folder: str,
+    accumulation: int,
+    place: tuple[int, int, int] = ALONE,
+    has_side_stream: bool = True,
 ) -> list[float]:
-    """Return the losses of some steps, and then a number for each parameter."""
-    sharded = on_one_device.make_sharded(
-        on_one_device.build(),
-        stage,
-        "bf16",
-        {"clip": 0.5},
-        placement=placement,
-        schedule=schedule,
-        disk_folder=folder,
-        delay_after=1,
-    )
-    batches = on_one_device.batches(3 * accumulation)
+    """Return the losses of some steps, and then a number for each parameter.
+
+    Args:
+        place: of this process.
+        has_side_stream: reductions move on in a stream of their own.
+    """
+    rank, size, shard_size = place
+    device = torch.device("cuda", rank)
+    mesh = Mesh.build(rank, ["host"] * size, 1 if stage == 0 else shard_size)
+    with (
+        patch.object(on_one_device, "CUDA", device),
+        patch.object(on_one_device.Mesh, "build", lambda *_: mesh),
+    ):
+        sharded = on_one_device.make_sharded(
+            on_one_device.build(),
+            stage,
+            "bf16",
+            {"clip": 0.5},
+            placement=placement,
+            schedule=schedule,
+            disk_folder=folder,
+            delay_after=1,
+        )
+        batches = on_one_device.batches(3 * accumulation)
+    if not has_side_stream:
+        sharded.reducer._under_way._side = None
     found = []
     for step in range(3):
         sharded.begin_step()
         of_step = batches[step * accumulation :][:accumulation]
-        total = torch.zeros((), device=CUDA)
+        sums = on_one_device.NamedVector.of(device, weight=1.0, loss=0.0)
         for number, batch in enumerate(of_step):
             with sharded.forward() as micro:
-                loss = sharded.module(*batch)
-            sharded.backward(loss / accumulation, micro, boundary=number == accumulation - 1)
-            total += loss.detach()
-        sums = on_one_device.NamedVector.of(CUDA, weight=1.0, loss=0.0)
-        sums.add(loss=total)
+                loss = sharded.module(*(each.chunk(size)[rank].contiguous() for each in batch))
+            share = loss / accumulation / size
+            sharded.backward(share, micro, boundary=number == accumulation - 1)
+            sums.add(loss=share.detach())
         found.append(sharded.step(1e-2, sums, lambda summed: summed["weight"]).sums["loss"])
     sharded.settle_updates()
     if sharded.tiers is not None:
@@ -160,12 +183,15 @@ def losses(
     return [float(number) for number in found]
 
 
-def differing(cases: list[tuple[int, str, str, str, str]], folder: str) -> list[Any]:
+def differing(
+    cases: list[tuple[int, str, str, str, str]], folder: str, place: tuple[int, int, int] = ALONE
+) -> list[Any]:
     """Return those of some cases that do not compute what states on the device do.
 
     Args:
         cases: stage, tiers of parameters, gradients and optimizer, schedule.
         folder: of the disk.
+        place: of this process.
     """
     found: list[Any] = []
     expected: dict[Any, list[float]] = {}
@@ -175,10 +201,23 @@ def differing(cases: list[tuple[int, str, str, str, str]], folder: str) -> list[
         key = stage, schedule == "delayed"
         if key not in expected:
             here = Placement(optimizer=Tier.HOST) if schedule == "delayed" else ON_DEVICE
-            expected[key] = losses(stage, here, schedule, folder, 2)
-        away = losses(stage, placement, schedule, folder, 2)
+            expected[key] = losses(stage, here, schedule, folder, 2, place)
+        away = losses(stage, placement, schedule, folder, 2, place)
         if away != expected[key]:
             found.append(case)
+    return found
+
+
+def beside_backward(folder: str, place: tuple[int, int, int]) -> list[bool]:
+    """Return whether the stream in which reductions move on changes no bit."""
+    host = Tier.HOST
+    found = []
+    for stage, placement in ((1, ON_DEVICE), (3, Placement(grad=host, optimizer=host))):
+        ways = [
+            losses(stage, placement, "overlap", folder, 2, place, has_side_stream)
+            for has_side_stream in (False, True)
+        ]
+        found.append(ways[0] == ways[1])
     return found
 
 

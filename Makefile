@@ -7,13 +7,14 @@
 # make test-pipelines  a table of models in pipelines, none of which may change a bit: an hour
 # make test-saves  a table of checkpoints that go on with other axes, in which nothing may change a bit: 6 minutes
 # make test-tensors  a table of models whose layers ranks divide, each compared with one process: 6 minutes
+# make test-devices  of the tables on simulated GPUs, the rows that make test runs: a minute
 # make test-simulated-gpu  the tests of CUDA on a simulated GPU (installs g++, as root, where it is missing): 3 minutes
 # make bigger-than-memory  train a model whose states are six times the memory that it may take, through the disk: 6 minutes
 # All set up .venv first, with the versions of constraints.txt.
 
 PYTHON ?= python3
 
-.PHONY: train test test-unit test-ranks test-e2e test-hosts test-faults test-slurm test-offload test-pipelines test-saves test-tensors test-simulated-gpu bigger-than-memory lint clean
+.PHONY: train test test-unit test-ranks test-e2e test-hosts test-faults test-slurm test-offload test-pipelines test-saves test-tensors test-devices test-simulated-gpu bigger-than-memory lint clean
 
 train: .venv/ready
 	.venv/bin/zrun train jobs/stdlib-gpt.yaml
@@ -21,6 +22,7 @@ train: .venv/ready
 test: .venv/ready
 	$(MAKE) -j 2 --output-sync=target lint test-unit
 	$(MAKE) -j 3 --output-sync=target test-ranks test-e2e test-hosts
+	$(MAKE) test-devices
 
 test-unit: .venv/ready
 	.venv/bin/python -m pytest -q -n 2 tests/unit
@@ -56,9 +58,17 @@ test-saves: .venv/ready
 test-tensors: .venv/ready
 	.venv/bin/python tests/dist/tensor_table.py
 
+# On simulated GPUs, whose kernels come late at random: SEED=7 has other delays.
+SEED ?= 1
+SIMULATED = PYTHONPATH=tests/simulated_gpu .venv/bin/python -m simulated_gpu seed=$(SEED),delay_us=300
+
+test-devices: .venv/simulated-gpu/ready
+	$(SIMULATED),devices=4 -m pytest -q -m covering tests/dist/test_devices.py
+
 test-simulated-gpu: .venv/simulated-gpu/ready
 	.venv/bin/python -m pytest -q tests/simulated_gpu
-	PYTHONPATH=tests/simulated_gpu .venv/bin/python -m simulated_gpu devices=1,delay_us=300 -m pytest -q tests/gpu
+	$(SIMULATED),devices=1 -m pytest -q tests/gpu
+	$(SIMULATED),devices=8 -m pytest -q tests/dist/test_devices.py
 
 # A state of its sources, and of torch, is compiled once. Where there can be none, its tests say why.
 .venv/simulated-gpu/ready: .venv/ready $(wildcard tests/simulated_gpu/device/*)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -18,6 +18,7 @@ from distances import Found
 from runs import job, run
 from test_offload import late_copies
 from test_pipelines import gpt
+from toys import own_device
 
 from zrun_core.spine.config import JobConfig
 from zrun_core.zero.sharded_model import ShardedModel
@@ -160,7 +161,7 @@ def _pairs(cell: Cell) -> set[tuple[tuple[str, Any], ...]]:
 
 def train(cell: Cell, folder: str) -> dict[str, Any]:
     """Train a cell, on one of its ranks."""
-    if cell.states != "apart":
+    if cell.states != "apart" or own_device().type != "cpu":
         return run(cell.keys, folder, dims=cell.dims)
     init = ShardedModel.__init__
 
@@ -171,8 +172,8 @@ def train(cell: Cell, folder: str) -> dict[str, Any]:
         return run(cell.keys, folder, dims=cell.dims)
 
 
-def on_ranks(pool: Any, cell: Cell) -> Found:
+def on_ranks(pool: Any, cell: Cell, function: Callable[..., Any] = train) -> Found:
     """Train a cell on the ranks of a pool, with files in a folder that goes."""
     with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
-        found: Found = pool.run(train, cell, f"{folder}/run")
+        found: Found = pool.run(function, cell, f"{folder}/run")
     return found

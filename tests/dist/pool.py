@@ -1,6 +1,7 @@
 """Ranks that stay alive between tests.
 
-`RankPool(2).run(function, *args)` calls `function(*args)` on every rank.
+`RankPool(2).run(function, *args)` calls `function(*args)` on every rank. `RankPool(2, "cuda")` has
+two ranks with a GPU each, over NCCL; functions ask `toys.own_device` for theirs.
 
 Ranks are forked from one process that has imported what they need, and meet through a file, so no
 port is ever taken. A test that takes too long has every rank's Python stack dumped to the test's
@@ -29,6 +30,7 @@ from typing import Any
 
 TIMEOUT_S = 120.0
 # Imported once for all ranks. Oracles need torch's compiler: its optimizers and DDP import it.
+DEVICE = "ZRUN_TESTS_DEVICE"  # environment variable: the type of a rank's device
 WARM = ["torch", "torch._dynamo", "zrun_core.train.worker", "zrun_core.library"]
 
 _Key = tuple[tuple[int, ...], timedelta | None]
@@ -61,7 +63,7 @@ class _Groups:
         return made[self._taken[key] - 1]
 
 
-def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
+def _serve(rank: int, world_size: int, device: str, store: str, pipe: Connection) -> None:
     gc.freeze()  # what was imported stays
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     mp.set_start_method(
@@ -75,9 +77,14 @@ def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
     # let go; where it took our core for that, for a whole time slice. With this policy, which its
     # threads inherit, nobody takes a core.
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    os.environ[DEVICE] = device
+    backend = "gloo"
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+        backend = "nccl"
     if world_size > 1:
         dist.init_process_group(
-            "gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size
+            backend, store=dist.FileStore(store, world_size), rank=rank, world_size=world_size
         )
     groups = _Groups(dist.new_group)
     dist.new_group = groups
@@ -109,10 +116,11 @@ def forks() -> mp.context.ForkServerContext:
 
 
 class RankPool:
-    """`world_size` processes with a gloo group."""
+    """`world_size` processes with a group of gloo, or of NCCL."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, device: str = "cpu") -> None:
         self.world_size = world_size
+        self.device = device
         self._start()
 
     def _start(self) -> None:
@@ -121,7 +129,7 @@ class RankPool:
         self._pipes, self._processes = [], []
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
-            args = (rank, self.world_size, f"{self._dir.name}/store", theirs)
+            args = (rank, self.world_size, self.device, f"{self._dir.name}/store", theirs)
             process = context.Process(target=_serve, args=args, daemon=True)
             process.start()
             self._pipes.append(ours)

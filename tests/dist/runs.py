@@ -18,7 +18,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from torch import nn
-from toys import Block, world
+from toys import Block, own_device, world
 
 from zrun_core.checkpoint.folder_lock import release
 from zrun_core.checkpoint.model_state import CheckpointState, ModelState
@@ -237,6 +237,13 @@ class PoolWorker(Worker):
         return self._prepare()[0]
 
 
+def device_of(rank: int) -> str:
+    """The device of a rank, as a plan names it."""
+    if own_device().type == "cpu":
+        return "cpu"
+    return f"cuda:{rank}"
+
+
 def make_spec(
     keys: dict[str, Any],
     run_dir: str,
@@ -251,7 +258,7 @@ def make_spec(
             rank=rank,
             host="host",
             local_rank=rank,
-            device="cpu",
+            device=device_of(rank),
             **axes.coordinates(rank)._asdict(),
         )
         for rank in range(size)
@@ -426,14 +433,14 @@ def contents(trainer: Trainer) -> dict[str, Any]:
     if trainer.checkpointer is not None:  # it knows which buffers another stage saves
         state = trainer.checkpointer.state
     parts = {
-        (p.tensor, p.state, p.start): in_memory(p.data).float().numpy().copy()
+        (p.tensor, p.state, p.start): in_memory(p.data).float().cpu().numpy().copy()
         for p in state.write_items()
     }
     digest = hashlib.sha256()
     for part in state.write_items():
         digest.update(
             f"{part.key} {part.stop}".encode()
-            + in_memory(part.data).contiguous().view(torch.uint8).numpy().tobytes()
+            + in_memory(part.data).contiguous().view(torch.uint8).cpu().numpy().tobytes()
         )
     digest.update(repr(sorted(state.scalars().items())).encode())
     slots = [slot for layout in trainer.sharded.layouts for slot in layout.slots]

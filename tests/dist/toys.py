@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from pool import DEVICE
 from torch import nn
 
 from zrun_core.distributed.comm import Comm
@@ -61,6 +63,13 @@ def world() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
+def own_device() -> torch.device:
+    """That of this rank."""
+    if os.environ.get(DEVICE, "cpu") == "cpu":
+        return torch.device("cpu")
+    return torch.device("cuda", world()[0])
+
+
 def make_sharded(
     model: nn.Module,
     stage: int,
@@ -82,16 +91,18 @@ def make_sharded(
     full = ShardingConfig(
         zero=policy,
         precision=Precision.of(PrecisionConfig.model_validate(precision)),
-        optimizer=resolve_optimizer(config, lambda name: None),
+        optimizer=resolve_optimizer(config, lambda name: None, own_device()),
         bucket=bucket,
         clip=config.clip,
         no_decay=config.no_decay,
         **settings,
     )
     if meet is None:
-        meet = Mesh.build(rank, ["host"] * world_size, shard_size), Comm(torch.device("cpu"))
+        meet = Mesh.build(rank, ["host"] * world_size, shard_size), Comm(own_device())
         meet[1].use_cma(meet[0].host, 60.0)
-    return ShardedModel(model, read, full, *meet, apart=apart)
+    sharded = ShardedModel(model, read, full, *meet, apart=apart)
+    sharded.module.to(meet[1].device)  # buffers, as a worker does
+    return sharded
 
 
 def optim_config(**keys: Any) -> OptimConfig:
@@ -106,8 +117,8 @@ def optim_config(**keys: Any) -> OptimConfig:
 
 
 def split(batch: Any, rank: int, size: int) -> Any:
-    """The contiguous rank-th part of every tensor in a tuple."""
-    return tuple(t.chunk(size)[rank] for t in batch)
+    """The contiguous rank-th part of every tensor in a tuple, on this rank's device."""
+    return tuple(t.chunk(size)[rank].to(own_device()) for t in batch)
 
 
 def train_sharded(
@@ -134,7 +145,7 @@ def train_sharded(
             total += loss.item() / size / accumulation
             sharded.backward(loss / (size * accumulation), micro, boundary=k == accumulation - 1)
         sums = NamedVector.of(sharded.comm.device, loss=total)
-        result = sharded.step(lr, sums, lambda sums: torch.ones(()).double())
+        result = sharded.step(lr, sums, lambda sums: torch.ones((), device=own_device()).double())
         losses.append(float(result.sums["loss"]))
     return losses
 
@@ -175,7 +186,7 @@ def train(
     assert planned == allocated, (planned, allocated)
     return {
         "losses": losses,
-        "state": {name: value.float().numpy() for name, value in full_state(sharded).items()},
+        "state": {name: value.float().cpu().numpy() for name, value in full_state(sharded).items()},
     }
 
 

@@ -246,8 +246,16 @@ def _patch_cuda() -> None:
 
 
 def _patch_storages() -> None:
-    """torch.UntypedStorage.resize_ asks for kernels that only torch's wheel for CUDA has."""
+    """Storages that are resized or cloned ask for what only torch's wheel for CUDA has."""
     resize = torch.UntypedStorage.resize_
+    clone = torch.UntypedStorage.clone
+
+    def clone_(self: Any) -> Any:  # `copy.deepcopy` of a tensor calls it
+        if self.device.type != "cuda":
+            return clone(self)
+        own = torch.empty(0, dtype=torch.uint8, device=self.device)
+        own.set_(self, 0, (self.nbytes(),), (1,))
+        return own.clone().untyped_storage()
 
     def resize_(self: Any, size: int) -> Any:
         if self.device.type != "cuda":
@@ -258,3 +266,4 @@ def _patch_storages() -> None:
         return self
 
     torch.UntypedStorage.resize_ = resize_
+    torch.UntypedStorage.clone = clone_

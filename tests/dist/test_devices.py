@@ -1,7 +1,7 @@
 """GPUs over NCCL train what CPUs do, to the bit: simulated ones, whose kernels are the CPU's.
 
-`make test-simulated-gpu` runs all of it, `make test` what is marked `covering`. Kernels come late there, at random, so whoever does not wait for
-one computes with other numbers.
+`make test-simulated-gpu` runs all of it, `make test` what is marked `covering`. Kernels come late
+there, at random, so whoever does not wait for one computes with other numbers.
 """
 
 from __future__ import annotations

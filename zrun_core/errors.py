@@ -15,7 +15,8 @@ from enum import IntEnum
 PEER_IS_GONE = re.compile(
     r"connection (closed|reset|refused|was (broken|aborted))|broken pipe"
     r"|socket (was )?closed|pair closure"
-    r"|timed out waiting|(recv|send)value failed|ncclRemoteError|remote process (exited|closed)",
+    r"|timed out waiting|(recv|send)value failed|ncclRemoteError|remote process (exited|closed)"
+    r"|caught collective operation timeout|NCCL communicator was aborted",
     re.IGNORECASE,
 )
 

@@ -15,7 +15,7 @@ import pytest
 
 from zrun_core.distributed import comm
 from zrun_core.distributed.transport import Group
-from zrun_core.errors import HangError
+from zrun_core.errors import PeerError, ZrunError
 from zrun_core.guards.watchdog import Watchdog
 from zrun_core.spine.flight_page import IssuedOp
 from zrun_core.spine.flight_recorder import FlightRecorder
@@ -167,10 +167,10 @@ class Stopped:
     """What `stop` was called with. The real one ends the process."""
 
     def __init__(self) -> None:
-        self.errors: list[HangError] = []
+        self.errors: list[ZrunError] = []
         self.event = threading.Event()
 
-    def __call__(self, error: HangError) -> None:
+    def __call__(self, error: ZrunError) -> None:
         self.errors.append(error)
         self.event.set()
 
@@ -448,3 +448,93 @@ def test_ranks_of_other_hosts_are_members_that_nobody_here_can_see(tmp_path):
     across = over(*range(100_000, 100_000 + 24, 3), 200_000, axis="replicate")
     recorders[300].issue("small", across, "x")
     assert str(recorders[300].last(300)).endswith("100018, 100021, ...), 'x' (0 B)")
+
+
+def test_the_watchdog_stops_a_rank_that_waits_for_one_that_has_ended(recorders, tmp_path):
+    code = (
+        "import sys\nfrom pathlib import Path\n"
+        "from zrun_core.spine.flight_recorder import FlightRecorder\n"
+        "FlightRecorder(Path(sys.argv[1]), 1, range(3), 3)\n"
+    )
+    stopped = Stopped()
+    watchdog = Watchdog(recorders[0], stopped, patience_s=0.02)
+    recorders[0].issue("all_gather", WORLD, "left")
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "board")], check=True)
+    time.sleep(0.1)
+    assert not stopped.errors, "a rank that works is left alone"
+    recorders[0].waiting(True)
+    assert stopped.event.wait(5)
+    watchdog.close()
+    assert isinstance(stopped.errors[0], PeerError)
+    assert str(stopped.errors[0]) == (
+        "rank 1 has ended, and this one waits for all_gather 1, 'left' (0 B), to which ranks 1, 2 "
+        "have not come: see what it says"
+    )
+
+
+def test_a_wait_that_is_too_long_says_for_what(recorders):
+    stopped = Stopped()
+    recorders[0].issue("reduce_scatter", WORLD, "embed", 4096)
+    for recorder in recorders[:2]:
+        recorder.issue("all_gather", WORLD, "head", 2048)
+    recorders[0].waiting(True)
+    watchdog = Watchdog(
+        recorders[0], stopped, patience_s=0.02, limit_s=0.3, limit_key="limits.collective_s"
+    )
+    assert stopped.event.wait(5)
+    watchdog.close()
+    assert str(stopped.errors[0]) == (
+        "rank 0 has waited for more than 0.3 s (limits.collective_s) for reduce_scatter 1, 'embed' "
+        "(4.0 KiB), to which ranks 1, 2 have not come"
+    )
+
+
+def test_a_host_that_runs_ahead_waits_for_the_first_that_does_not_come(recorders):
+    """On a GPU much may be issued behind a message that nobody has sent."""
+    recorder = recorders[1]
+    recorder.issue("receive", over(0, 1, axis="pipe"), "activations of micro-batch 0")
+    recorder.issue("receive", over(0, 1, axis="pipe"), "activations of micro-batch 1")
+    recorders[0].issue("send", over(0, 1, axis="pipe"), "activations of micro-batch 0")
+    recorder.issue("small", WORLD, "step")
+    assert recorder.awaits_in_words(1) == (
+        "for receive 2 from rank 0, 'activations of micro-batch 1' (0 B), which rank 0 has not sent"
+    )
+    assert recorder.awaits_in_words(2) == "for other ranks"
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_kinds_that_follow_each_other_in_another_order_are_a_disagreement(recorders, in_order):
+    """NCCL pairs up what ranks issue by its order alone; messages with tags find each other."""
+    orders = (["ag", "rs", "ag"], ["ag", "ag", "rs"], ["ag"])
+    for recorder, order in zip(recorders, orders, strict=True):
+        recorder.step(3)
+        for kind in order:
+            name = {"ag": "all_gather", "rs": "reduce_scatter"}[kind]
+            recorder.issue(name, WORLD, f"{kind} of a unit", in_order=in_order)
+    told = [recorder.disagreement() for recorder in recorders]
+    if not in_order:
+        assert told == [None] * 3
+        return
+    first = (
+        "ranks disagree on the order of reduce_scatter 1 and all_gather 2 of step 3: rank 0 is at "
+        "'rs of a unit' first, rank 1 at 'ag of a unit'. "
+    )
+    assert told[0] is not None
+    assert told[0].startswith(first)
+    assert told[1] is not None
+    assert "order of all_gather 2 and reduce_scatter 1 of step 3: rank 1 is at 'ag" in told[1]
+    assert told[2] is None, "it is merely behind"
+
+
+def test_orders_are_compared_where_some_has_been_forgotten(recorders):
+    for recorder in recorders[:2]:
+        for number in range(100):
+            recorder.issue("small", WORLD, "step", in_order=True)
+            if number % 50 == 0:
+                recorder.issue("broadcast", WORLD, "buffer", in_order=True)
+    assert recorders[0].disagreement() is None
+    recorders[0].issue("broadcast", WORLD, "buffer", in_order=True)
+    assert recorders[0].disagreement() is None
+    recorders[1].issue("small", WORLD, "step", in_order=True)
+    told = str(recorders[0].disagreement())
+    assert "ranks disagree on the order of broadcast 3 and small 101: rank 0 is at 'buffer'" in told

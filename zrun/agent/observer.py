@@ -6,6 +6,7 @@ the end of its log. While one hangs, all of them are asked for their stacks.
 
 from __future__ import annotations
 
+import json
 import signal
 import time
 from collections.abc import Iterable, Mapping
@@ -13,10 +14,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from zrun.agent.nccl_abort import note_of_abort
 from zrun.agent.unanswered import own_addresses, unanswered
 from zrun.system import processes
 from zrun.system.processes import Process
-from zrun.system.tail_file import last_lines
+from zrun.system.tail_file import end_of_text, last_lines
 from zrun.transport.frames import Frame
 from zrun_core.spine.flight_page import RankProgress
 from zrun_core.spine.flight_view import Awaited, FlightRecorderView
@@ -56,7 +58,16 @@ class Observer:
             note = file.read(_LARGEST_NOTE)
         if status == 0:
             return note, []
+        if note is None and status == -signal.SIGABRT:
+            note = self._note_of_abort(rank)
         return note, last_lines(self._log(rank))
+
+    def _note_of_abort(self, rank: int) -> str | None:
+        """Return the note of a rank that torch's watchdog has ended; None: something else did."""
+        text = end_of_text(self._log(rank), _LARGEST_NOTE)
+        awaits = self._view.awaits_in_words(rank)
+        note = note_of_abort(rank, text, self._view.state(rank), awaits)
+        return None if note is None else json.dumps(note)
 
     def report_hang(self, leaders: Mapping[int, Process]) -> Frame:
         """Return the frame that says what the running workers do, with stacks and ends of logs."""

@@ -24,6 +24,7 @@ from zrun_core.errors import (
     PEER_IS_GONE,
     DivergedError,
     ExitCode,
+    HangError,
     JobError,
     NumericError,
     OutOfMemoryError,
@@ -42,6 +43,8 @@ _FOUND_BY_ALL = {DivergedError.__name__, NumericError.__name__}
 _ADVICE = {
     DivergedError.__name__: "look for bad memory or a broken link (dmesg, zrun doctor), and in "
     "your code for what changes parameters on some ranks only",
+    HangError.__name__: "make every rank come to what the message names; where one is merely slow, "
+    "raise the limit",
 }
 _SHOWN_LINES = 15  # of a log, on screen, where there is no traceback
 

@@ -112,6 +112,16 @@ def as_text(line: bytes) -> str:
     return printable(last).replace("\n", "^J")
 
 
+def end_of_text(path: Path, num_bytes: int) -> str:
+    """Return the end of a file as it is, at most so much; nothing if it does not exist."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, path.stat().st_size - num_bytes))
+            return file.read(num_bytes).decode(errors="replace")
+    except OSError:
+        return ""
+
+
 def last_lines(log: Path, count: int = KEPT_LINES) -> list[str]:
     """Return the last lines of a log as a terminal would have left them, for a report.
 

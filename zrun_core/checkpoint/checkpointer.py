@@ -557,9 +557,10 @@ class Checkpointer:
             message = torch.zeros(size + 1, dtype=torch.float64)  # busy ranks, and: it is too late
             message[self._world.index] = own is not None and not own.done()
             message[size] = self._world.index == 0 and time.monotonic() > deadline
-            *is_busy, is_late = self._comm.all_reduce_small(
+            summed = self._comm.all_reduce_small(
                 message.to(self._comm.device), self._world, name="save"
-            ).tolist()
+            )
+            *is_busy, is_late = self._comm.read(summed)
             if not any(is_busy):
                 return
             if is_late:

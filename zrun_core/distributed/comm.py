@@ -193,7 +193,7 @@ class Comm:
         Raises:
             PeerError: one of them has ended, or the time limit of the process group is over.
         """
-        with self._waiting(), self.waits.counting():
+        with self.waiting(), self.waits.counting():
             try:
                 self._within_host.prepare_to_wait(works)
                 for work in works:
@@ -207,8 +207,11 @@ class Comm:
                 ) from None
 
     @contextmanager
-    def _waiting(self) -> Iterator[None]:
-        """Tell others inside that this rank waits for them."""
+    def waiting(self) -> Iterator[None]:
+        """Tell others inside that this rank waits for them.
+
+        On CUDA `wait_for` makes a stream wait, and the host waits where it reads what has come.
+        """
         if self._flight_recorder is None:
             yield
             return
@@ -217,6 +220,12 @@ class Comm:
             yield
         finally:
             self._flight_recorder.waiting(False)
+
+    def read(self, tensor: torch.Tensor) -> list[float]:
+        """Return the numbers of a tensor [n] that other ranks have a part in. The host waits."""
+        with self.waiting():
+            numbers: list[float] = tensor.tolist()
+        return numbers
 
     @property
     def flight_recorder(self) -> FlightRecorder | None:
@@ -264,7 +273,12 @@ class Comm:
         self.sent_bytes[key] += sent
         self.received_bytes[key] += received
         if self._flight_recorder is not None:
-            self._flight_recorder.issue(kind, group, name, sent or received)
+            in_order = isinstance(group, Group) and self._is_in_order(kind, group)
+            self._flight_recorder.issue(kind, group, name, sent or received, in_order=in_order)
+
+    def _is_in_order(self, kind: str, group: Group) -> bool:
+        """Return whether backends pair up what ranks issue by its order alone."""
+        return kind not in ("push", "pull") and not self.is_direct(group)
 
     # Of all ranks of a group
 
@@ -362,7 +376,8 @@ class Comm:
             return [payload]
         lengths = torch.zeros(size, dtype=torch.float64, device=self.device)
         lengths[group.index] = len(payload)
-        counts = [int(count) for count in self.all_reduce_small(lengths, group, name=name).tolist()]
+        told = self.read(self.all_reduce_small(lengths, group, name=name))
+        counts = [int(count) for count in told]
         longest = max(counts)
         if not longest:
             return [b""] * size
@@ -371,9 +386,9 @@ class Comm:
         num_bytes = (size - 1) * longest
         self._count("small", group, name, sent=num_bytes, received=num_bytes)
         self._collectives(group).all_gather_rows(rows, group)
-        return [
-            row[:count].numpy().tobytes() for row, count in zip(rows.cpu(), counts, strict=True)
-        ]
+        with self.waiting():
+            on_host = rows.cpu()
+        return [row[:count].numpy().tobytes() for row, count in zip(on_host, counts, strict=True)]
 
     def all_equal(self, number: int, group: Group, *, name: str) -> bool:
         """Return whether all ranks name the same number.
@@ -386,7 +401,8 @@ class Comm:
         if group.size == 1:
             return True
         own = torch.tensor(equality_terms(number), dtype=torch.float64, device=self.device)
-        return bool(terms_agree(self.all_reduce_small(own, group, name=name), group.size))
+        summed = torch.tensor(self.read(self.all_reduce_small(own, group, name=name)))
+        return bool(terms_agree(summed, group.size))
 
     def broadcast(self, tensor: torch.Tensor, group: Group, *, name: str, source: int = 0) -> None:
         """Overwrite `tensor` on every rank with that of one of them, and wait for it.
@@ -415,8 +431,7 @@ class Comm:
         if group.size > 1:
             ones = torch.ones(1, device=self.device)
             arrived = self.all_reduce_small(ones, group, name="barrier")
-            with self._waiting():  # on CUDA until here only the stream has waited
-                arrived.item()
+            self.read(arrived)  # on CUDA until here only the stream has waited
 
     def monitored_barrier(self, group: Group, what: str, timeout_s: float) -> None:
         """Return when every rank of `group` has come to `what`.

@@ -182,7 +182,9 @@ class ReplicaGuard:
         rows[group.index] = torch.tensor(own, dtype=torch.int64)
         on_device = rows.view(-1).to(self._comm.device)
         summed = self._comm.all_reduce_small(on_device, group, name="replicas")
-        return dict(zip(group.ranks, summed.view(group.size, -1).tolist(), strict=True))
+        with self._comm.waiting():
+            everyones = summed.view(group.size, -1).tolist()
+        return dict(zip(group.ranks, everyones, strict=True))
 
     def _group(self, axis: str) -> Group:
         """Return the ranks among which replicas along `axis` are compared."""

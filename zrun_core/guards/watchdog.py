@@ -1,4 +1,19 @@
-"""A thread that ends a rank which waits for what never comes, and tells of ranks that are late."""
+"""A thread that ends a rank which waits for what never comes, and tells of ranks that are late.
+
+[Note: waits that nothing ends]
+Through gloo a wait fails when a rank ends, and when the time of the process group is over. On NCCL
+it does not: kernels of a communicator spin until somebody aborts them, and torch's own watchdog
+ends the process by SIGABRT, after the time is over and without a word of what it waited for. So
+this thread looks for itself, at what does not hang with a communicator: the pages of the host's
+ranks, and their processes.
+
+                                  found after        the rank ends with
+    ranks disagree                2 looks            HangError
+    a process of the host ended   2 looks            PeerError
+    a wait is longer than it may  `limit_s`          HangError, with what it waited for
+
+The limit of torch is later than that, by `rendezvous.NCCL_MARGIN_S`.
+"""
 
 from __future__ import annotations
 
@@ -7,24 +22,27 @@ import threading
 import time
 from collections.abc import Callable
 
-from zrun_core.errors import HangError
+from zrun_core.errors import HangError, PeerError, ZrunError
 from zrun_core.spine.flight_page import RankProgress
-from zrun_core.spine.flight_recorder import FlightRecorder
+from zrun_core.spine.flight_recorder import FlightRecorder, listed
 
 
 class Watchdog:
     """A thread that looks at all pages when this rank has waited long.
 
-    On a disagreement it ends the process. It cannot raise in the waiting thread, which sits in a
-    collective, so it calls `stop(error)`, which must not return.
+    Where what the rank waits for never comes it ends the process. It cannot raise in the waiting
+    thread, which sits in a collective, so it calls `stop(error)`, which must not return. See
+    [Note: waits that nothing ends].
     """
 
     def __init__(
         self,
         recorder: FlightRecorder,
-        stop: Callable[[HangError], None],
+        stop: Callable[[ZrunError], None],
         patience_s: float = 2.0,
         *,
+        limit_s: float = math.inf,
+        limit_key: str = "",
         late: Callable[[list[int]], None] | None = None,
         late_s: float = math.inf,
     ) -> None:
@@ -34,6 +52,8 @@ class Watchdog:
             recorder: of this rank.
             stop: ends the process.
             patience_s: seconds that a rank waits before it is looked at.
+            limit_s: seconds that one wait may take.
+            limit_key: what sets `limit_s`, for the message.
             late: told which ranks of this host do not wait, once each time that the others have
                 waited for them, and nothing has moved, for `late_s` seconds. None of them: all wait
                 for another host.
@@ -42,6 +62,8 @@ class Watchdog:
         self._recorder = recorder
         self._stop = stop
         self._patience_s = patience_s
+        self._limit_s = limit_s
+        self._limit_key = limit_key
         self._late = late
         self._late_s = late_s
         self._closed = threading.Event()
@@ -54,7 +76,7 @@ class Watchdog:
         states: list[RankProgress] = []  # at the last look at which one had moved
         num_waits = -1
         is_late_told = False
-        seen: str | None = None
+        seen = ""
         while not self._closed.wait(self._patience_s / 4):
             now = time.monotonic()
             found = [recorder.state(rank) for rank in recorder.ranks]
@@ -73,23 +95,37 @@ class Watchdog:
                 waits_since = now
                 num_waits = own.num_waits
             elif now - waits_since > self._patience_s:
-                text = self._find_problem(now - stopped_at)
-                if text is not None and text == seen:  # twice: the other rank may have been writing
-                    self._stop(HangError(text))
+                problem = self._find_problem(now - stopped_at, now - waits_since)
+                text = "" if problem is None else str(problem)
+                if problem is not None and text == seen:  # twice: another may have been writing
+                    self._stop(problem)
                 seen = text
 
-    def _find_problem(self, stopped_s: float) -> str | None:
-        """Return why this rank waits, as far as the pages tell.
+    def _find_problem(self, stopped_s: float, waited_s: float) -> ZrunError | None:
+        """Return why this rank waits in vain, as far as can be told.
 
         Args:
             stopped_s: seconds for which all ranks of the host have waited without any move.
+            waited_s: seconds that this wait has taken.
         """
-        text = self._recorder.disagreement()
+        recorder = self._recorder
+        text = recorder.disagreement()
         if text is not None:
-            return text
+            return HangError(text)
+        gone = [rank for rank in recorder.ranks if recorder.state(rank).is_gone]
+        if gone:
+            who = f"rank {gone[0]} has" if len(gone) == 1 else f"ranks {listed(gone)} have"
+            awaits = recorder.awaits_in_words(recorder.rank)
+            return PeerError(f"{who} ended, and this one waits {awaits}: see what it says")
         is_stuck = stopped_s > 4 * self._patience_s  # no message takes that long
-        if self._recorder.has_everyone and is_stuck:
-            return self._recorder.stalemate()
+        if recorder.has_everyone and is_stuck:
+            text = recorder.stalemate()
+            if text is not None:
+                return HangError(text)
+        if waited_s > self._limit_s:
+            awaits = recorder.awaits_in_words(recorder.rank)
+            limit = f"{self._limit_s:g} s ({self._limit_key})"
+            return HangError(f"rank {recorder.rank} has waited for more than {limit} {awaits}")
         return None
 
     def _tell_late(self, states: list[RankProgress]) -> None:

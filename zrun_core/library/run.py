@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 import sys
 import tempfile
@@ -19,14 +20,19 @@ import torch.distributed as dist
 
 from zrun_core.distributed import rng
 from zrun_core.distributed.comm import Comm
+from zrun_core.distributed.communicators import (
+    backend_timeout,
+    connect,
+    set_defaults,
+    waits_fail,
+)
 from zrun_core.distributed.mesh import Mesh
 from zrun_core.errors import (
-    ExitCode,
-    HangError,
     JobError,
     PreflightError,
     RendezvousError,
     UserCodeError,
+    ZrunError,
 )
 from zrun_core.guards.watchdog import Watchdog
 from zrun_core.hardware import accelerator
@@ -87,15 +93,23 @@ class Run:
         self._streams = rng.Streams(seed, device, dp=self.rank)
         self._hosts = [str(rank // self._ranks_per_host) for rank in range(self.world_size)]
         self._meshes: dict[int, Mesh] = {}
-        mesh = self._mesh(1)
+        mesh = self._make_mesh(1)
         with self._shared_folder(mesh) as folder:
             board = None
             if self.world_size > 1:
                 ranks = range(mesh.host.ranks[0], mesh.host.ranks[-1] + 1)
                 board = FlightRecorder(folder / "board", self.rank, ranks, self.world_size, _ADVICE)
                 late = functools.partial(tell_late, board, patience_s)
-                Watchdog(board, functools.partial(_stop, self.rank), late=late, late_s=patience_s)
+                Watchdog(
+                    board,
+                    functools.partial(_stop, self.rank),
+                    limit_s=math.inf if waits_fail(device) else timeout_s,
+                    limit_key="timeout_s of init()",
+                    late=late,
+                    late_s=patience_s,
+                )
             self._comm = Comm(device, board)
+            connect(self._comm, mesh)
             reason = self._comm.use_cma(mesh.host, timeout_s)
             if reason is not None:
                 print(
@@ -133,8 +147,8 @@ class Run:
         share = arguments.scalar("mean", "weight", weight, is_weight=True).to(self.device)
         total = self._comm.all_reduce_small(
             torch.stack([number * share, share]), self._mesh(1).world, name="mean"
-        ).tolist()
-        weighted_sum, weights = total
+        )
+        weighted_sum, weights = self._comm.read(total)
         return weighted_sum / weights if weights else float("nan")
 
     def metric(self, name: str, value: float | torch.Tensor) -> None:
@@ -181,10 +195,14 @@ class Run:
     def _mesh(self, shard_size: int) -> Mesh:
         """Return the groups for shards over `shard_size` ranks. Collective at the first call."""
         if shard_size not in self._meshes:
-            self._meshes[shard_size] = Mesh.build(
-                self.rank, self._hosts, shard_size, timeout_s=self._timeout_s
-            )
+            connect(self._comm, self._make_mesh(shard_size))
         return self._meshes[shard_size]
+
+    def _make_mesh(self, shard_size: int) -> Mesh:
+        timeout_s = backend_timeout(self.device, self._timeout_s)
+        made = Mesh.build(self.rank, self._hosts, shard_size, timeout_s=timeout_s)
+        self._meshes[shard_size] = made
+        return made
 
     def _meet(self, what: str) -> None:
         """Return when every rank has called `what`.
@@ -344,8 +362,10 @@ def _join(world_size: int, device: torch.device, timeout_s: float) -> None:
     if world_size == 1 or dist.is_initialized():
         return
     backend = accelerator.backend_name(device)
+    set_defaults()
+    timeout = timedelta(seconds=backend_timeout(device, timeout_s))
     try:
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+        dist.init_process_group(backend, timeout=timeout)
     except (dist.DistStoreError, dist.DistNetworkError) as error:
         reason = str(error).splitlines()[0]
         raise RendezvousError(
@@ -353,10 +373,10 @@ def _join(world_size: int, device: torch.device, timeout_s: float) -> None:
         ) from None
 
 
-def _stop(rank: int, error: HangError) -> None:
+def _stop(rank: int, error: ZrunError) -> None:
     """End the process. Called by the watchdog's thread: the main one waits for other ranks."""
     print(f"zrun_core: {error}. Rank {rank} is at {_place()}", file=sys.stderr, flush=True)
-    os._exit(ExitCode.HANG)
+    os._exit(error.exit_code)
 
 
 def tell_late(board: FlightRecorder, seconds: float, late: list[int]) -> None:

@@ -37,9 +37,11 @@ _NAME_BYTES = 72
 _MEMBERS_BYTES = 32  # a bit for each rank of the host
 _OVER_BYTES = 96
 _HEADER = struct.Struct("<7Q")  # the fields of `RankProgress`
-# A record: its place among the kinds, from 1, or 0 where there is none; key of the group, its
-# members on this host, the group in words; then its operations.
+# A record: its place among the kinds, from 1, or 0 where there is none, with a mark where kinds
+# follow each other in one order; key of the group, its members on this host, the group in words;
+# then its operations.
 _KIND = struct.Struct("<Q")
+_IN_ORDER = 1 << 8
 _GROUP = struct.Struct(f"<Q{_MEMBERS_BYTES}s{_OVER_BYTES}s")
 _ENTRY = struct.Struct(f"<QQQ{_NAME_BYTES}s")  # number in the record, number over all, bytes, name
 _ENTRIES_AT = _KIND.size + _GROUP.size
@@ -90,6 +92,11 @@ class RankProgress(NamedTuple):
     def is_halted(self) -> bool:
         """Return whether a signal or a debugger has stopped the process: it is not late."""
         return process_state(self.pid) in ("T", "t")
+
+    @property
+    def is_gone(self) -> bool:
+        """Return whether the process has ended; one that has not begun yet is not gone."""
+        return self.pid != 0 and process_state(self.pid) in (None, "Z", "X")
 
 
 class TierWait(NamedTuple):
@@ -145,12 +152,14 @@ class FlightRecord(NamedTuple):
         key: tells the group from others, the same on all its ranks.
         members: the ranks of this host that are in it.
         ops: the last ones, by number.
+        in_order: all ranks issue it and other such kinds of the group in one order.
     """
 
     kind: str
     key: int
     members: tuple[int, ...]
     ops: dict[int, IssuedOp]
+    in_order: bool
 
 
 class Page:
@@ -191,12 +200,13 @@ class Page:
             (number,) = _KIND.unpack_from(self._map, at)
             if not number:
                 return
-            kind = KINDS[number - 1]
+            in_order = bool(number & _IN_ORDER)
+            kind = KINDS[number % _IN_ORDER - 1]
             key, member_bits, words = _GROUP.unpack_from(self._map, at + _KIND.size)
             bits = int.from_bytes(member_bits, "little")
             members = tuple(each for index, each in enumerate(self._ranks) if bits >> index & 1)
             ops = self._read_ops(at + _ENTRIES_AT, kind, _text(words))
-            yield FlightRecord(kind, key, members, ops)
+            yield FlightRecord(kind, key, members, ops, in_order)
 
     def _read_ops(self, at: int, kind: str, over: str) -> dict[int, IssuedOp]:
         found = {}
@@ -231,7 +241,9 @@ class Page:
             self._map, self._base, step, waiting, num_waits, progress, phase, pid, first
         )
 
-    def begin_record(self, place: int, kind: str, ranks: tuple[int, ...], over: str) -> int | None:
+    def begin_record(
+        self, place: int, kind: str, ranks: tuple[int, ...], over: str, *, in_order: bool
+    ) -> int | None:
         """Begin the record of operations of one kind over one group.
 
         Args:
@@ -239,6 +251,7 @@ class Page:
             kind: one of `KINDS`.
             ranks: of the group, on all hosts.
             over: the group in words.
+            in_order: as of `FlightRecord`.
 
         Returns:
             Where `write_op` finds it; None: the page has no room for it.
@@ -252,7 +265,8 @@ class Page:
         key = zlib.crc32(repr(ranks).encode())
         words = over.encode()[:_OVER_BYTES]
         _GROUP.pack_into(self._map, at + _KIND.size, key, member_bits, words)
-        _KIND.pack_into(self._map, at, KINDS.index(kind) + 1)  # last: now others read it
+        number = KINDS.index(kind) + 1 + in_order * _IN_ORDER
+        _KIND.pack_into(self._map, at, number)  # last: now others read it
         return at + _ENTRIES_AT
 
     def write_op(self, record: int, number: int, order: int, num_bytes: int, name: str) -> None:

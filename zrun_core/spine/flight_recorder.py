@@ -115,7 +115,15 @@ class FlightRecorder(FlightRecorderView):
         """Say that there is progress which shows nowhere else."""
         self._write_header()
 
-    def issue(self, kind: str, group: RankSet, name: str, num_bytes: int = 0) -> None:
+    def issue(
+        self,
+        kind: str,
+        group: RankSet,
+        name: str,
+        num_bytes: int = 0,
+        *,
+        in_order: bool = False,
+    ) -> None:
         """Record what is issued next.
 
         Args:
@@ -123,11 +131,12 @@ class FlightRecorder(FlightRecorderView):
             group: of a message the sender and the receiver, in this order.
             name: what it is about, the same on all ranks of `group`.
             num_bytes: that this rank sends, or only receives.
+            in_order: as of `FlightRecord`; the same for all of a kind and group.
         """
         record = self._own.get((kind, group.ranks))
         if record is None:
             over = self._group_in_words(kind, group)
-            at = self._page.begin_record(len(self._own), kind, group.ranks, over)
+            at = self._page.begin_record(len(self._own), kind, group.ranks, over, in_order=in_order)
             record = self._own[kind, group.ranks] = _OwnRecord(at)
         self._order += 1
         record.number += 1

@@ -88,10 +88,26 @@ class FlightRecorderView:
         found = {}
         for rank in self.ranks:
             if self.state(rank).waiting:
-                first = _awaited_message(rank, records) or _awaited_collective(rank, records)
+                first = _first_awaited(rank, records)
                 if first is not None:
                     found[rank] = first
         return found
+
+    def awaits_in_words(self, rank: int) -> str:
+        """Return what a rank waits for: "for all_gather 9, 'head' (2 MiB), to which ...".
+
+        Meant for one that does not move, also where it does not say that it waits.
+        """
+        awaited = _first_awaited(rank, {each: self.records(each) for each in self.ranks})
+        if awaited is None:
+            last = self.last(rank)
+            return "for other ranks" if last is None else f"for other ranks, last: {last}"
+        who = f"rank {awaited.ranks[0]} has"
+        if len(awaited.ranks) > 1:
+            who = f"ranks {', '.join(map(str, awaited.ranks[:8]))} have"
+        if awaited.op.kind == "receive":
+            return f"for {awaited.op}, which {who} not sent"
+        return f"for {awaited.op}, to which {who} not come"
 
     def disagreement(self) -> str | None:
         """Return the first collective on which two ranks differ, in words; None: there is none."""
@@ -117,15 +133,36 @@ class FlightRecorderView:
                     peer_op = theirs.ops[number]
                     if own_op.name != peer_op.name:
                         return self._describe_difference(own_op, rank, peer_op, peer)
+        return self._difference_of_order(rank, records)
+
+    def _difference_of_order(self, rank: int, records: _Records) -> str | None:
+        """Return the first two operations that this rank and another issue in different orders.
+
+        Where backends pair them up by their order alone, that is on NCCL, neither comes through.
+        """
+        for key in {record.key for record in records[rank].values() if record.in_order}:
+            own = _in_order(records[rank], key)
+            for peer in {each for _, members in own for each in members} - {rank}:
+                theirs = _in_order(records[peer], key)
+                found = _swapped([op for op, _ in own], [op for op, _ in theirs])
+                if found is not None:
+                    first, second = found
+                    return (
+                        f"ranks disagree on the order of {first.what} and {second.what}"
+                        f"{self._when(rank)}: rank {rank} is at {first.name!r} first, rank {peer} "
+                        f"at {second.name!r}. {self._advice(first.name, second.name)}"
+                    )
         return None
+
+    def _when(self, rank: int) -> str:
+        step = self.state(rank).step
+        return f" of step {step}" if step else ""  # a user's own loop does not say its steps
 
     def _describe_difference(
         self, own_op: IssuedOp, rank: int, peer_op: IssuedOp, peer: int
     ) -> str:
-        step = self.state(rank).step
-        when = f" of step {step}" if step else ""  # a user's own loop does not say its steps
         return (
-            f"ranks disagree on {own_op.what}{when}: rank {rank} is at {own_op.name!r} "
+            f"ranks disagree on {own_op.what}{self._when(rank)}: rank {rank} is at {own_op.name!r} "
             f"({format_size(own_op.num_bytes)}), rank {peer} at {peer_op.name!r} "
             f"({format_size(peer_op.num_bytes)}). {self._advice(own_op.name, peer_op.name)}"
         )
@@ -162,6 +199,74 @@ class FlightRecorderView:
 def _last_number(record: FlightRecord | None) -> int:
     """Return the number of what was issued last."""
     return 0 if record is None else max(record.ops, default=0)
+
+
+def _in_order(
+    of_rank: dict[tuple[str, int], FlightRecord], key: int
+) -> list[tuple[IssuedOp, tuple[int, ...]]]:
+    """Return what a rank has issued in a group, in order, with the members of the group."""
+    found = [
+        (op, record.members)
+        for record in of_rank.values()
+        if record.in_order and record.key == key
+        for op in record.ops.values()
+    ]
+    return sorted(found, key=lambda each: each[0].order)
+
+
+def _swapped(own: list[IssuedOp], theirs: list[IssuedOp]) -> tuple[IssuedOp, IssuedOp] | None:
+    """Return the first operation that others have issued after a later one, or not yet; and that.
+
+    Args:
+        own: in the order in which they were issued, as are `theirs`.
+    """
+    there = {(op.kind, op.number): place for place, op in enumerate(theirs)}
+    last, own_last = _last_of_kinds(theirs), _last_of_kinds(own)
+    to_come = [op for op in theirs if op.number > own_last.get(op.kind, 0)]
+    earliest: tuple[int, IssuedOp] | None = None  # where they have what comes later here
+    found = None
+    for op in reversed([*own, *to_come]):
+        place = there.get((op.kind, op.number))
+        is_forgotten = place is None and op.number <= last.get(op.kind, 0)
+        if is_forgotten:
+            continue
+        if earliest is not None and (place is None or place > earliest[0]):
+            found = op, earliest[1]
+        if place is not None and (earliest is None or place < earliest[0]):
+            earliest = place, op
+    return found
+
+
+def _last_of_kinds(ops: list[IssuedOp]) -> dict[str, int]:
+    """Return the number of the last operation of each kind."""
+    return {op.kind: op.number for op in ops}
+
+
+def _first_awaited(rank: int, records: _Records) -> Awaited | None:
+    """Return what a rank waits for: its last message, or the first of what it has issued.
+
+    On a CPU a rank waits for the message that it has issued last. On a GPU the host runs ahead: it
+    may have issued much behind a message that does not come.
+    """
+    message = _awaited_message(rank, records)
+    if message is not None:
+        return message
+    found = [_awaited_collective(rank, records), _missing_message(rank, records)]
+    known = [each for each in found if each is not None]
+    return min(known, key=lambda each: each.op.order, default=None)
+
+
+def _missing_message(rank: int, records: _Records) -> Awaited | None:
+    """Return the first message that a rank expects and another of its host has not sent."""
+    found = []
+    for record in records[rank].values():
+        if record.kind != "receive":
+            continue
+        for sender in set(record.members) - {rank}:
+            number = _last_number(records[sender].get(("send", record.key))) + 1
+            if number in record.ops:
+                found.append(Awaited(record.ops[number], (sender,)))
+    return min(found, key=lambda each: each.op.order, default=None)
 
 
 def _awaited_message(rank: int, records: _Records) -> Awaited | None:

@@ -85,7 +85,7 @@ class EndRequests:
         """Learn of a hook's request outside of a step, as after `on_eval`. Collective."""
         own = torch.tensor([float(bool(self._hooks.wish))], device=self._comm.device)
         total = self._comm.all_reduce_small(own, self._world, name="ending")
-        self._is_asked_by_hook |= total.item() > 0
+        self._is_asked_by_hook |= self._comm.read(total)[0] > 0
 
     def agree(self) -> None:
         """Learn which hook asked for the end, and why. Collective if one did."""

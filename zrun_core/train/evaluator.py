@@ -143,7 +143,8 @@ class Evaluator:
             if numbers:
                 sums.add(micro, numbers)
             self._phase.tick()
-            found = vote.read()
+            with self._comm.waiting():
+                found = vote.read()
             self._batches.check(found.get("batches", 0.0), read, "an evaluation")
             if found["asked"]:
                 return False
@@ -199,9 +200,8 @@ class Evaluator:
             own = torch.cat([sums.counts, *(sums.by_name[name] for name in names)])
         else:
             own = sums.counts.new_zeros(2 + 2 * len(names))
-        counts_and_numbers = self._comm.all_reduce_small(
-            own, self._world, name="evaluation"
-        ).tolist()
+        summed = self._comm.all_reduce_small(own, self._world, name="evaluation")
+        counts_and_numbers = self._comm.read(summed)
         counts = counts_and_numbers[:2]
         numbers = iter(counts_and_numbers[2:])  # sum, weight, sum, weight, ...
         values = {}

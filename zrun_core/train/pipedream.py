@@ -244,7 +244,7 @@ class Windows:
         message = torch.cat([table.view(-1), wishes.values])
         message = self._comm.all_reduce_small(message, self._sharded.mesh.world, name="window")
         end_step(len(steps) - 1)
-        all_totals = _totals(message, len(steps), wishes.names)
+        all_totals = _totals(self._comm.read(message), len(steps), wishes.names)
         return [
             EndedStep(
                 step,
@@ -257,15 +257,14 @@ class Windows:
         ]
 
 
-def _totals(message: torch.Tensor, num_steps: int, names: Sequence[str]) -> list[StepTotals]:
+def _totals(numbers: list[float], num_steps: int, names: Sequence[str]) -> list[StepTotals]:
     """Return the totals of each step of a window.
 
     Args:
-        message: summed over all ranks: a row of `_COLUMNS` for each step, then wishes.
+        numbers: summed over all ranks: a row of `_COLUMNS` for each step, then wishes.
         num_steps: of the window.
         names: of the wishes.
     """
-    numbers = message.tolist()
     found = []
     for number in range(num_steps):
         start = number * len(_COLUMNS)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 from zrun_core.spine.flight_recorder import FlightRecorder
 
 
@@ -35,12 +32,3 @@ class RankPhase:
         """Note progress inside of a long phase."""
         if self._board is not None:
             self._board.tick()
-
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Note inside that the host waits for the device, which may wait for other ranks."""
-        if self._board is not None:
-            self._board.waiting(True)
-        yield
-        if self._board is not None:
-            self._board.waiting(False)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from zrun_core.distributed.communicators import backend_timeout, set_defaults
 from zrun_core.errors import RendezvousError
 from zrun_core.hardware import accelerator
 from zrun_core.spine.sections.guards import LimitsConfig
@@ -32,6 +33,7 @@ def join(rank: int, world_size: int, device: torch.device, limits: LimitsConfig)
         return
     patience = timedelta(seconds=limits.start_s)
     where = os.environ.get("ZRUN_STORE")
+    set_defaults()
     store = None
     init_method: str | None = "env://"
     if where is not None:
@@ -44,7 +46,7 @@ def join(rank: int, world_size: int, device: torch.device, limits: LimitsConfig)
             init_method=init_method,
             rank=rank,
             world_size=world_size,
-            timeout=timedelta(seconds=limits.collective_s),
+            timeout=timedelta(seconds=backend_timeout(device, limits.collective_s)),
         )
     except dist.DistStoreError as error:
         raise RendezvousError(

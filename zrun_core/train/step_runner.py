@@ -84,7 +84,8 @@ class StepRunner:
         self._copy = None
         if copy is None:
             return None
-        return StepTotals(**copy.read())
+        with self._sharded.comm.waiting():
+            return StepTotals(**copy.read())
 
 
 def modules_differ(step: str, leaf: str) -> HangError:

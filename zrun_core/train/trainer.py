@@ -449,8 +449,7 @@ class Trainer:
             NumericError: too many steps in a row were not finite. Not within a step: it ends
                 first, since only between two steps is there a state to save.
         """
-        with self.phase.waiting():
-            totals = self.steps.read()
+        totals = self.steps.read()
         if totals is None:
             return
         issued = self._issued

@@ -179,5 +179,5 @@ class Hooks:
         comm = self.sharded.comm
         world = self.sharded.mesh.world
         own = torch.tensor([value], dtype=torch.float64, device=comm.device)
-        total: float = comm.all_reduce_small(own, world, name=f"{MEAN_NAME}{name}").item()
-        return total / world.size
+        total = comm.all_reduce_small(own, world, name=f"{MEAN_NAME}{name}")
+        return comm.read(total)[0] / world.size

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import math
 import os
 import re
 import signal
@@ -35,6 +36,7 @@ from zrun_core.checkpoint.resume import Resumed, load_newest, restore_streams
 from zrun_core.data.loader import BatchLoader
 from zrun_core.distributed import rng
 from zrun_core.distributed.comm import Comm
+from zrun_core.distributed.communicators import backend_timeout, connect, connect_groups, waits_fail
 from zrun_core.distributed.mesh import Mesh
 from zrun_core.distributed.transport import Group
 from zrun_core.errors import (
@@ -220,7 +222,7 @@ class Worker:
             forward = self._first_forward(built, data, settings, device)
             compute = settings.precision.compute
             plan, plan_notes = plan_tensors(built.module, job.parallel, forward, compute, device)
-            mesh, parts = self._cut(built, forward, settings, mesh, device)
+            mesh, parts = self._cut(built, forward, settings, mesh, comm)
             settings = replace(
                 settings,
                 versions=num_versions(job.parallel.schedule, mesh.pipe.index, mesh.pipe.size),
@@ -307,7 +309,13 @@ class Worker:
         """Build the groups of this rank; those of one host see each other on its board."""
         job = self.spec.job
         plan = self.spec.plan
-        Watchdog(self.board, self._give_up)
+        limit_s = job.limits.collective_s
+        Watchdog(
+            self.board,
+            self._give_up,
+            limit_s=math.inf if waits_fail(device) else limit_s,
+            limit_key="limits.collective_s",
+        )
         comm = Comm(device, self.board)
         mesh = Mesh.build(
             self.rank,
@@ -315,11 +323,13 @@ class Worker:
             plan.shard_size(job.zero),
             places=[place.coordinates for place in plan.ranks],
             wraps=job.parallel.virtual > 1,
-            timeout_s=job.limits.collective_s,
+            timeout_s=backend_timeout(device, limit_s),
         )
-        reason = comm.use_cma(mesh.host, job.limits.collective_s)
+        reason = comm.use_cma(mesh.host, limit_s)
         if reason is not None:
             print(f"the ranks of this host talk through sockets: {reason}")
+        wraps = job.parallel.virtual > 1
+        connect(comm, mesh, wraps=wraps, has_server=job.sync == "server")
         return comm, mesh
 
     # The model
@@ -417,7 +427,7 @@ class Worker:
         forward: Callable[[], object],
         settings: ShardingConfig,
         mesh: Mesh,
-        device: torch.device,
+        comm: Comm,
     ) -> tuple[Mesh, StageParts | None]:
         """Make the model this rank's stage of a pipeline; return it, and its groups. Collective.
 
@@ -427,9 +437,12 @@ class Worker:
         if mesh.pipe.size == 1:
             return mesh, None
         job = self.spec.job
-        parts = build_stage(built.module, forward, job, settings, mesh, device)
+        parts = build_stage(built.module, forward, job, settings, mesh, comm.device)
         places = [place.coordinates for place in self.spec.plan.ranks]
-        return mesh.tie(places, parts.tied_stages, job.limits.collective_s), parts
+        timeout_s = backend_timeout(comm.device, job.limits.collective_s)
+        mesh = mesh.tie(places, parts.tied_stages, timeout_s)
+        connect_groups(comm, [mesh.tied])
+        return mesh, parts
 
     # The user's functions and data
 

@@ -170,7 +170,8 @@ def _together(host: Group, comm: Comm) -> Iterator[None]:
     failures = torch.zeros(host.size, device=comm.device)
     if error is not None:
         failures[host.index] = 1
-    failed = comm.all_reduce_small(failures, host, name="build").nonzero().flatten().tolist()
+    told = comm.read(comm.all_reduce_small(failures, host, name="build"))
+    failed = [index for index, count in enumerate(told) if count]
     if error is not None:
         raise error
     if failed:

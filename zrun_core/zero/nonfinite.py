@@ -277,7 +277,8 @@ class Inspector:
         summed = self._comm.all_reduce_small(
             table.view(-1).to(self._comm.device), self._world, name="skipped step"
         )
-        rows: list[list[float]] = summed.view(-1, len(row)).tolist()
+        with self._comm.waiting():
+            rows: list[list[float]] = summed.view(-1, len(row)).tolist()
         return rows
 
     def _largest(self) -> _Found | None:

@@ -120,7 +120,8 @@ class ReduceOrder:
         """Return what rank 0 has of the ranks that train the same parameters. Collective."""
         agreed = torch.tensor(numbers, device=self._comm.device)
         self._comm.broadcast(agreed, self._mesh.data, name="order of reductions")
-        found: list[int] = agreed.tolist()
+        with self._comm.waiting():
+            found: list[int] = agreed.tolist()
         return found
 
     def state_dict(self) -> dict[str, Any]:

@@ -313,7 +313,8 @@ class ShardedModel:
         skipped = ~(is_finite & torch.isfinite(reduced.sums.values).all()) | (divisor == 0)
         if self.settings.clip is not None:
             divisor = divisor * (norm / self.settings.clip).clamp(min=1.0)
-        has_grad_anywhere = self.grad.has_grad_anywhere(has_grad, reduced.num_with_grad)
+        with self.comm.waiting():  # only where a parameter got no gradient here
+            has_grad_anywhere = self.grad.has_grad_anywhere(has_grad, reduced.num_with_grad)
         self.updates.make(lr, divisor.float(), skipped, has_grad_anywhere)
         self.running.end_step(skipped)
         if self.tiers is not None:

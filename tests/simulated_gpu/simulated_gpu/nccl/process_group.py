@@ -65,6 +65,8 @@ class Work(dist.Work):
         self._kept = [*inputs, *outputs]  # until somebody waits, so that nobody reuses them
         self._begun = time.monotonic()
         self._timeout = group.timeout
+        if settings.timeout_s:
+            self._timeout = timedelta(seconds=settings.timeout_s)
         self._is_barrier = is_barrier
 
     def __str__(self) -> str:

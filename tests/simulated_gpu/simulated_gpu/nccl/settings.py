@@ -21,6 +21,8 @@ class Settings:
             kernel takes the place of another.
         remote_errors: 1: a rank that ends is an error for the others, as over a network; 0: they
             hang, as within a host.
+        timeout_s: seconds after which torch's watchdog ends a process, whatever its groups ask for;
+            0: as they do.
         group_mib, pair_mib: of a device that the communicator of a group, and that of two ranks
             for their messages, take.
     """
@@ -28,6 +30,7 @@ class Settings:
     buffer: int = 0
     concurrent: int = 0
     remote_errors: int = 0
+    timeout_s: float = 0.0
     group_mib: float = 0.0
     pair_mib: float = 0.0
 

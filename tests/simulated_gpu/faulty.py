@@ -1,0 +1,56 @@
+"""A small model whose `fault` goes wrong on GPUs in its own way, on one rank, at one step."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import torch
+from simulated_gpu.nccl.settings import settings
+from torch import nn
+
+_RANK, _STEP = 1, 3
+
+
+class Net(nn.Module):
+    def __init__(self, fault: str = "none") -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.out = nn.Linear(8, 1)
+        self.fault = fault
+        self.forwards = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.forwards += 1
+        is_here = self.forwards >= _STEP and int(os.environ["RANK"]) == _RANK
+        if is_here and self.fault in FAULTS:
+            FAULTS[self.fault](x)
+        for number, block in enumerate(self.blocks):
+            if not (is_here and self.fault == "leave out a block" and number == 1):
+                x = torch.tanh(block(x))
+        if self.fault == "look" and self.forwards == _STEP:
+            settings.timeout_s = 3  # of works from now on
+        if self.fault == "look" and self.forwards > _STEP:
+            if is_here:
+                time.sleep(600)
+            x.sum().item()  # the host waits for the device, and nobody knows
+        return self.out(x).square().mean()
+
+
+def _fill(x: torch.Tensor) -> None:
+    torch.empty(1 << 45, dtype=torch.uint8, device=x.device)
+
+
+FAULTS: dict[str, Any] = {
+    "kill": lambda _: os.kill(os.getpid(), signal.SIGKILL),
+    "sleep": lambda _: time.sleep(600),
+    "fill": _fill,
+}
+
+
+def data() -> torch.utils.data.TensorDataset:
+    return torch.utils.data.TensorDataset(
+        torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
+    )

@@ -1,0 +1,126 @@
+"""Communicators of NCCL: made by all ranks in one order before the first step, and how they end.
+
+[Note: communicators in one order]
+A process group of NCCL is a name until something is sent in it. Its first collective makes a
+communicator of its ranks, and the first message between two of them one of these two; meanwhile
+the host waits for the others. Inside of the first step kernels of other communicators may be
+waiting already, for ranks whose hosts wait here, and nobody comes through: Megatron-LM#5240.
+So `connect` sends a number through each of them, in one order on all ranks, when nothing else runs:
+
+    groups      world, data, tensor, shard, replicate, tied, host
+    messages    of each pipe from the first stage to the last; last stage and first, where it wraps;
+                the first replica and each other one, with a parameter server
+
+Groups with the same ranks are one, and are met once. What a communicator takes of a device is there
+from the beginning, so that what does not fit fails before the first step; the plan has it:
+`ParallelDims.communicators`.
+
+[Note: limits of NCCL]
+Waits on NCCL never fail by themselves: see `guards/watchdog.py`. torch ends a process whose work
+takes longer than its group may, by SIGABRT. It would not say for what it waited, so it gets
+`MARGIN_S` more than the rank's own watchdog, and is left for what that one cannot see.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, MutableMapping, Sequence
+
+import torch
+
+from zrun_core.distributed.comm import Comm
+from zrun_core.distributed.mesh import Mesh
+from zrun_core.distributed.transport import Group
+from zrun_core.hardware import accelerator
+
+MARGIN_S = 120.0
+
+# Unless the shell or the job says otherwise.
+NCCL_DEFAULTS = {
+    # Before it ends a process torch waits four times as long for a dump of its own recorder, which
+    # it writes to /tmp. The pages of zrun's say more, and no file stays behind.
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "500",
+}
+
+
+def set_defaults(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Set what torch reads when the first process group is made."""
+    for name, value in NCCL_DEFAULTS.items():
+        environ.setdefault(name, value)
+
+
+def waits_fail(device: torch.device) -> bool:
+    """Return whether waiting for a rank that has ended fails by itself."""
+    return not accelerator.is_accelerator(device)
+
+
+def backend_timeout(device: torch.device, limit_s: float) -> float:
+    """Return the seconds after which the backend gives up: see [Note: limits of NCCL].
+
+    Args:
+        device: of the ranks.
+        limit_s: that one collective may wait for other ranks.
+    """
+    return limit_s if waits_fail(device) else limit_s + MARGIN_S
+
+
+def connect(comm: Comm, mesh: Mesh, *, wraps: bool = False, has_server: bool = False) -> None:
+    """Make all communicators. Collective; see [Note: communicators in one order].
+
+    Args:
+        comm: of this rank.
+        mesh: its groups.
+        wraps: the last stage of a pipeline sends on to the first.
+        has_server: the first replica updates, and exchanges messages with each other one.
+    """
+    if waits_fail(comm.device):
+        return  # gloo connects all ranks when a process group is made
+    connect_groups(comm, _for_collectives(mesh))
+    number = torch.zeros(1, device=comm.device)
+    with comm.waiting():
+        for group, sender, receiver in _for_messages(mesh, wraps=wraps, has_server=has_server):
+            if group.index == sender:
+                comm.send(number, receiver, group, number=0, name="connect").wait()
+            elif group.index == receiver:
+                comm.receive(number, sender, group, number=0, name="connect").wait()
+    comm.read(number)
+
+
+def connect_groups(comm: Comm, groups: Sequence[Group]) -> None:
+    """Make the communicators of groups over which ranks sum and gather. Collective.
+
+    Args:
+        comm: of this rank.
+        groups: in one order on all ranks; those that share a process group are one.
+    """
+    if waits_fail(comm.device):
+        return
+    apart = {id(group.process_group): group for group in groups if group.size > 1}
+    number = torch.zeros(1, device=comm.device)
+    with comm.waiting():
+        for group in apart.values():
+            number = comm.all_reduce_small(number, group, name="connect")
+    comm.read(number)
+
+
+def _for_collectives(mesh: Mesh) -> tuple[Group, ...]:
+    """Return the groups over which ranks sum and gather, in one order on all of them."""
+    return (
+        *(mesh.world, mesh.data, mesh.tensor, mesh.shard),
+        *(mesh.replicate, mesh.tied, mesh.host),
+    )
+
+
+def _for_messages(mesh: Mesh, *, wraps: bool, has_server: bool) -> Iterator[tuple[Group, int, int]]:
+    """Yield the groups in which two ranks exchange messages, and their places in it."""
+    size = mesh.pipe.size
+    for group in (mesh.pipe, mesh.pipe_back):
+        for stage in range(size - 1):
+            yield group, stage, stage + 1
+    if wraps and size > 1:
+        for group in (mesh.pipe_wrap, mesh.pipe_back_wrap):
+            yield group, 0, size - 1
+    if has_server:
+        for replica in range(1, mesh.replicate.size):
+            yield mesh.replicate, 0, replica

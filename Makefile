@@ -7,6 +7,7 @@
 # make test-pipelines  a table of models in pipelines, none of which may change a bit: an hour
 # make test-saves  a table of checkpoints that go on with other axes, in which nothing may change a bit: 6 minutes
 # make test-tensors  a table of models whose layers ranks divide, each compared with one process: 6 minutes
+# make test-gpu     the tests that need a GPU, on those of this machine
 # make test-devices  of the tables on simulated GPUs, the rows that make test runs: a minute
 # make test-simulated-gpu  the tests of CUDA on a simulated GPU (installs g++, as root, where it is missing): 3 minutes
 # make bigger-than-memory  train a model whose states are six times the memory that it may take, through the disk: 6 minutes
@@ -14,7 +15,7 @@
 
 PYTHON ?= python3
 
-.PHONY: train test test-unit test-ranks test-e2e test-hosts test-faults test-slurm test-offload test-pipelines test-saves test-tensors test-devices test-simulated-gpu bigger-than-memory lint clean
+.PHONY: train test test-unit test-ranks test-e2e test-hosts test-faults test-slurm test-offload test-pipelines test-saves test-tensors test-gpu test-devices test-simulated-gpu bigger-than-memory lint clean
 
 train: .venv/ready
 	.venv/bin/zrun train jobs/stdlib-gpt.yaml
@@ -57,6 +58,9 @@ test-saves: .venv/ready
 
 test-tensors: .venv/ready
 	.venv/bin/python tests/dist/tensor_table.py
+
+test-gpu: .venv/ready
+	.venv/bin/python -m pytest -q tests/gpu
 
 # On simulated GPUs, whose kernels come late at random: SEED=7 has other delays.
 SEED ?= 1

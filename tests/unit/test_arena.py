@@ -74,6 +74,14 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.parametrize("make", [pytest.param(page_window, marks=needs_pages), storage_window])
+def test_a_shard_begins_with_zeros(make):
+    """Padding is never written: it must not hold what others have left."""
+    torch.full((3 * ROW,), float("nan"))  # the memory of which may be taken
+    window = make(3 * ROW, (ROW, 2 * ROW))
+    assert not window.shard.any()
+
+
 def test_memory_is_given_without_a_pass_over_it(make):
     window = make(3 * ROW, (ROW, 2 * ROW))
     with Operators() as operators:

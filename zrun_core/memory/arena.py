@@ -406,7 +406,7 @@ class StorageWindow(Window):
         """
         self._meter = meter
         self.full = torch.empty(numel, dtype=dtype, device=device)
-        self.shard = torch.empty(own[1] - own[0], dtype=dtype, device=device)
+        self.shard = torch.zeros(own[1] - own[0], dtype=dtype, device=device)  # padding too
         self._num_bytes = self.full.untyped_storage().nbytes()
         self.full.untyped_storage().resize_(0)
 

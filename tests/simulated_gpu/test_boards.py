@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import simulated_gpu
 from simulated_gpu.machine import Machine
 
 TRAIN = """
@@ -211,3 +212,38 @@ def test_doctor_trains_on_all_gpus(tmp_path: Path) -> None:
         ("parameters on the host", (0, 1), "ok"),
         ("all-reduce", (0, 1), "ok"),
     ]
+
+
+def test_ranks_train_on_amd_s_boards(tmp_path: Path) -> None:
+    """ROCm's devices are torch's `cuda`; its driver chooses them by a variable of its own."""
+    box = Box(tmp_path, "zero-gpu")
+    boards = [{"serial": hex(0xABC0 + n), "bdf": f"0000:{5 + n:02x}:00.0"} for n in range(8)]
+    path = tmp_path / "amd.json"
+    path.write_text(json.dumps({"boards": boards, "links": {"all": [64000, 64000]}}))
+    fake = Path(__file__).parents[1] / "scenarios" / "fake_amdsmi"
+    environ = simulated_gpu.environment(devices=8, delay_us=50)
+    more = {
+        "SIMULATED_GPU": environ["SIMULATED_GPU"],
+        "ZRUN_FAKE_AMDSMI": str(path),
+        "ZRUN_FAKE_NVML": "/nowhere",
+        "PYTHONPATH": os.pathsep.join((environ["PYTHONPATH"], str(fake))),
+        "HIP_VISIBLE_DEVICES": "5,2",
+    }
+    with (tmp_path / "train.py").open("a") as code:
+        code.write(
+            "def started(context):\n"
+            "    import os\n"
+            "    names = ('ROCR_VISIBLE_DEVICES', 'HIP_VISIBLE_DEVICES')\n"
+            "    seen = [os.environ[name] for name in names]\n"
+            "    print('sees', *seen, torch.cuda.device_count(), flush=True)\n"
+        )
+    done = box.train(more=more)
+    assert done.returncode == 0, done.stderr
+    uuids = [f"GPU-{0xABC0 + number:016x}" for number in (5, 2)]
+    plan = json.loads((tmp_path / "run/plan.json").read_text())
+    assert [place["uuid"] for place in plan["ranks"]] == uuids
+    log = (tmp_path / "run/logs/rank-1.log").read_text()
+    assert f"sees {','.join(uuids)} 0,1 2\n" in log
+    wrong = box.train(more=more | {"HIP_VISIBLE_DEVICES": "8"})
+    assert wrong.returncode == 3
+    assert "HIP_VISIBLE_DEVICES: '8' is no GPU of this host" in wrong.stderr

@@ -29,8 +29,7 @@ SICK = [
     "GPU 3 is slowed down at 41 degrees, to 210 of 1410 MHz: the power supply brakes it",
     "GPU 4 has damaged memory, which a reset replaces (nvidia-smi --gpu-reset, with no process "
     "on it)",
-    "GPU 4 has had 2 uncorrectable memory errors since its driver was loaded: look for Xids in "
-    "dmesg",
+    "GPU 4 has had 2 uncorrectable memory errors since its driver was loaded: look at dmesg",
     "GPU 6 uses 4 of 16 PCIe lanes, so copies to and from the host take longer: seat the board "
     "anew, and look at its riser",
     "GPU 6 has 10 of 12 fast links up: see nvidia-smi nvlink --status",

@@ -25,6 +25,7 @@ from typing import Any, Literal
 
 from zrun.job.environment import WORKER_DEFAULTS
 from zrun.system import processes
+from zrun.topology.visible import environment_of
 from zrun.transport.frames import Frame
 
 _RANK = "zrun_core.library.device_check"
@@ -181,7 +182,7 @@ class _Group:
         shared = {
             **{key: os.environ.get(key, value) for key, value in WORKER_DEFAULTS.items()},
             "NCCL_DEBUG": os.environ.get("NCCL_DEBUG", "WARN"),
-            "CUDA_VISIBLE_DEVICES": ",".join(gpu.uuid for gpu in gpus),
+            **environment_of([gpu.uuid for gpu in gpus if gpu.uuid]),
             "OMP_NUM_THREADS": str(cores),
             "WORLD_SIZE": str(len(gpus)),
             "LOCAL_WORLD_SIZE": str(len(gpus)),

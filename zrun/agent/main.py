@@ -31,6 +31,7 @@ from zrun.agent.workers import WorkerCommand, isolated_gpus
 from zrun.job.environment import WORKER_DEFAULTS
 from zrun.system import processes
 from zrun.topology.machine import monitor
+from zrun.topology.visible import environment_of
 from zrun.transport.frames import StartRequest, StopMode
 from zrun_core.errors import ExitCode
 from zrun_core.spine.flight_page import host_file
@@ -218,8 +219,8 @@ def _environment(start: StartRequest, run_dir: Path, here: list[dict[str, Any]])
         found["NCCL_SOCKET_IFNAME"] = os.environ.get("NCCL_SOCKET_IFNAME", f"={start.interface}")
     found |= start.env
     gpus = [place["uuid"] for place in here if place.get("uuid") is not None]
-    if gpus:  # of those that the environment names the plan has chosen: in the order of the ranks
-        found["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+    # Of those that the environment names the plan has chosen: in the order of the ranks.
+    found |= environment_of(gpus)
     found["OMP_NUM_THREADS"] = str(here[0].get("threads", 1))
     found["ZRUN_STORE"] = start.store or str(run_dir / _STORE)
     return found

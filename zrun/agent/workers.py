@@ -23,6 +23,7 @@ from typing import Any
 from zrun.agent import fork_server
 from zrun.agent.fork_server import BEGIN, BEGIN_ANEW, ForkReply, ForkRequest, RankSlot
 from zrun.topology.cpus import USER_BINDING
+from zrun.topology.visible import environment_of
 
 
 class WorkerProcess:
@@ -234,7 +235,7 @@ class WorkerCommand:
             "ROLE_RANK": str(rank),
         }
         if rank in self.alone:
-            own["CUDA_VISIBLE_DEVICES"] = self.alone[rank]
+            own |= environment_of([self.alone[rank]])
         if self.store is not None and rank == 0:
             own["ZRUN_STORE_FD"] = str(self.store.fileno())
         return own

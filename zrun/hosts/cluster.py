@@ -39,6 +39,7 @@ class Gpu:
         index: of the GPU, in PCI order, as `nvidia-smi` counts.
         numa: node of the CPUs next to it.
         fabric: NVLink domain that may span hosts.
+        is_rocm: it is AMD's.
     """
 
     uuid: str
@@ -48,6 +49,7 @@ class Gpu:
     numa: int | None = None
     is_slice: bool = False
     fabric: str | None = None
+    is_rocm: bool = False
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,7 @@ class HostFacts:
 
     def limited(self, environ: Mapping[str, str]) -> HostFacts:
         """Return the same machine with those GPUs only that these variables leave."""
-        named = [NamedGpu(gpu.index, gpu.uuid) for gpu in self.gpus]
+        named = [NamedGpu(gpu.index, gpu.uuid, gpu.is_rocm) for gpu in self.gpus]
         found = visible(named, environ)
         return replace(
             self,
@@ -268,5 +270,12 @@ def _gpu(device: Board, part: Slice | None, nodes: Sequence[NumaNode]) -> Gpu:
     memory = (part.memory_bytes if part else device.memory_bytes) or 0
     uuid = part.uuid if part else device.uuid or ""
     return Gpu(
-        uuid, name, memory, device.index, near, part is not None, None if part else device.fabric
+        uuid,
+        name,
+        memory,
+        device.index,
+        near,
+        is_slice=part is not None,
+        fabric=None if part else device.fabric,
+        is_rocm=device.is_rocm,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from zrun.hosts.cluster import listed, several
 from zrun.hosts.probe import GpuState, HostReport
@@ -12,6 +13,18 @@ from zrun.topology.boards import POWER_CAP
 from zrun_core.sizes import format_size
 
 _BUSY = 0.1  # share of a GPU's memory that others may hold
+
+
+@dataclass(frozen=True)
+class _Tools:
+    """Commands of a vendor that reset a GPU, and that show its links."""
+
+    reset: str
+    links: str
+
+
+_NVIDIA = _Tools("nvidia-smi --gpu-reset", "nvidia-smi nvlink --status")
+_AMD = _Tools("amd-smi reset --gpureset", "amd-smi xgmi")
 
 
 def find_gpu_problems(report: HostReport, chosen: Sequence[int] | None) -> Iterator[str]:
@@ -72,11 +85,13 @@ def find_gpu_notes(report: HostReport, *, is_wanted: bool) -> Iterator[str]:
     for state in report.gpus:
         name = names[state.uuid]
         most_links[name] = max(most_links[name], state.num_links or 0)
+    tools = _AMD if any(gpu.is_rocm for gpu in facts.gpus) else _NVIDIA
     for number, state in _numbered(report):
         if state.foreign and not is_wanted:
             pids = listed([str(pid) for pid in state.foreign])
             yield f"GPU {number} is in use by pid {pids}"
-        for what in _ailments(state, most_links[names[state.uuid]], is_wanted=is_wanted):
+        most = most_links[names[state.uuid]]
+        for what in _ailments(state, most, tools, is_wanted=is_wanted):
             yield f"GPU {number} {what}"
 
 
@@ -85,19 +100,16 @@ def _numbered(report: HostReport) -> list[tuple[int, GpuState]]:
     return [(numbers[state.uuid], state) for state in report.gpus]
 
 
-def _ailments(state: GpuState, most_links: int, *, is_wanted: bool) -> Iterator[str]:
+def _ailments(state: GpuState, most_links: int, tools: _Tools, *, is_wanted: bool) -> Iterator[str]:
     """Yield what ails a GPU, as the rest of a sentence about it."""
     health = state.health
     if health.remap == "failed" and not is_wanted:
         yield "has damaged memory and no spare rows left to replace it with: have it exchanged"
     if health.remap == "pending":
-        yield (
-            "has damaged memory, which a reset replaces (nvidia-smi --gpu-reset, with no process "
-            "on it)"
-        )
+        yield f"has damaged memory, which a reset replaces ({tools.reset}, with no process on it)"
     if health.uncorrected:
         errors = several(health.uncorrected, "uncorrectable memory error")
-        yield f"has had {errors} since its driver was loaded: look for Xids in dmesg"
+        yield f"has had {errors} since its driver was loaded: look at dmesg"
     slowed = [why for why in health.slowed if why != POWER_CAP]  # usual for one at work
     if slowed:
         yield f"is slowed down{health.strain}: {slowed[0]}"
@@ -107,6 +119,4 @@ def _ailments(state: GpuState, most_links: int, *, is_wanted: bool) -> Iterator[
             "from the host take longer: seat the board anew, and look at its riser"
         )
     if state.num_links and state.num_links < most_links:
-        yield (
-            f"has {state.num_links} of {most_links} fast links up: see nvidia-smi nvlink --status"
-        )
+        yield f"has {state.num_links} of {most_links} fast links up: see {tools.links}"

@@ -13,6 +13,9 @@ from typing import Protocol
 
 TO_GPU = "gpu"
 TO_SWITCH = "switch"
+# kinds of fast links
+NVLINK = "NVLink"
+XGMI = "xGMI"
 # reasons for which a GPU runs slower than it could, worst first
 HOT_HARDWARE = "it is too hot (its own protection)"
 POWER_BRAKE = "the power supply brakes it"
@@ -83,11 +86,13 @@ class Board:
         problem: why nothing can run on it.
         processes: that compute on it.
         links: those that are up.
+        link_kind: of the fast ones.
         link_rate: GB/s in one direction over one of them; None: as its capability tells.
         cpus: near it.
         numa: node of those.
         slices: None: MIG is off.
         fabric: domain and clique of fast links that may span hosts.
+        is_rocm: it is AMD's, and variables of ROCm choose it.
     """
 
     index: int
@@ -100,11 +105,13 @@ class Board:
     capability: tuple[int, int] | None = None
     bus_id: str | None = None
     links: tuple[Link, ...] | None = None
+    link_kind: str = NVLINK
     link_rate: float | None = None
     cpus: tuple[int, ...] | None = None
     numa: int | None = None
     slices: tuple[Slice, ...] | None = None
     fabric: str | None = None
+    is_rocm: bool = False
     health: Health = field(default_factory=Health)
 
 

@@ -1,6 +1,7 @@
 """Links between the GPUs of a host: paths as `nvidia-smi topo -m` names them, rates as NCCL does.
 
-Pure: from a reading to a matrix. Source: NCCL, src/graph/topo.h (bandwidths per NVLink and path).
+Pure: from a reading to a matrix. Source: NCCL, src/graph/topo.h (bandwidths per NVLink and path);
+RCCL, the file of the same name (per xGMI link).
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from zrun.topology.boards import TO_GPU, TO_SWITCH, Board, Reading, Slice
+from zrun.topology.boards import NVLINK, TO_GPU, TO_SWITCH, XGMI, Board, Reading, Slice
 
 SELF = "X"
 UNKNOWN = "?"
 MIG = "MIG"
+_FAST = {"NV": NVLINK, "XG": XGMI}  # kinds of fast links, by the start of their paths
 
 # GB/s in one direction over one NVLink, by compute capability: the last row that is not above it.
 _NVLINK = (
@@ -43,7 +45,7 @@ class LinkMatrix:
     """Paths and bandwidths between the devices of a host, in their order.
 
     Attributes:
-        paths: `NV2`, `PIX`, `PXB`, `PHB`, `NODE`, `SYS`; `MIG` next to a slice, `X` on the
+        paths: `NV2`, `XG1`, `PIX`, `PXB`, `PHB`, `NODE`, `SYS`; `MIG` next to a slice, `X` on the
             diagonal, `?` not known.
         bandwidth: GB/s in one direction; 0 where there is no path or none is known.
         through_switch: NVLinks end at switches, so that every pair has all of them.
@@ -75,17 +77,18 @@ class LinkMatrix:
             return "MIG slices"
         if all(path == UNKNOWN for path in pairs.values()):
             return "links not known"
-        linked = {pair for pair, path in pairs.items() if path.startswith("NV")}
+        linked = {pair: path for pair, path in pairs.items() if is_fast(path)}
         if not linked:
             return "PCIe"
+        kind = _FAST[next(iter(linked.values()))[:2]]
         if len(linked) == len(pairs):
-            return "NVSwitch" if self.through_switch else "NVLink between all"
+            return "NVSwitch" if self.through_switch else f"{kind} between all"
         degrees = [sum(device in pair for pair in linked) for device in range(len(self))]
         if max(degrees) == 1:
-            return "NVLink pairs"
+            return f"{kind} pairs"
         if len(self) == 8 and set(degrees) == {4}:
             return "hybrid cube mesh"
-        return "NVLink between some"
+        return f"{kind} between some"
 
     def take(self, devices: Sequence[int]) -> Self:
         """Return the part of these devices, in this order."""
@@ -94,6 +97,11 @@ class LinkMatrix:
             tuple(tuple(self.bandwidth[a][b] for b in devices) for a in devices),
             self.through_switch,
         )
+
+
+def is_fast(path: str) -> bool:
+    """Return whether a path is made of links between GPUs: NVLinks, xGMI."""
+    return path[:2] in _FAST
 
 
 def link_matrix(reading: Reading) -> LinkMatrix:
@@ -126,7 +134,8 @@ def usable(reading: Reading) -> list[Board]:
 def _path(reading: Reading, a: Board, b: Board) -> tuple[str, float]:
     count = _bonded(a, b)
     if count:
-        return f"NV{count}", round(count * min(_per_link(a), _per_link(b)), 1)
+        name = next(start for start, kind in _FAST.items() if kind == a.link_kind)
+        return f"{name}{count}", round(count * min(_per_link(a), _per_link(b)), 1)
     # Both calls tell the same, unless one of them has failed.
     told = reading.ancestors[a.index][b.index], reading.ancestors[b.index][a.index]
     levels = [level for level in told if level is not None]
@@ -136,7 +145,7 @@ def _path(reading: Reading, a: Board, b: Board) -> tuple[str, float]:
 
 
 def _bonded(a: Board, b: Board) -> int:
-    """Return the number of NVLinks between two GPUs, or from each of them to switches."""
+    """Return the number of fast links between two GPUs, or from each of them to switches."""
     seen = []
     for here, there in ((a, b), (b, a)):
         if here.links is None or there.bus_id is None:
@@ -152,7 +161,9 @@ def _to_switch(device: Board) -> int:
 
 
 def _per_link(device: Board) -> float:
-    """Return the GB/s of one NVLink of a GPU."""
+    """Return the GB/s of one fast link of a GPU."""
+    if device.link_rate is not None:
+        return device.link_rate
     capability = device.capability or (7, 0)
     for since, rate in reversed(_NVLINK):
         if capability >= since:

@@ -1,6 +1,6 @@
 """Which GPUs the variables of the environment leave to a process, and what is wrong with them.
 
-Pure. CUDA reads CUDA_VISIBLE_DEVICES up to the first entry that it cannot make out, and says
+Pure. CUDA and ROCm read such a variable up to the first entry that they cannot make out, and say
 nothing: a typing error costs GPUs in silence. Here such an entry is named.
 """
 
@@ -11,23 +11,29 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 CUDA = "CUDA_VISIBLE_DEVICES"
+# ROCm's driver leaves what the first names; HIP counts those anew, and takes CUDA's variable where
+# its own is not set.
+ROCR = "ROCR_VISIBLE_DEVICES"
+HIP = "HIP_VISIBLE_DEVICES"
 
 _HIDDEN = {"", "-1", "none", "void", "NoDevFiles"}  # ways to ask for no GPU
 _SHOWN = 4  # GPUs in a message
 _OLD_MIG = re.compile(r"MIG-GPU-[0-9a-f-]+/\d+/\d+")
+_ROCM_UUID = re.compile(r"GPU-[0-9a-f]{16}")  # those of NVIDIA have dashes
 
 
 @dataclass(frozen=True)
 class NamedGpu:
     """A GPU, or a slice of one, by the names that people give it."""
 
-    index: int  # of the GPU, as `nvidia-smi` counts
+    index: int  # of the GPU, as `nvidia-smi` and `amd-smi` count
     uuid: str
+    is_rocm: bool = False
 
 
 @dataclass(frozen=True)
 class Visible:
-    """What a variable leaves.
+    """What the variables leave.
 
     Attributes:
         places: in the list of GPUs, in the order of the variable.
@@ -40,10 +46,31 @@ class Visible:
 
 def visible(gpus: Sequence[NamedGpu], environ: Mapping[str, str]) -> Visible:
     """Return which of a host's GPUs a process with this environment would see."""
-    wanted = environ.get(CUDA)
-    if wanted is None or not gpus:  # many machines without a GPU have the variable too
-        return Visible(tuple(range(len(gpus))))
-    return _chosen(CUDA, wanted, gpus)
+    variables = [CUDA]
+    if any(gpu.is_rocm for gpu in gpus):
+        variables = [ROCR, HIP if HIP in environ else CUDA]
+    left = Visible(tuple(range(len(gpus))))
+    for variable in variables:
+        wanted = environ.get(variable)
+        if wanted is None or not left.places:  # machines without a GPU often have it too
+            continue
+        named = [gpus[place] for place in left.places]
+        if variable != variables[0]:
+            named = [NamedGpu(number, gpu.uuid, gpu.is_rocm) for number, gpu in enumerate(named)]
+        found = _chosen(variable, wanted, named)
+        places = tuple(left.places[place] for place in found.places)
+        left = Visible(places, left.trouble or found.trouble)
+    return left
+
+
+def environment_of(uuids: Sequence[str]) -> dict[str, str]:
+    """Return the variables that leave these GPUs to a process, in this order; {} for none."""
+    if not uuids:
+        return {}
+    if all(_ROCM_UUID.fullmatch(uuid) for uuid in uuids):
+        numbers = ",".join(map(str, range(len(uuids))))  # of those that the first one leaves
+        return {ROCR: ",".join(uuids), HIP: numbers, CUDA: numbers}
+    return {CUDA: ",".join(uuids)}
 
 
 def _chosen(variable: str, wanted: str, gpus: Sequence[NamedGpu]) -> Visible:
@@ -54,6 +81,7 @@ def _chosen(variable: str, wanted: str, gpus: Sequence[NamedGpu]) -> Visible:
     """
     if wanted.strip() in _HIDDEN:
         return Visible(())
+    library = "ROCm" if any(gpu.is_rocm for gpu in gpus) else "CUDA"
     entries = [entry.strip() for entry in wanted.split(",")]
     by_number = entries[0].isdecimal()
     chosen: list[int] = []
@@ -62,13 +90,14 @@ def _chosen(variable: str, wanted: str, gpus: Sequence[NamedGpu]) -> Visible:
             break
         found = _matching(entry, gpus, by_number=by_number)
         if len(found) == 1 and found[0] in chosen:
-            return Visible((), f"{variable} names {entry} twice, and then CUDA shows no GPU")
+            trouble = f"{variable} names {entry} twice, and then {library} shows no GPU"
+            return Visible((), trouble)
         if len(found) != 1:
             why = _explain(entry, found, gpus, by_number=by_number)
             left = "shows no GPU"
             if chosen:
                 left = f"shows only the {len(chosen)} before it"
-            return Visible(tuple(chosen), f"{variable}: {why}, so CUDA {left}")
+            return Visible(tuple(chosen), f"{variable}: {why}, so {library} {left}")
         chosen += found
     return Visible(tuple(chosen))
 

@@ -13,7 +13,7 @@ from rich.text import Text
 from zrun.hosts.cluster import Cluster, HostFacts, listed, several
 from zrun.topology.cpus import format_cpus
 from zrun.topology.grouping import best_groups, weakest_pair
-from zrun.topology.links import LinkMatrix
+from zrun.topology.links import LinkMatrix, is_fast
 from zrun.watch.console import open_console
 from zrun_core.sizes import format_size
 from zrun_core.spine.printable import printable
@@ -211,7 +211,7 @@ def _links(host: HostFacts) -> list[RenderableType]:
 
 
 def _path(path: str) -> Text:
-    if path.startswith("NV"):
+    if is_fast(path):
         return Text(path, style="bold cyan")
     if path in ("X", "?", "MIG", "SYS"):
         return Text(path, style="dim")

@@ -1,0 +1,89 @@
+"""Where the runtime waits, found in its source: a wait that is added is a site by itself.
+
+A site is a call whose name says that it waits, or `settle`, which does so for all that is under
+way. Waits lie in one another: `unit.wait_for_unshard()` waits by `self._handle.wait()`, and that by
+`work.wait()`. Each of them is a site: what is called in one place may be needed there and not in
+another.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[3] / "zrun_core"
+# `wait_for_tier` is a context that tells others of a wait inside.
+_WAITS = re.compile(r"(?!wait_for_tier)(wait|synchronize)(_.*)?|record_stream|settle")
+# The functions that a site ends in: what they do for their caller is taken out there.
+_ENDS = ("hardware/accelerator.py",)
+
+
+class Site(NamedTuple):
+    """A call that waits.
+
+    Attributes:
+        file: below `zrun_core`.
+        function: "FlatUnit.settle".
+        call: its text, with "#2" behind it for the second one in its function.
+        first, last: lines.
+    """
+
+    file: str
+    function: str
+    call: str
+    first: int
+    last: int
+
+    @property
+    def name(self) -> str:
+        """Return what stays the same when lines move."""
+        return f"{self.file} {self.function}: {self.call}"
+
+    @property
+    def place(self) -> str:
+        """Return where it is now."""
+        return f"{self.file}:{self.first}"
+
+
+def find() -> list[Site]:
+    """Return all sites, by file and line."""
+    found: list[Site] = []
+    for path in sorted(ROOT.rglob("*.py")):
+        file = str(path.relative_to(ROOT))
+        if file not in _ENDS:
+            found.extend(_of_file(file, path.read_text(encoding="utf-8")))
+    return found
+
+
+@cache
+def _of_file(file: str, source: str) -> list[Site]:
+    seen: Counter[tuple[str, str]] = Counter()
+    found = []
+    for function, call in _calls(ast.parse(source), ()):
+        text = " ".join(ast.unparse(call).split())
+        text = text if len(text) <= 60 else text[:57] + "..."
+        seen[function, text] += 1
+        if seen[function, text] > 1:
+            text += f" #{seen[function, text]}"
+        found.append(Site(file, function, text, call.lineno, call.end_lineno or call.lineno))
+    return found
+
+
+def _calls(node: ast.AST, within: tuple[str, ...]) -> Iterator[tuple[str, ast.Call]]:
+    """Yield the waits below a node, each with the function that it is in."""
+    for child in ast.iter_child_nodes(node):
+        named = isinstance(child, ast.ClassDef | ast.FunctionDef)
+        yield from _calls(child, (*within, child.name) if named else within)  # type: ignore[attr-defined]
+        if isinstance(child, ast.Call) and _WAITS.fullmatch(_name(child.func)):
+            yield ".".join(within), child
+
+
+def _name(function: ast.expr) -> str:
+    if isinstance(function, ast.Attribute):
+        return function.attr
+    return function.id if isinstance(function, ast.Name) else ""

@@ -1,0 +1,147 @@
+"""Take out each wait of the runtime, one at a time, and see which scenario notices, and by what."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+from collections.abc import Collection, Iterator, Sequence
+from itertools import product
+from typing import Any, NamedTuple
+
+import pool
+from pool import RankPool
+
+from mutation import scenarios
+from mutation.needless import OPEN, reason
+from mutation.sites import Site, find
+
+SEEDS = (4, 1, 2, 3)  # each has something else that is later than all others
+BEGIN_S = 120.0  # ranks may take with all waits: they meet first
+END_S = 25.0  # after which ranks have no end: they take two or three
+MOST_SCENARIOS = 3  # for one wait, the quickest ones
+UNDISTURBED_SEEDS = (1, 2)
+
+Ranks = list[dict[str, Any]]
+
+
+class Row(NamedTuple):
+    """What taking out one wait came to.
+
+    Attributes:
+        site: of the wait.
+        scenario: that noticed, "" if none did.
+        how: it noticed: "a race: ...", "other numbers", "an error: ...", "no end".
+        seconds: of the scenarios until then.
+        reason: why nobody can notice, where that is known.
+        runs: scenarios that were run.
+    """
+
+    site: Site
+    scenario: str
+    how: str
+    seconds: float
+    reason: str
+    runs: int
+
+    @property
+    def is_good(self) -> bool:
+        """Return whether it was noticed, or need not be."""
+        return self.reason.startswith(OPEN) or bool(self.scenario) != bool(self.reason)
+
+    @property
+    def text(self) -> str:
+        """Return a line of the table."""
+        verdict = "good" if self.is_good else "BAD"
+        found = f"{self.scenario}: {self.how}" if self.scenario else f"not noticed: {self.reason}"
+        return (
+            f"{verdict:4} {self.site.place:32} {self.site.function}: {self.site.call} | "
+            f"{self.runs} runs, {self.seconds:.1f} s | {found}"
+        )
+
+
+class Table:
+    """Ranks with simulated GPUs, and what each scenario comes to on them undisturbed."""
+
+    def __init__(self, names: Collection[str] = scenarios.SCENARIOS.keys()) -> None:
+        """Take the scenarios' names."""
+        self._pools: dict[int, RankPool] = {}
+        self._names = names
+        self._results: dict[str, list[str]] = {}
+        self._reached: dict[str, set[tuple[str, int]]] = {}
+        self._seconds: dict[str, float] = {}
+
+    def undisturbed(self) -> None:
+        """Run all scenarios with all waits. They must come to the same in each run.
+
+        Raises:
+            AssertionError: one does not, or has a race.
+        """
+        for name in self._names:
+            self._reached[name] = set()
+            for seed in UNDISTURBED_SEEDS:
+                begin = time.perf_counter()
+                found = self._play(name, None, seed)
+                self._seconds[name] = time.perf_counter() - begin
+                for of_rank in found:
+                    assert not of_rank["error"], f"{name}: {of_rank['error']}"
+                    assert not of_rank["races"], f"{name}: {of_rank['races'][0]}"
+                    self._reached[name] |= of_rank["reached"]
+                results = [of_rank["result"] for of_rank in found]
+                assert results == self._results.setdefault(name, results), f"{name} varies"
+
+    def rows(self, parts: Sequence[str] = ("",)) -> Iterator[Row]:
+        """Take out the waits whose place has one of `parts`, one after the other."""
+        for site in find():
+            if any(part in site.place for part in parts):
+                yield self._row(site)
+
+    def _row(self, site: Site) -> Row:
+        lines = {(site.file, line) for line in range(site.first, site.last + 1)}
+        names = [name for name in self._names if lines & self._reached[name]]
+        names.sort(key=self._seconds.__getitem__)
+        why_not = reason(site)
+        text = why_not.text if not (why_not.only_unreached and names) else ""
+        begin, runs = time.perf_counter(), 0
+        for seed, name in product(SEEDS, names[:MOST_SCENARIOS]):
+            runs += 1
+            how = self._noticed(name, site, seed)
+            if how:
+                return Row(site, name, how, time.perf_counter() - begin, text, runs)
+        return Row(site, "", "", time.perf_counter() - begin, text, runs)
+
+    def _noticed(self, name: str, site: Site, seed: int) -> str:
+        try:
+            found = self._play(name, site, seed)
+        except AssertionError as error:  # of the pool: ranks hang, or are gone
+            return "no end" if "hang" in str(error) else f"an error: {_last_line(str(error))}"
+        for of_rank in found:
+            if of_rank["races"]:
+                return f"a race: {of_rank['races'][0].splitlines()[0]}"
+        for of_rank in found:
+            if of_rank["error"]:
+                return f"an error: {of_rank['error']}"
+        if [of_rank["result"] for of_rank in found] != self._results[name]:
+            return "other numbers"
+        return ""
+
+    def _play(self, name: str, site: Site | None, seed: int) -> Ranks:
+        size = scenarios.SCENARIOS[name].size
+        if size not in self._pools:
+            self._pools[size] = RankPool(size, "cuda")
+        folder = tempfile.mkdtemp(dir="/var/tmp")
+        fields = None if site is None else tuple(site)
+        pool.TIMEOUT_S = BEGIN_S if site is None else END_S
+        try:
+            return self._pools[size].run(scenarios.play, name, fields, seed, folder)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def close(self) -> None:
+        """End the ranks."""
+        for each in self._pools.values():
+            each.close()
+
+
+def _last_line(text: str) -> str:
+    return text.strip().splitlines()[-1]

@@ -1,0 +1,61 @@
+"""Print the table of mutations: each wait of the runtime is taken out, and something notices.
+
+    python tests/simulated_gpu/mutations.py                     all of them
+    python tests/simulated_gpu/mutations.py zero/unit.py:393    those of a file, or of a line
+
+Exits with 1 if a wait is noticed by nothing and there is no reason for that in
+`mutation/needless.py`, or if there is a reason and something notices.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "dist"), str(HERE.parents[1])]
+
+import simulated_gpu  # noqa: E402
+from simulated_gpu import build  # noqa: E402
+
+DELAYS = {"delay_us": 300, "delay_share": 0.3}  # of kernels; the rest is in mutation/disturbed.py
+
+
+def main() -> int:
+    """Print the table; return the exit code."""
+    from mutation.table import Row, Table
+
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("parts", nargs="*", default=[""], help="of a file's name, or of FILE:LINE")
+    parser.add_argument("--json", type=Path, help="file for the rows, by name of the wait")
+    options = parser.parse_args()
+    rows: list[Row] = []
+    table = Table()
+    try:
+        table.undisturbed()
+        for row in table.rows(options.parts):
+            rows.append(row)
+            print(row.text, flush=True)
+    finally:
+        table.close()
+    if options.json is not None:
+        options.json.write_text(json.dumps({row.site.name: row._asdict() for row in rows}))
+    noticed = sum(bool(row.scenario) for row in rows)
+    print(
+        f"{noticed} of {len(rows)} waits are noticed; {len(rows) - noticed} have reasons, or none"
+    )
+    return 0 if all(row.is_good for row in rows) else 1
+
+
+if __name__ == "__main__":
+    reason = simulated_gpu.why_not()
+    if reason is not None:
+        sys.exit(reason)
+    if not simulated_gpu.is_installed() and "SIMULATED_GPU" not in os.environ:
+        build.build()
+        environment = simulated_gpu.environment(devices=4, **DELAYS)
+        os.execve(sys.executable, [sys.executable, *sys.argv], environment)
+    sys.exit(main())

@@ -72,11 +72,13 @@ class NvmlMonitor:
         """
         self._source = source
         self._handles: dict[str, Any] = {}
+        self._wholes: dict[str, str] = {}  # by slice, the GPU that it is part of
         for uuid in uuids:
             handle = ask(source, "nvmlDeviceGetHandleByUUID", uuid)
             if handle is not None:
                 whole = ask(source, "nvmlDeviceGetDeviceHandleFromMigDeviceHandle", handle)
                 self._handles[uuid] = handle if whole is None else whole
+                self._wholes[uuid] = self._uuid(self._handles[uuid]) or uuid
         self._errors = {uuid: self._count(uuid) for uuid in self._handles}
         self._lost: set[str] = set()
         self._events = ask(source, "nvmlEventSetCreate")
@@ -118,8 +120,15 @@ class NvmlMonitor:
 
     def _named(self, device: Any) -> list[str]:
         """Return the GPU, or the slices of it, of a handle that an event names."""
-        where = _address(device)
+        told = self._uuid(device)
+        if told is not None:
+            return [uuid for uuid, whole in self._wholes.items() if whole == told]
+        where = _address(device)  # a GPU that is lost does not say its name any more
         return [uuid for uuid, handle in self._handles.items() if _address(handle) == where]
+
+    def _uuid(self, handle: Any) -> str | None:
+        found = ask(self._source, "nvmlDeviceGetUUID", handle)
+        return found.decode(errors="replace") if isinstance(found, bytes) else found
 
     def _counted(self) -> list[Fault]:
         """Return the growth of counters, where a driver has no events or an error made none."""

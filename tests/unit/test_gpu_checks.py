@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -272,3 +273,19 @@ def test_topo_names_a_wrong_variable(library: Path) -> None:
     seats = zrun(environ | {"CUDA_VISIBLE_DEVICES": "0,8"}, "topo", "--tp", "1", "--pp", "2")
     assert seats.returncode == 3
     assert "CUDA_VISIBLE_DEVICES: '8' is no GPU" in seats.stderr
+
+
+@pytest.mark.parametrize(("label", "kind"), [("cpu", "CPUs"), ("xpu", "Intel's GPUs")])
+def test_a_wheel_that_computes_on_no_gpu_of_a_host_is_told(label: str, kind: str) -> None:
+    healthy = report("h100-8")
+    software = replace(healthy.software, torch=f"2.13.0+{label}")
+    (note,) = find_gpu_notes(replace(healthy, software=software), is_wanted=True)
+    assert note == (
+        f"torch 2.13.0+{label} is a wheel for {kind}, without CUDA and ROCm: /usr/bin/python3 -m "
+        "pip install --force-reinstall torch==2.13.0 --index-url "
+        "https://download.pytorch.org/whl/cu130 (or another one that "
+        "https://pytorch.org/get-started names for its driver)"
+    )
+    assert list(find_gpu_notes(healthy, is_wanted=True)) == []
+    without = replace(healthy, software=software, facts=replace(healthy.facts, gpus=()), gpus=())
+    assert list(find_gpu_notes(without, is_wanted=True)) == []

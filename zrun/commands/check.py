@@ -91,7 +91,12 @@ def check(
     resolved = None
     if cluster is not None:
         resolved = plan_on_backend(loaded.config, backend, cluster)
-    structure = None if no_import else inspect_structure(loaded, _BUILD_TIMEOUT_S)
+    structure = None
+    if not no_import:
+        gpu_ranks = 0
+        if resolved is not None and backend.kind == "local" and resolved.job.device == "cuda":
+            gpu_ranks = len(resolved.plan.ranks)
+        structure = inspect_structure(loaded, _BUILD_TIMEOUT_S, gpu_ranks)
     if as_json:
         where = {
             "backend": {"kind": backend.kind, "why": backend.why},

@@ -35,7 +35,7 @@ WORKER_DEFAULTS = {
 # Variables of the launcher's shell that other hosts get without a job asking for it: settings of
 # libraries, which mean the same everywhere. Paths, and the numbers of this host's devices, do not.
 _FORWARDED = re.compile(
-    r"(NCCL|GLOO|UCX|FI|OMP|MKL|KMP|OPENBLAS|TORCH|PYTORCH|CUBLAS|CUDNN|NVIDIA|HF|TRANSFORMERS|WANDB|MLFLOW)_\w+"
+    r"(NCCL|RCCL|MIOPEN|HSA|GLOO|UCX|FI|OMP|MKL|KMP|OPENBLAS|TORCH|PYTORCH|CUBLAS|CUDNN|NVIDIA|HF|TRANSFORMERS|WANDB|MLFLOW)_\w+"
     r"|CUDA_(LAUNCH_BLOCKING|DEVICE_MAX_CONNECTIONS|MODULE_LOADING)|GLIBC_TUNABLES|TOKENIZERS_PARALLELISM|TZ|LANG|LC_\w+"
 )
 _SECRET = re.compile(r"token|key|secret|passw|credential", re.IGNORECASE)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from zrun.job.environment import worker_environment
 from zrun.job.load import LoadedJob
-from zrun_core.errors import ExitCode, JobError, UserCodeError, ZrunError
+from zrun_core.errors import ExitCode, JobError, PreflightError, UserCodeError, ZrunError
 from zrun_core.spine.config import JobConfig
 from zrun_core.spine.sections.section import Ref
 
@@ -46,21 +46,27 @@ class Structure:
     notes: list[str]
 
 
-def inspect_structure(job: LoadedJob, timeout_s: float) -> Structure:
+def inspect_structure(job: LoadedJob, timeout_s: float, gpu_ranks: int = 0) -> Structure:
     """Import everything that `job` refers to, and build its model on torch's meta device.
 
     Args:
         job: to inspect.
         timeout_s: seconds for all of it.
+        gpu_ranks: ranks that are to train on the GPUs of this host.
 
     Raises:
+        PreflightError: torch cannot train on these.
         JobError: a reference leads nowhere, or the optimizer, checkpointing, compiling, the
             pipeline or tensor parallelism does not suit the model.
         UserCodeError: the user's code raised, returned something else, crashed, or took longer.
     """
     job_dir = job.path.absolute().parent
     request = json.dumps(
-        {"job": job.config.model_dump(by_alias=True, exclude_unset=True), "job_dir": str(job_dir)}
+        {
+            "job": job.config.model_dump(by_alias=True, exclude_unset=True),
+            "job_dir": str(job_dir),
+            "gpu_ranks": gpu_ranks,
+        }
     )
     env = os.environ | worker_environment(job.config, os.environ)
     with subprocess.Popen(
@@ -103,6 +109,8 @@ def _result(answer: dict[str, Any]) -> Structure:
         return Structure(**answer)
     if answer["exit_code"] == ExitCode.USAGE:
         raise JobError(answer["error"])
+    if answer["exit_code"] == ExitCode.PREFLIGHT:
+        raise PreflightError(answer["error"])
     raise UserCodeError(answer["error"])
 
 
@@ -168,6 +176,14 @@ def _inspect(job: JobConfig, job_dir: Path) -> Structure:
     )
 
 
+def _check_gpus(num_ranks: int) -> None:
+    """Look whether so many ranks can train on the GPUs of this host, as each of them would."""
+    from zrun_core.hardware import accelerator
+    from zrun_core.train.rendezvous import check_device
+
+    check_device(accelerator.device_at(0), num_ranks)
+
+
 def _build(job: JobConfig, job_dir: Path) -> nn.Module:
     from zrun_core.user_code import user
     from zrun_core.user_code.on_meta import on_meta
@@ -187,6 +203,8 @@ def _main() -> None:
     answer_fd = os.dup(1)
     os.dup2(2, 1)  # what the user's code prints is chatter
     try:
+        if request["gpu_ranks"]:
+            _check_gpus(request["gpu_ranks"])
         answer = asdict(
             _inspect(JobConfig.model_validate(request["job"]), Path(request["job_dir"]))
         )

@@ -66,6 +66,23 @@ def find_gpu_problems(report: HostReport, chosen: Sequence[int] | None) -> Itera
             )
 
 
+def _wheel_notes(report: HostReport) -> Iterator[str]:
+    """Yield why torch computes on none of these GPUs, as far as its version says.
+
+    Ranks ask torch itself, and say so in the end.
+    """
+    torch = report.software.torch or ""
+    release, _, label = torch.partition("+")
+    made_for = {"cpu": "CPUs", "xpu": "Intel's GPUs"}.get(label)
+    if made_for is not None:
+        yield (
+            f"torch {torch} is a wheel for {made_for}, without CUDA and ROCm: "
+            f"{report.software.executable} -m pip install --force-reinstall torch=={release} "
+            "--index-url https://download.pytorch.org/whl/cu130 (or another one that "
+            "https://pytorch.org/get-started names for its driver)"
+        )
+
+
 def find_gpu_notes(report: HostReport, *, is_wanted: bool) -> Iterator[str]:
     """Yield what is worth knowing of a host's GPUs, and stops nothing.
 
@@ -80,6 +97,8 @@ def find_gpu_notes(report: HostReport, *, is_wanted: bool) -> Iterator[str]:
     if len(kinds) > 1:
         shown = ", ".join(f"{count} x {name}" for name, count in kinds.items())
         yield f"its GPUs differ ({shown}): the ranks of a job, or of a stage, need the same kind"
+    if facts.gpus:
+        yield from _wheel_notes(report)
     most_links: Counter[str] = Counter()
     names = {gpu.uuid: gpu.name for gpu in facts.gpus}
     for state in report.gpus:

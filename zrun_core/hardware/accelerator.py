@@ -20,13 +20,17 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from zrun_core.spine import device_names
+
 TYPE = "cuda"  # of torch's devices, under CUDA and ROCm
 _WITHOUT_STREAMS = ("cpu", "meta")
+_DEVICE_FILES = Path("/dev")
 
 Stream = torch.Stream
 
@@ -34,6 +38,83 @@ Stream = torch.Stream
 def is_accelerator(device: torch.device) -> bool:
     """Return whether what `device` is given is queued, and computed beside the host."""
     return device.type not in _WITHOUT_STREAMS
+
+
+def why_not(device: torch.device, num_ranks: int = 1) -> str | None:
+    """Say why a rank of several cannot train on `device`, and what would help; None: it can.
+
+    Args:
+        device: of the rank.
+        num_ranks: of the job: one rank exchanges nothing.
+    """
+    if not is_accelerator(device):
+        return None
+    if device.type != TYPE:
+        return device_names.what_lacks(device.type) or f"zrun knows no {device.type}"
+    count = device_count()
+    if not count:
+        return _why_none()
+    if device.index is not None and device.index >= count:
+        return f"{device} is not there: torch {torch.__version__} finds {count} here"
+    if num_ranks > 1 and not dist.is_nccl_available():
+        return _why_no_nccl()
+    return None
+
+
+def _why_none() -> str:
+    """Say why torch finds no device."""
+    wheel = f"torch {torch.__version__}"
+    release = torch.__version__.partition("+")[0]
+    if torch.version.cuda is None and torch.version.hip is None:
+        other = _other_kind()
+        why = "is a wheel for CPUs" if other is None else f"is one for {other}"
+        return (
+            f"{wheel} {why}, without CUDA and ROCm: pip install --force-reinstall "
+            f"torch=={release} --index-url https://download.pytorch.org/whl/cu130 (or another one "
+            "that https://pytorch.org/get-started names for the driver, or for ROCm)"
+        )
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        return f"{wheel} finds no GPU: {str(error).partition(chr(10))[0]}"
+    return f"{wheel} finds no GPU that this process may use: see CUDA_VISIBLE_DEVICES"
+
+
+def _why_no_nccl() -> str:
+    wheel = f"torch {torch.__version__} has no NCCL, by which the GPUs of several ranks exchange"
+    if sys.platform == "win32":
+        return (
+            f"{wheel}: no wheel for Windows has; install the one for Linux, in WSL 2, or train on "
+            "one rank"
+        )
+    return (
+        f"{wheel}: install a wheel of https://pytorch.org/get-started, build torch with "
+        "USE_NCCL=1, or train on one rank"
+    )
+
+
+def _other_kind() -> str | None:
+    """Return the kind of devices that this torch computes on where it is none of ours."""
+    given = torch.accelerator.current_accelerator()
+    return None if given is None or given.type == TYPE else given.type
+
+
+def why_idle() -> str | None:
+    """Say why GPUs of this host stay idle where torch finds none to train on; None: none do."""
+    if any(_DEVICE_FILES.glob("nvidia[0-9]*")):  # a driver shows them to this process
+        return _why_none()
+    return why_not_others()
+
+
+def why_not_others() -> str | None:
+    """Say why devices that torch computes on stay idle; None: it has none of another kind.
+
+    A Mac's are not meant: who tries a script there expects the CPU.
+    """
+    other = _other_kind()
+    if other is None or other == "mps" or not torch.accelerator.is_available():
+        return None
+    return f"torch {torch.__version__} computes on {other}, but {device_names.what_lacks(other)}"
 
 
 def device_count() -> int:

@@ -39,7 +39,7 @@ from zrun_core.hardware import accelerator
 from zrun_core.library import arguments
 from zrun_core.library.background_save import Background
 from zrun_core.library.run_record import Record
-from zrun_core.spine import heap
+from zrun_core.spine import device_names, heap, visible_devices
 from zrun_core.spine.flight_recorder import FlightRecorder
 from zrun_core.spine.tracebacks import user_location
 
@@ -342,11 +342,19 @@ def _find_slot() -> ProcessPlace:
 
 
 def _find_device(device: str, local_rank: int) -> torch.device:
-    if device not in ("auto", "cpu", "cuda"):
-        raise JobError(f"init(device={device!r}): write auto, cpu or cuda")
-    num_gpus = accelerator.device_count()
-    if device == "cpu" or (device == "auto" and not num_gpus):
+    if device not in device_names.CPU_AND_GPU:
+        why = device_names.why_refused(device) or "write auto, cpu or cuda"
+        raise JobError(f"init(device={device!r}): {why}")
+    if device == "cpu":
         return torch.device("cpu")
+    num_gpus = accelerator.device_count()
+    if not num_gpus:
+        why_not = accelerator.why_not(accelerator.device_at(local_rank))
+        if device == "auto":
+            why_not = None if visible_devices.are_hidden(os.environ) else accelerator.why_idle()
+        if why_not is None:
+            return torch.device("cpu")
+        raise PreflightError(f'init(): {why_not}; init(device="cpu") trains without')
     if local_rank >= num_gpus:
         raise PreflightError(
             f"init(): local rank {local_rank} has no GPU of its own, there are {num_gpus}: "
@@ -361,6 +369,8 @@ def _find_device(device: str, local_rank: int) -> torch.device:
 def _join(world_size: int, device: torch.device, timeout_s: float) -> None:
     if world_size == 1 or dist.is_initialized():
         return
+    if (why_not := accelerator.why_not(device, world_size)) is not None:
+        raise PreflightError(f"init(): {why_not}")
     backend = accelerator.backend_name(device)
     set_defaults()
     timeout = timedelta(seconds=backend_timeout(device, timeout_s))

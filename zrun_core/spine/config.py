@@ -13,11 +13,11 @@ environment, and nothing imports torch.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from zrun_core.spine import combinations
+from zrun_core.spine import combinations, device_names
 from zrun_core.spine.hostname import MAX_SLOTS, checked_item
 from zrun_core.spine.sections.activations import ActivationsConfig
 from zrun_core.spine.sections.checkpoint import CheckpointConfig, InitFromConfig
@@ -32,6 +32,13 @@ from zrun_core.spine.sections.parallel import PIPEDREAMS, ParallelConfig
 from zrun_core.spine.sections.precision import PrecisionConfig
 from zrun_core.spine.sections.section import NAME_PATTERN, Ranks, Ref, Samples, Section, Steps
 from zrun_core.spine.sections.zero import ZeroConfig
+
+
+def _checked_device(name: Any) -> Any:
+    """Refuse a device that is known, and on which nothing trains."""
+    if (why := device_names.why_refused(name)) is not None:
+        raise ValueError(why)
+    return name
 
 
 class JobConfig(Section):
@@ -174,8 +181,8 @@ class JobConfig(Section):
     slots: Annotated[int, Field(gt=0, le=MAX_SLOTS)] | Literal["auto"] = Field(
         default="auto", description="ranks on a host; auto: its GPUs, else 1", examples=[8]
     )
-    device: Literal["auto", "cpu", "cuda"] = Field(
-        default="auto", description="auto: cuda where there is one"
+    device: Annotated[Literal["auto", "cpu", "cuda"], BeforeValidator(_checked_device)] = Field(
+        default="auto", description="auto: cuda where there is one, ROCm's GPUs included"
     )
     threads: Annotated[int, Field(gt=0, le=1024)] | Literal["auto"] = Field(
         default="auto", description="CPU threads per rank; auto: usable cores / ranks", examples=[4]

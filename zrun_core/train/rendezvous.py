@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from zrun_core.distributed.communicators import backend_timeout, set_defaults
-from zrun_core.errors import RendezvousError
+from zrun_core.errors import PreflightError, RendezvousError
 from zrun_core.hardware import accelerator
 from zrun_core.spine.sections.guards import LimitsConfig
 
@@ -25,8 +25,10 @@ def join(rank: int, world_size: int, device: torch.device, limits: LimitsConfig)
         limits: seconds that ranks may take to arrive, and one collective to wait.
 
     Raises:
+        PreflightError: this torch cannot train on the device.
         RendezvousError: not all of them came in time.
     """
+    check_device(device, world_size)
     if accelerator.is_accelerator(device):
         accelerator.set_device(device)
     if world_size == 1:
@@ -53,6 +55,16 @@ def join(rank: int, world_size: int, device: torch.device, limits: LimitsConfig)
             f"not all {world_size} ranks arrived within {limits.start_s:g} s (limits.start_s): "
             f"{error}"
         ) from None
+
+
+def check_device(device: torch.device, num_ranks: int) -> None:
+    """Look whether a rank of several can train on `device`.
+
+    Raises:
+        PreflightError: this torch cannot.
+    """
+    if (why_not := accelerator.why_not(device, num_ranks)) is not None:
+        raise PreflightError(f"device: {device.type}, but {why_not}; device: cpu trains without")
 
 
 def _open_store(where: str, rank: int, world_size: int, patience: timedelta) -> Any:

@@ -46,6 +46,7 @@ from zrun_core.errors import (
     ZrunError,
 )
 from zrun_core.guards.watchdog import Watchdog
+from zrun_core.hardware import accelerator
 from zrun_core.memory.buffers import placement_of
 from zrun_core.memory.room import Room
 from zrun_core.optim.lr import make_schedule
@@ -243,7 +244,7 @@ class Worker:
             built, job, settings, mesh, comm, inputs, parts, divided
         )
         sharded.module.to(device)  # buffers: the parameters are there
-        notes = [*built.notes, *plan_notes, *notes]
+        notes = [*built.notes, *plan_notes, *notes, *_idle_devices(device)]
         if parts is not None:
             notes += parts.notes
 
@@ -549,6 +550,14 @@ class Worker:
             print(error, file=sys.stderr, flush=True)
             return error.exit_code
         return failure_note.report(error, self.run_dir, self.rank, self.phase.name, self._trainer)
+
+
+def _idle_devices(device: torch.device) -> list[str]:
+    """Say which devices stay idle while `device` trains, if torch knows some."""
+    why_not = accelerator.why_not_others()
+    if device.type != "cpu" or why_not is None:
+        return []
+    return [f"ranks train on CPUs: {why_not}"]
 
 
 def _without_options(ref: Ref) -> Ref:

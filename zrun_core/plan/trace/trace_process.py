@@ -37,7 +37,7 @@ from typing import Any, TextIO
 
 from zrun_core.errors import ExitCode, JobError, UserCodeError
 from zrun_core.plan.trace.profile import Profile
-from zrun_core.spine import memory_limits, tracebacks
+from zrun_core.spine import memory_limits, tracebacks, visible_devices
 from zrun_core.spine.cache import are_unchanged, cache_folder, digest_of_file, write_cached
 from zrun_core.spine.config import JobConfig
 
@@ -236,7 +236,7 @@ def _ask(request: dict[str, Any], environment: Mapping[str, str], timeout_s: flo
                 stdout=said,
                 stderr=subprocess.STDOUT,
                 pass_fds=(write_fd,),
-                env=os.environ | dict(environment) | {"CUDA_VISIBLE_DEVICES": ""},
+                env=os.environ | dict(environment) | visible_devices.NO_GPU,
                 start_new_session=True,  # so that what the user's code starts can be ended with it
             )
         finally:

@@ -21,6 +21,7 @@ from zrun_core.distributed.handle import Handle
 from zrun_core.distributed.mesh import Mesh
 from zrun_core.distributed.transport import Group
 from zrun_core.hardware.clock import Waits
+from zrun_core.pipeline.messages import carrier
 from zrun_core.pipeline.split import Split
 
 
@@ -56,7 +57,7 @@ class StageLinks:
             place: of the tensor among those that cross.
         """
         peer = self._split.stage_of(chunk + 1)
-        group = self._activations_before(chunk + 1)
+        group = self._carrier(chunk + 1, is_grad=False)
         name = f"activations of micro-batch {micro}"
         number = self._number(chunk + 1, micro, place, is_grad=False)
         self._send(tensor, peer, group, number, name)
@@ -73,7 +74,7 @@ class StageLinks:
             place: of the tensor among those that cross.
         """
         peer = self._split.stage_of(chunk - 1)
-        group = self._activations_before(chunk)
+        group = self._carrier(chunk, is_grad=False)
         name = f"activations of micro-batch {micro}"
         number = self._number(chunk, micro, place, is_grad=False)
         return self._receive(like.shape, like.dtype, peer, group, number, name)
@@ -81,7 +82,7 @@ class StageLinks:
     def send_grad(self, grad: torch.Tensor, chunk: int, micro: int, place: int) -> None:
         """Send the gradient of what `receive_activation` of the same arguments has returned."""
         peer = self._split.stage_of(chunk - 1)
-        group = self._grads_before(chunk)
+        group = self._carrier(chunk, is_grad=True)
         number = self._number(chunk, micro, place, is_grad=True)
         self._send(grad, peer, group, number, f"gradients of micro-batch {micro}")
 
@@ -95,7 +96,7 @@ class StageLinks:
             chunk, micro, place: as of `send_activation`.
         """
         peer = self._split.stage_of(chunk + 1)
-        group = self._grads_before(chunk + 1)
+        group = self._carrier(chunk + 1, is_grad=True)
         name = f"gradients of micro-batch {micro}"
         number = self._number(chunk + 1, micro, place, is_grad=True)
         return self._receive(shape, dtype, peer, group, number, name)
@@ -110,17 +111,10 @@ class StageLinks:
             handle.wait()
         self._sent = []
 
-    def _activations_before(self, chunk: int) -> Group:
-        """Return the group that carries activations over the border before `chunk`."""
-        return self._mesh.pipe_wrap if self._wraps(chunk) else self._mesh.pipe
-
-    def _grads_before(self, chunk: int) -> Group:
-        """Return the group that carries gradients back over the border before `chunk`."""
-        return self._mesh.pipe_back_wrap if self._wraps(chunk) else self._mesh.pipe_back
-
-    def _wraps(self, chunk: int) -> bool:
-        """Return whether what comes before `chunk` is on a later stage."""
-        return self._split.stage_of(chunk - 1) > self._split.stage_of(chunk)
+    def _carrier(self, chunk: int, *, is_grad: bool) -> Group:
+        """Return the group that carries what crosses the border before `chunk`, or its gradient."""
+        group: Group = getattr(self._mesh, carrier(self._split.pp, chunk, is_grad=is_grad))
+        return group
 
     def _number(self, chunk: int, micro: int, place: int, *, is_grad: bool) -> int:
         """Return the number of a message about what crosses the border before `chunk`."""

@@ -141,7 +141,7 @@ class PipelineRunner(MicroBatchRunner):
             with self._backward_pass(action, micro, boundary=boundary):
                 if roots:
                     torch.autograd.backward(roots, grads)
-                for place, arrived in passed.arrived.items():
+                for place, arrived in sorted(passed.arrived.items()):  # the order of receipts
                     self._links.send_grad(arrived.take_grad(), chunk, number, place)
         self.waited[StepPhase.BACKWARD] += self._comm.waits.take()
         return None if share is None else share.detach()

@@ -74,7 +74,7 @@ def rendered(table: Table, width: int) -> list[str]:
 
 def test_a_check_says_what_the_fullest_rank_takes(small: Answer, too_big: Answer) -> None:
     (line,) = memory_view(small, 100)
-    taken = "each rank takes 20.3 GiB of the 79.2 GiB of A100-80G, 74% free"
+    taken = "each rank takes 20.8 GiB of the 79.2 GiB of A100-80G, 74% free"
     assert line == f"memory: {taken}; activations: formula"
     over, verdict = memory_view(too_big, 100)
     assert "free" not in over

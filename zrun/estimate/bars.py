@@ -38,6 +38,7 @@ PARTS = (
     BarSegment("activations", "A", "#E69F00"),
     BarSegment("allocator", "s", "#999999"),
     BarSegment("context", "c", "#D55E00"),
+    BarSegment("communicators", "n", "#882255"),
 )
 MEANINGS = {
     "params": "parameters",
@@ -47,7 +48,8 @@ MEANINGS = {
     "buffers": "buffers of modules",
     "activations": "activations, temporaries and the batch",
     "allocator": "held by the allocator, and not in use at the peak",
-    "context": "driver, libraries and communicators",
+    "context": "driver and libraries",
+    "communicators": "communicators between ranks",
 }
 _STATES = ("params", "grads", "optim", "rings", "buffers")
 
@@ -60,7 +62,8 @@ def parts_of(rank: RankMemory) -> dict[str, int]:
             found[buffer.kind.value] += buffer.num_bytes
     found["activations"] = max(0, rank.allocated - sum(found.values()))
     found["allocator"] = max(0, rank.reserved - rank.allocated)
-    found["context"] = max(0, rank.device_used - rank.reserved)
+    found["communicators"] = rank.communicators
+    found["context"] = max(0, rank.device_used - rank.reserved - rank.communicators)
     return found
 
 

@@ -16,6 +16,22 @@ def _peaks(tensor: float, fp32: float, *, bf16: bool = True) -> dict[str, float]
     return {"fp16": tensor, "fp32": fp32} | ({"bf16": tensor} if bf16 else {})
 
 
+def _communicators(channels: int, between_two: int) -> dict[str, int]:
+    """Return what communicators of NCCL take of a device.
+
+    A channel has 10 MiB to receive and 2 MiB to send for each rank that it is connected with, as
+    NCCL_DEBUG_SUBSYS=ALLOC told on 8 H100 (NVIDIA/nccl#1685): buffers of all three protocols, of
+    which NCCL_BUFFSIZE, 4 MiB, is the largest. Rings receive of one rank and send to one; a message
+    goes one way, and a rank has as many ends of either kind. All of it is linear in the channels
+    (nccl#864), of which faster links have more.
+
+    Args:
+        channels: of collectives within a host.
+        between_two: of messages between two ranks.
+    """
+    return {"communicator_bytes": 12 * channels * MIB, "pair_bytes": 6 * between_two * MIB}
+
+
 def _gpu(
     name: str, memory_mib: int, peak: Mapping[str, float], bandwidth: float, sms: int, **rest: Any
 ) -> Device:
@@ -23,7 +39,7 @@ def _gpu(
     given: dict[str, Any] = {
         "context_bytes": 450 * MIB,
         "workspace_bytes": 8 * MIB + 128 * 1024,
-        "communicator_bytes": 160 * MIB,
+        **_communicators(4, 2),
         "gemm_area": 9000.0 * sms,
     }
     return Device(name, "cuda", memory_mib * MIB, peak, bandwidth, **(given | rest))
@@ -32,8 +48,15 @@ def _gpu(
 # Memory in MiB as the CUDA runtime reports it; dense peaks; bandwidth in bytes/s; streaming
 # multiprocessors. Attention is torch's flash kernel (FlashAttention-2) from the A100 on, the
 # memory-efficient one before.
-_A100 = {"gemm": 0.80, "attention": 0.55}
-_HOPPER = {"gemm": 0.64, "attention": 0.32, "workspace_bytes": 32 * MIB, "context_bytes": 520 * MIB}
+_V100 = {"gemm": 0.72, "attention": 0.30, **_communicators(12, 16)}
+_A100 = {"gemm": 0.80, "attention": 0.55, **_communicators(24, 32)}
+_HOPPER = {
+    "gemm": 0.64,
+    "attention": 0.32,
+    "workspace_bytes": 32 * MIB,
+    "context_bytes": 520 * MIB,
+    **_communicators(16, 32),
+}
 DEVICES: dict[str, Device] = {
     device.name: device
     for device in (
@@ -43,8 +66,7 @@ DEVICES: dict[str, Device] = {
             _peaks(125e12, 15.7e12, bf16=False),
             900e9,
             80,
-            gemm=0.72,
-            attention=0.30,
+            **_V100,
         ),
         _gpu(
             "V100-32G",
@@ -52,8 +74,7 @@ DEVICES: dict[str, Device] = {
             _peaks(125e12, 15.7e12, bf16=False),
             900e9,
             80,
-            gemm=0.72,
-            attention=0.30,
+            **_V100,
         ),
         _gpu("A100-40G", 40338, _peaks(312e12, 19.5e12), 1555e9, 108, **_A100),
         _gpu("A100-80G", 81051, _peaks(312e12, 19.5e12), 2039e9, 108, **_A100),

@@ -68,6 +68,7 @@ class Device:
             each process has.
         workspace_bytes: of the library of matrix products, in the allocator.
         communicator_bytes: of one group of ranks, outside of the allocator.
+        pair_bytes: of one end of a communicator for messages between two ranks, which go one way.
         contention: share of a transfer's time that it takes from computation beside it; 1:
             nothing overlaps.
         optimizer: elements that a fused Adam in fp32 updates per second; None: as the memory
@@ -91,6 +92,7 @@ class Device:
     context_bytes: int = 0
     workspace_bytes: int = 0
     communicator_bytes: int = 0
+    pair_bytes: int = 0
     contention: float = 0.12
     optimizer: float | None = None
 

@@ -17,6 +17,19 @@ from zrun_core.spine.sections.parallel import Axis
 from zrun_core.spine.sections.zero import ZeroConfig
 
 GroupAxis = Literal["world", "pipe", "data", "tensor", "shard", "replicate", "tied"]
+_SUMMED: tuple[GroupAxis, ...] = ("world", "data", "tensor", "shard", "replicate", "tied")
+
+
+class NumCommunicators(NamedTuple):
+    """How many communicators of NCCL a rank belongs to.
+
+    Attributes:
+        groups: of ranks that sum and gather.
+        pairs: of two stages, for messages that go one way.
+    """
+
+    groups: int
+    pairs: int
 
 
 class Coordinates(NamedTuple):
@@ -88,6 +101,33 @@ class ParallelDims:
         """Return the groups of ranks along `axis`; see `groups_along`."""
         places = [self.coordinates(rank) for rank in range(self.world_size)]
         return groups_along(axis, places, self.shard_size, (0, self.pp - 1))
+
+    def communicators(
+        self, stage: int, ranks_per_host: int, tied_stages: Sequence[int] = ()
+    ) -> NumCommunicators:
+        """Return those of the first rank of a stage, as `distributed.communicators` makes them.
+
+        Groups of the same ranks share one.
+
+        Args:
+            stage: of the pipeline.
+            ranks_per_host: of the job.
+            tied_stages: that have the same parameters.
+        """
+        places = [self.coordinates(rank) for rank in range(self.world_size)]
+        rank = next(number for number, place in enumerate(places) if place.pp == stage)
+        hosts = [
+            tuple(range(first, min(first + ranks_per_host, self.world_size)))
+            for first in range(0, self.world_size, ranks_per_host)
+        ]
+        found = {ranks for ranks in hosts if rank in ranks}
+        for axis in _SUMMED:
+            groups = groups_along(axis, places, self.shard_size, tied_stages)
+            found |= {ranks for ranks in groups if rank in ranks}
+        neighbours = (stage > 0) + (stage < self.pp - 1)
+        if self.virtual > 1 and stage in (0, self.pp - 1):
+            neighbours += 1  # the other end
+        return NumCommunicators(sum(len(ranks) > 1 for ranks in found), 2 * neighbours)
 
 
 def groups_along(

@@ -122,7 +122,10 @@ class Bounds:
         at_home, away = known.dynamic
         dynamic = at_home if placement.activation is Tier.DEVICE else away
         workspace = self._hardware.device.workspace_bytes
-        return total + dynamic + workspace + self._planner.outside(candidate)
+        stages = candidate.dims.pp
+        kinds = {0, stages // 2, stages - 1}  # of all stages between the two ends one is enough
+        outside = min(self._planner.outside(candidate, index) for index in kinds)
+        return total + dynamic + workspace + outside
 
     def _least_seconds(self, number: int, placement: Placement) -> float:
         known = self._known[number]

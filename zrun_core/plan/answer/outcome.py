@@ -23,6 +23,7 @@ class RankMemory:
         allocated: by the allocator, at most.
         reserved: with what the allocator holds beside it; on a CPU with the holes of the heap.
         device_used: reserved, and what the driver and its libraries take; on a CPU of the process.
+        communicators: of these, between ranks.
         pinned, pageable: of the host's memory.
     """
 
@@ -32,6 +33,7 @@ class RankMemory:
     allocated: int
     reserved: int
     device_used: int
+    communicators: int
     pinned: int
     pageable: int
     disk: int

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 from zrun_core.errors import JobError
@@ -39,6 +40,7 @@ from zrun_core.plan.timing.micro_batch_cost import TimingSettings
 from zrun_core.plan.timing.timing import StepTime, step_time
 from zrun_core.plan.trace.profile import Profile
 from zrun_core.spine.config import JobConfig
+from zrun_core.spine.parallel_dims import NumCommunicators, ParallelDims
 from zrun_core.zero.sharding_config import ShardingConfig
 
 _SEGMENT_BYTES = 2 * MIB  # in multiples of which CUDA's allocator reserves memory
@@ -174,7 +176,7 @@ class Planner:
         peak = self.activations.peak(candidate, stage, steady)
         beyond = self.activations.reserved_beyond(candidate, peak, states.moments)
         reserved = peak.num_bytes + beyond
-        outside = self.outside(candidate)
+        outside = self.outside(candidate, index)
         if self.device_type == "cuda":
             reserved = -(-reserved // _SEGMENT_BYTES) * _SEGMENT_BYTES
         else:
@@ -186,27 +188,36 @@ class Planner:
             allocated=peak.num_bytes,
             reserved=reserved,
             device_used=reserved + outside,
+            communicators=self.communicators(candidate, index),
             pinned=states.pinned + _on_tier(waiting, Tier.HOST),
             pageable=states.pageable + self.hosts.process_bytes,
             disk=states.disk + _on_tier(waiting, Tier.DISK),
         )
 
-    def outside(self, candidate: Candidate) -> int:
-        """Return the bytes of a device outside of its allocator.
+    def outside(self, candidate: Candidate, index: int) -> int:
+        """Return the bytes of a device of a stage outside of its allocator.
 
-        They are the driver's, and those of a communicator for each group that a rank belongs to.
+        They are the driver's, and those of communicators.
         """
         dims = candidate.dims
-        replicas = dims.dp // dims.shard_size
-        sizes = {dims.world_size, dims.tp, dims.dp, dims.pp, dims.shard_size, replicas}
-        groups = len(sizes - {1})
-        device = self.hardware.device
         imported = 0
         builds_on_meta = candidate.init == "meta" or dims.world_size > 1
         recomputes = candidate.checkpoint != "none"
         if self.device_type == "cpu" and (builds_on_meta or recomputes):
             imported = rank_memory.COMPILER_BYTES
-        return device.context_bytes + imported + groups * device.communicator_bytes
+        context = self.hardware.device.context_bytes
+        return context + imported + self.communicators(candidate, index)
+
+    def communicators(self, candidate: Candidate, index: int) -> int:
+        """Return the bytes of a device of a stage that communicators take: groups, and messages."""
+        device = self.hardware.device
+        if not device.communicator_bytes:
+            return 0  # gloo's are on the host
+        tied: tuple[int, ...] = ()
+        if candidate.dims.pp > 1:
+            tied, _ = self.pipeline.tied(self.split(candidate))
+        counts = _num_communicators(candidate.dims, index, self.hardware.devices_per_node, tied)
+        return counts.groups * device.communicator_bytes + counts.pairs * device.pair_bytes
 
     # All of it
 
@@ -219,9 +230,9 @@ class Planner:
         self._check(candidate)
         capacity = self.hardware.device.memory_bytes
         held = sum(buffer.num_bytes for buffer in self.activations.held(candidate))
-        beside = held + self.outside(candidate)
         used = 0
         for index in self._stages(candidate):
+            beside = held + self.outside(candidate, index)
             stage = self.stage(candidate, index)
             steady = self._states.of_stage(candidate, index).steady
             in_use = self.activations.peak(candidate, stage, steady).num_bytes + beside
@@ -397,6 +408,13 @@ def _timing_settings(
         fused=job.compile,
         causal=shape is None or not shape.name.startswith("bert"),
     )
+
+
+@lru_cache(maxsize=4096)
+def _num_communicators(
+    dims: ParallelDims, stage: int, ranks_per_host: int, tied_stages: tuple[int, ...]
+) -> NumCommunicators:
+    return dims.communicators(stage, ranks_per_host, tied_stages)
 
 
 def _without_activations(rank: RankMemory) -> RankMemory:

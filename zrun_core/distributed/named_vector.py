@@ -13,8 +13,17 @@ from zrun_core.hardware import accelerator
 
 def on_device(numbers: Sequence[float], device: torch.device) -> torch.Tensor:
     """Return `numbers` on `device`, [n] float64, without waiting for what is queued there."""
-    values = torch.tensor(numbers, dtype=torch.float64)
-    if accelerator.is_accelerator(device):
+    return sent_to(device, torch.tensor(numbers, dtype=torch.float64))
+
+
+def sent_to(device: torch.device, values: torch.Tensor) -> torch.Tensor:
+    """Return `values` on `device`, without waiting for what is queued there.
+
+    Args:
+        device: that they go to.
+        values: few, there already or on the host.
+    """
+    if accelerator.is_accelerator(device) and not accelerator.is_accelerator(values.device):
         values = values.pin_memory()
     return values.to(device, non_blocking=True)
 

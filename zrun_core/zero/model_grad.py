@@ -8,6 +8,7 @@ import torch
 
 from zrun_core.distributed.comm import Comm
 from zrun_core.distributed.mesh import Mesh
+from zrun_core.distributed.named_vector import sent_to
 from zrun_core.zero.nonfinite import Inspector
 from zrun_core.zero.reduce import Reducer
 from zrun_core.zero.unit import FlatUnit
@@ -59,7 +60,7 @@ class ModelGrad:
             norms: list[torch.Tensor] = []
             of_units: list[FlatUnit] = []
             for unit in self._counted:
-                found = torch.stack(unit.grad.norms(part)).to(total.device)
+                found = sent_to(total.device, torch.stack(unit.grad.norms(part)))
                 norms.append(found)
                 of_units += [unit] * len(found)
             if norms:

@@ -56,6 +56,7 @@ WITH_PARAMETERS = {
     "apart, all": Placement(param=HOST, grad=HOST, optimizer=HOST),
     "disk, all": Placement(param=DISK, grad=DISK, optimizer=DISK),
     "disk parameters": Placement(param=DISK),
+    "apart parameters": Placement(param=HOST),
     "mixed": Placement(param=DISK, grad=HOST, optimizer=HOST),
 }
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -98,6 +98,16 @@ def test_every_placement_changes_no_bit(tmp_path: Path, stage: int, param: str) 
     assert found == []
 
 
+def test_a_step_with_states_elsewhere_makes_the_host_wait_for_no_kernel(tmp_path: Path) -> None:
+    cases = [*COVERING, (3, "host", "device", "device", "overlap")]
+    assert on_device(f"refusals({cases}, {str(tmp_path)!r})", delay_us=50) == []
+
+
+def test_a_step_moves_what_is_planned(tmp_path: Path) -> None:
+    cases = [*COVERING, (3, "host", "device", "device", "overlap")]
+    assert on_device(f"moved_otherwise({cases}, {str(tmp_path)!r})") == []
+
+
 def on_ranks(call: str, size: int, **settings: Any) -> list[Any]:
     """Return what a function of `tiers_cases.py` returns on each of some ranks."""
     script = f"""

@@ -28,6 +28,7 @@ from zrun_core.memory.layout import PAGE_BYTES
 from zrun_core.tiers import copies, pinning
 from zrun_core.tiers.copies import StreamCopier
 from zrun_core.tiers.host_arena import HostArena
+from zrun_core.zero.account import planned_moves
 from zrun_core.zero.sharded_model import ShardedModel
 
 CUDA = torch.device("cuda")
@@ -218,6 +219,58 @@ def beside_backward(folder: str, place: tuple[int, int, int]) -> list[bool]:
             for has_side_stream in (False, True)
         ]
         found.append(ways[0] == ways[1])
+    return found
+
+
+def refusals(cases: list[tuple[int, str, str, str, str]], folder: str) -> list[Any]:
+    """Return what torch says of host waits in steps with states elsewhere, case by case.
+
+    What waits for copies by their events is not among them: who computes on the host has to.
+    """
+    found: list[Any] = []
+    for stage, param, grad, optimizer, schedule in cases:
+        sharded = on_one_device.make_sharded(
+            on_one_device.build(),
+            stage,
+            "bf16",
+            {"clip": 1.0},
+            placement=Placement(param=Tier(param), grad=Tier(grad), optimizer=Tier(optimizer)),
+            schedule=schedule,
+            disk_folder=folder,
+            delay_after=1,
+        )
+        batches = on_one_device.batches(4)
+        for batch in batches[:2]:
+            on_one_device.one_step(sharded, batch)
+        try:
+            with on_one_device.no_synchronisation():
+                for batch in batches[2:]:
+                    on_one_device.one_step(sharded, batch)
+                sharded.settle_updates()
+        except RuntimeError as error:
+            found.append([stage, param, grad, optimizer, schedule, str(error)])
+    return found
+
+
+def moved_otherwise(cases: list[tuple[int, str, str, str, str]], folder: str) -> list[Any]:
+    """Return those of some cases in which a step moves other bytes than the plan says."""
+    found: list[Any] = []
+    for case in cases:
+        stage, param, grad, optimizer, schedule = case
+        sharded = on_one_device.make_sharded(
+            on_one_device.build(),
+            stage,
+            "bf16",
+            placement=Placement(param=Tier(param), grad=Tier(grad), optimizer=Tier(optimizer)),
+            schedule=schedule,
+            disk_folder=folder,
+            delay_after=1,
+        )
+        for batch in on_one_device.batches(3):
+            on_one_device.one_step(sharded, batch)
+        moved = {move: size for move, size in sharded.updates.step_counts.moved.items() if size}
+        if moved != planned_moves(sharded, 1):
+            found.append(case)
     return found
 
 

@@ -269,8 +269,17 @@ class Tiers:
 
     def write(self, extent: Extent, source: torch.Tensor, kind: Kind) -> Transfer:
         """Begin to write `source`, uint8 in whole pages, to the beginning of an extent."""
+        self.count_written(kind, [(extent, source)])
+        return self.write_counted(extent, source, kind)
+
+    def count_written(self, kind: Kind, pieces: Sequence[tuple[Extent, torch.Tensor]]) -> None:
+        """Count what `write_counted` will write."""
+        num_bytes = sum(source.nbytes for _, source in pieces)
+        self._count(Move(Tier.DISK, Direction.WRITTEN, kind), num_bytes)
+
+    def write_counted(self, extent: Extent, source: torch.Tensor, kind: Kind) -> Transfer:
+        """Begin to write like `write`, what was counted before."""
         assert self._file is not None
-        self._count(Move(Tier.DISK, Direction.WRITTEN, kind), source.nbytes)
         return _Watched(self._file.write(extent, source), Tier.DISK, self)
 
     def submit(self, task: Callable[[], None]) -> Transfer:

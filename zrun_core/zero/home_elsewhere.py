@@ -23,7 +23,7 @@ from zrun_core.tiers.transfer import DONE, Transfer
 from zrun_core.zero.home import Home
 
 Look = Callable[[torch.Tensor], None]  # at values that are there now
-Move = Callable[[Extent, torch.Tensor, Kind], Transfer]  # `Tiers.read` or `Tiers.write`
+Move = Callable[[Extent, torch.Tensor, Kind], Transfer]  # as `Tiers.read` or `Tiers.write`
 
 
 class AwayHome(Home, Protocol):
@@ -97,10 +97,6 @@ class OnHost:
         # Who asks may write: the device, which may be behind, has to have read what is there.
         self._tiers.wait_on_host(self._loading, Tier.HOST)
         self._loading = DONE
-        return self._arrived()
-
-    def _arrived(self) -> torch.Tensor:
-        """Wait until what was stored is there, and return the memory, to be read."""
         self._tiers.wait_on_host(self._coming, Tier.HOST)
         self._coming = DONE
         return self._used
@@ -119,10 +115,12 @@ class OnHost:
         self._used = self._memory[:num_bytes]
 
     def stored(self, dtype: torch.dtype, start: int, stop: int) -> Stored:
-        return StoredOnHost(self._arrived().view(torch.uint8)[start:stop].view(dtype))
+        self._coming.wait_on_host()
+        return StoredOnHost(self._used.view(torch.uint8)[start:stop].view(dtype))
 
     def load(self, target: torch.Tensor, start: int = 0) -> Transfer:
-        part = self._arrived()[start : start + target.numel()]
+        self._tiers.wait(self._coming, Tier.HOST)  # what the device stores it may load at once
+        part = self._used[start : start + target.numel()]
         self._loading = self._tiers.copy_up(part, target, self._kind)
         return self._loading
 
@@ -314,10 +312,15 @@ class OnDisk:
 
     def _move(self, move: Move, values: torch.Tensor, start: int) -> Transfer:
         """Begin to move `values` [n], of which the first is element `start`."""
+        pieces = self._pieces(values, start)
+        return _All([move(extent, piece, self._kind) for extent, piece in pieces])
+
+    def _pieces(self, values: torch.Tensor, start: int) -> list[tuple[Extent, torch.Tensor]]:
+        """Return what of `values` [n], uint8, lies in which extent."""
         memory = values.view(torch.uint8)
         first = start * values.itemsize
         parts = self._parts_of(start, start + values.numel())
-        return _All([move(part.extent, part.of(memory, first), self._kind) for part in parts])
+        return [(part.extent, part.of(memory, first)) for part in parts]
 
     def settle(self) -> None:
         self._merging.wait_on_host()
@@ -342,6 +345,8 @@ class OnDisk:
         slots = self._tiers.gradients_down if self._kind is Kind.GRAD else self._slots
         values = slots.take(source.nbytes).view(source.dtype)
         down = self._tiers.copy_down(source, values, self._kind)
+        if not accumulate:  # it belongs to this step, whenever the worker comes to it
+            self._tiers.count_written(self._kind, self._pieces(values, start))
 
         def arrive() -> None:
             down.wait_on_host()
@@ -349,7 +354,7 @@ class OnDisk:
                 self._add(values, start, look)
                 slots.give(values)
             else:
-                slots.give(values, after=self._move(self._tiers.write, values, start))
+                slots.give(values, after=self._move(self._tiers.write_counted, values, start))
 
         self._merging = self._tiers.submit(arrive)
         return down

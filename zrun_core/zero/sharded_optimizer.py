@@ -35,6 +35,7 @@ from zrun_core.tiers.tiers import Tiers
 from zrun_core.tiers.transfer import DONE, Transfer
 from zrun_core.zero.unit import FlatUnit
 from zrun_core.zero.unit_optimizer import UnitOptimizer
+from zrun_core.zero.update_side import UpdateSide
 
 _MOST_HOLES = 64 << 20  # bytes of freed memory in a CPU's heap
 
@@ -150,9 +151,15 @@ class ShardedOptimizer:
         if self._trust is not None:
             self._step_layer_wise(self._trust, updates, lr, grad_scale, found_inf)
         else:
+            before: UpdateSide | None = None
             for update, of_unit in updates:
                 if not update.unit.update_side.is_elsewhere:
                     _update(update, of_unit, lr, grad_scale, found_inf)
+                    if before is not None:
+                        before.wait_for_arrival()
+                    before = update.unit.update_side
+            if before is not None:
+                before.wait_for_arrival()
         if not self._has_updated and self._comm.device.type == "cpu":
             # States that moved into the records have left holes between small ones that stay.
             heap.give_back_freed_memory()

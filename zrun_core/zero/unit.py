@@ -411,6 +411,25 @@ class FlatUnit:
             self._comm.settle()  # other ranks may still read the own shard, which goes
         self.window.release()
 
+    def take_window(self) -> torch.Tensor:
+        """Return room on the device for parameters that are about to be stored in their home.
+
+        Returns:
+            [updated range] in compute dtype, until `give_window`.
+        """
+        self.reshard()
+        self.window.acquire()
+        return self._own_slice()
+
+    def store_window(self) -> Transfer:
+        """Begin to store what was written there. Returns what `give_window` has to wait for."""
+        assert self._param_away is not None
+        return self._param_away.store(self._own_slice(), accumulate=False)
+
+    def give_window(self) -> None:
+        """Give back the room that `take_window` took."""
+        self.window.release()
+
     def mark_stale(self) -> None:
         """After an update of the local elements: those that other ranks update must be gathered."""
         if not self.exchange.goes_stale(self.mesh_info) and not self.update_side.is_running:

@@ -8,6 +8,10 @@
 All of it is the device, unless the record has its home on the host or a disk. Then the update runs
 in the host's memory, in a thread beside training: `begin` says that it has been asked for, and
 whoever needs the unit waits for it.
+
+Where parameters alone have their home elsewhere, the update runs on the device. What it makes of
+them leaves from the window that they are gathered in, which is empty between two passes; the next
+unit is updated meanwhile.
 """
 
 from __future__ import annotations
@@ -37,12 +41,15 @@ class UpdateSide:
         self.is_elsewhere = unit.placement.optimizer is not Tier.DEVICE
         is_apart = self._tiers is not None and not self._tiers.host_is_device
         self._is_apart = self.is_elsewhere and is_apart
+        has_param = unit.placement.param is Tier.DEVICE
+        self._sends_params = is_apart and not self.is_elsewhere and not has_param
         self.is_delayed = False
         self._updating: Transfer | None = None
         self._arriving: Transfer = DONE  # updated parameters, on the device
         self._staged: torch.Tensor | None = None  # the gradient, where the update runs
         self._coming_down: Transfer = DONE  # to there
         self._going_up: torch.Tensor | None = None  # staging of the updated parameters
+        self._leaving: Transfer | None = None  # updated parameters, from the window to their home
 
     # In the thread that updates
 
@@ -103,6 +110,8 @@ class UpdateSide:
         unit = self._unit
         if not unit.has_master:
             return None
+        if self._sends_params:
+            return unit.take_window()
         if unit.placement.param is not Tier.DEVICE or not self._is_apart:
             return unit.local_param
         assert self._tiers is not None
@@ -120,6 +129,9 @@ class UpdateSide:
         self.drop_grad()
         unit.record.put()
         unit.record.drop()
+        if self._sends_params:
+            self._leaving = unit.store_window()
+            return
         unit.param.put()
         unit.param.drop()
         if self._going_up is not None:
@@ -159,8 +171,13 @@ class UpdateSide:
         self.wait_for_arrival()
 
     def wait_for_arrival(self) -> None:
-        """Wait for updated parameters on their way to the device."""
+        """Wait for updated parameters on their way to the device, or from there to their home."""
         if self._arriving is not DONE:
             assert self._tiers is not None
             self._tiers.wait(self._arriving, Tier.HOST)
             self._arriving = DONE
+        if self._leaving is not None:
+            assert self._tiers is not None
+            self._tiers.wait(self._leaving, Tier.HOST)
+            self._leaving = None
+            self._unit.give_window()

@@ -269,9 +269,9 @@ def test_one_rank_that_builds_on_meta_or_recomputes_imports_for_it_too() -> None
     factory = Candidate(0, ParallelDims(1), 1, 1)
     meta = replace(factory, init="meta")
     ranks = Candidate(0, ParallelDims(2), 1, 1)
-    assert planner.outside(meta) > planner.outside(factory)
-    assert planner.outside(replace(factory, checkpoint="full")) == planner.outside(meta)
-    assert planner.outside(replace(ranks, init="meta")) == planner.outside(ranks)
+    assert planner.outside(meta, 0) > planner.outside(factory, 0)
+    assert planner.outside(replace(factory, checkpoint="full"), 0) == planner.outside(meta, 0)
+    assert planner.outside(replace(ranks, init="meta"), 0) == planner.outside(ranks, 0)
 
 
 def test_a_process_takes_holes_code_and_libraries_beyond_its_tensors() -> None:

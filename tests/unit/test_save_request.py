@@ -213,6 +213,7 @@ class Rank:
             device=torch.device("cpu"),
             all_gather_bytes=lambda data, group, name: [data],
             all_reduce_small=lambda numbers, group, name: numbers,
+            read=torch.Tensor.tolist,
         )
         world: Any = SimpleNamespace(index=0, size=1)
         state: Any = OneTensor()

@@ -9,7 +9,7 @@ So `connect` sends a number through each of them, in one order on all ranks, whe
 
     groups      world, data, tensor, shard, replicate, tied, host
     messages    of each pipe from the first stage to the last; last stage and first, where it wraps;
-                the first replica and each other one, with a parameter server
+                the first replica and each other one, where it has a hub
 
 Groups with the same ranks are one, and are met once. What a communicator takes of a device is there
 from the beginning, so that what does not fit fails before the first step; the plan has it:
@@ -65,21 +65,21 @@ def backend_timeout(device: torch.device, limit_s: float) -> float:
     return limit_s if waits_fail(device) else limit_s + MARGIN_S
 
 
-def connect(comm: Comm, mesh: Mesh, *, wraps: bool = False, has_server: bool = False) -> None:
+def connect(comm: Comm, mesh: Mesh, *, wraps: bool = False, has_hub: bool = False) -> None:
     """Make all communicators. Collective; see [Note: communicators in one order].
 
     Args:
         comm: of this rank.
         mesh: its groups.
         wraps: the last stage of a pipeline sends on to the first.
-        has_server: the first replica updates, and exchanges messages with each other one.
+        has_hub: the first replica exchanges messages with each other one.
     """
     if waits_fail(comm.device):
         return  # gloo connects all ranks when a process group is made
     connect_groups(comm, _for_collectives(mesh))
     number = torch.zeros(1, device=comm.device)
     with comm.waiting():
-        for group, sender, receiver in _for_messages(mesh, wraps=wraps, has_server=has_server):
+        for group, sender, receiver in _for_messages(mesh, wraps=wraps, has_hub=has_hub):
             if group.index == sender:
                 comm.send(number, receiver, group, number=0, name="connect").wait()
             elif group.index == receiver:
@@ -112,7 +112,7 @@ def _for_collectives(mesh: Mesh) -> tuple[Group, ...]:
     )
 
 
-def _for_messages(mesh: Mesh, *, wraps: bool, has_server: bool) -> Iterator[tuple[Group, int, int]]:
+def _for_messages(mesh: Mesh, *, wraps: bool, has_hub: bool) -> Iterator[tuple[Group, int, int]]:
     """Yield the groups in which two ranks exchange messages, and their places in it."""
     size = mesh.pipe.size
     for group in (mesh.pipe, mesh.pipe_back):
@@ -121,6 +121,6 @@ def _for_messages(mesh: Mesh, *, wraps: bool, has_server: bool) -> Iterator[tupl
     if wraps and size > 1:
         for group in (mesh.pipe_wrap, mesh.pipe_back_wrap):
             yield group, 0, size - 1
-    if has_server:
+    if has_hub:
         for replica in range(1, mesh.replicate.size):
             yield mesh.replicate, 0, replica

@@ -330,7 +330,7 @@ class Worker:
         if reason is not None:
             print(f"the ranks of this host talk through sockets: {reason}")
         wraps = job.parallel.virtual > 1
-        connect(comm, mesh, wraps=wraps, has_server=job.sync == "server")
+        connect(comm, mesh, wraps=wraps, has_hub=job.sync == "server")
         return comm, mesh
 
     # The model

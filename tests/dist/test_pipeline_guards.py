@@ -105,7 +105,7 @@ class Names:
     def __init__(self) -> None:
         self.issued: dict[tuple[str, tuple[int, ...]], list[str]] = {}
 
-    def issue(self, kind: str, group: Any, name: str, num_bytes: int) -> None:
+    def issue(self, kind: str, group: Any, name: str, num_bytes: int, *, in_order: bool) -> None:
         if kind not in ("send", "receive"):
             self.issued.setdefault((kind, group.ranks), []).append(name)
 

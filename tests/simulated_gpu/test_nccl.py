@@ -218,6 +218,7 @@ def test_groups_end_by_abort_and_by_their_destruction() -> None:
     group = dist.new_group([0, 1])
     tensor = torch.ones(3, device=device)
     dist.all_reduce(tensor, group=group)
+    torch.cuda.synchronize()  # an abort ends what has not run
     if rank == 0:
         hangs = dist.all_reduce(tensor, group=group, async_op=True)
         event = torch.cuda.Event()

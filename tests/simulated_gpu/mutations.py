@@ -56,6 +56,6 @@ if __name__ == "__main__":
         sys.exit(reason)
     if not simulated_gpu.is_installed() and "SIMULATED_GPU" not in os.environ:
         build.build()
-        environment = simulated_gpu.environment(devices=4, **DELAYS)
+        environment = simulated_gpu.environment(devices=4, races=1, **DELAYS)
         os.execve(sys.executable, [sys.executable, *sys.argv], environment)
     sys.exit(main())

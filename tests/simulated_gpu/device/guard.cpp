@@ -77,7 +77,13 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void block(void* event, const c10::Stream& stream) const override {
     if (event) stream_of(stream).wait(point_of(event));
   }
-  bool queryEvent(void* event) const override { return !event || point_of(event)->is_reached(); }
+  bool queryEvent(void* event) const override {
+    if (!event) return true;
+    auto& point = point_of(event);
+    if (!point->is_reached()) return false;
+    races().host_follows(point->clock);
+    return true;
+  }
   void synchronizeEvent(void* event) const override {
     if (event) host_wait(point_of(event));
   }
@@ -131,6 +137,7 @@ struct Hooks final : at::CUDAHooksInterface {
 [[maybe_unused]] const bool has_allocators = [] {
   c10::SetAllocator(kSim, &device_memory(), 200);
   at::setHostAllocator(kSim, &pinned_memory(), 200);
+  watch_host_operators();
   return true;
 }();
 

@@ -189,8 +189,45 @@ class Call {
       op.callBoxed(&on_cpu);
       for (auto& [i, target] : targets) fill(target, on_cpu[i]);
     };
-    current_stream(device_).launch(schema_.name(), std::move(kernel));
+    Work work{schema_.name(), accesses()};
+    if (schema_.name() == "simulated_gpu::call") work.name = arguments_.back().toStringRef();
+    work.flops = num_flops();
+    for (auto& [i, target] : targets) add(results[i], true, work.accesses);
+    current_stream(device_).launch(std::move(work), std::move(kernel));
     return results;
+  }
+
+  static void add(const c10::IValue& value, bool writes, Accesses& accesses) {
+    changed(value, c10::Device(kSim, 0), [&](const at::Tensor& tensor) {
+      if (tensor.device().type() == kSim) {
+        if (writes) accesses.writes(tensor);
+        else accesses.reads(tensor);
+      }
+      return tensor;
+    });
+  }
+
+  // What the arguments' bytes are to the operator.
+  Accesses accesses() const {
+    Accesses found;
+    for (size_t i = 0; i < arguments_.size(); i++) {
+      auto* info = schema_.arguments()[i].alias_info();
+      add(arguments_[i], info && info->isWrite(), found);
+    }
+    return found;
+  }
+
+  // Of a product of two matrices, or of batches of them, which come last among the arguments.
+  double num_flops() const {
+    if (schema_.name().find("mm") == std::string::npos) return 0;
+    std::vector<at::Tensor> tensors;
+    for (size_t i = 0; i < arguments_.size(); i++) {
+      auto& value = arguments_[i];
+      if (!value.isTensor() || schema_.arguments()[i].alias_info()) continue;
+      if (value.toTensor().dim() >= 2) tensors.push_back(value.toTensor());
+    }
+    if (tensors.size() < 2) return 0;
+    return 2.0 * tensors[tensors.size() - 2].numel() * tensors.back().size(-1);
   }
 
   static void fill(const c10::IValue& target, const c10::IValue& values) {
@@ -208,6 +245,7 @@ class Call {
       counts().blocking[c10::toString(op_.operator_name())]++;
     }
     host_wait_for_stream(device_, schema_.name().c_str());
+    races().by_host(here(schema_.name()), accesses());
     op_.callBoxed(&on_cpu);
     auto to_device = [&](const at::Tensor& tensor) {
       auto made = new_tensor(tensor);

@@ -12,7 +12,6 @@ namespace sim {
 namespace {
 
 constexpr size_t kRound = 512;
-constexpr int kPoison = 0xFF;  // NaN in every floating format
 
 bool all_reached(const std::vector<PointPtr>& points) {
   return std::all_of(points.begin(), points.end(), [](auto& point) { return point->is_reached(); });
@@ -46,6 +45,7 @@ void DeviceMemory::collect() {
       i++;
       continue;
     }
+    races().forget(block.data, block.size);
     free_[{block.device, block.stream}].emplace(block.size, block);
     pending_.erase(pending_.begin() + i);
   }
@@ -102,9 +102,7 @@ void DeviceMemory::give(void* data) {
   if (block.users.empty()) {
     // Its own stream may have it again at once; poison is written where that stream is by then.
     if (settings().poison) {
-      stream_of(block.device, block.stream).then([block] {
-        memset(block.data, kPoison, block.size);
-      });
+      stream_of(block.device, block.stream).poison(block.data, block.size);
     }
     free_[{block.device, block.stream}].emplace(block.size, block);
     return;
@@ -123,6 +121,7 @@ void DeviceMemory::empty_cache(int device) {
     if (key.first != device) continue;
     for (auto& [size, block] : list) {
       stats_[device].reserved -= size;
+      races().forget(block.data, block.size);
       free(block.data);
     }
     list.clear();

@@ -7,6 +7,7 @@
 #include "settings.h"
 #include "streams.h"
 #include "tensors.h"
+#include "trace.h"
 
 namespace sim {
 namespace {
@@ -28,6 +29,8 @@ void configure(const py::kwargs& given) {
     else if (name == "poison") set(all.poison, value);
     else if (name == "memory") set(all.memory, value);
     else if (name == "sync_debug") set(all.sync_debug, value);
+    else if (name == "races") set(all.races, value);
+    else if (name == "stall_s") set(all.stall_s, value);
     else if (name == "strict_register") set(all.strict_register, value);
     else throw py::key_error("no setting of the simulated GPU: " + name);
   }
@@ -55,6 +58,24 @@ py::dict count() {
   return made;
 }
 
+py::list trace() {
+  py::list made;
+  for (auto& each : tracer().end()) {
+    py::dict entry;
+    entry["kind"] = each.kind;
+    entry["stream"] = each.stream;
+    entry["name"] = each.name;
+    entry["line"] = each.line;
+    entry["link"] = each.link;
+    entry["flops"] = each.flops;
+    entry["num_bytes"] = each.num_bytes;
+    entry["point"] = each.point;
+    entry["thread"] = each.thread;
+    made.append(std::move(entry));
+  }
+  return made;
+}
+
 }  // namespace
 }  // namespace sim
 
@@ -70,6 +91,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("set_device", &set_current_device);
   m.def("is_forked", &is_forked);
   m.def("stop_streams", &stop_streams);
+  m.def("stalls", [](double for_s) { return stalls(for_s); });
+  m.def("races", [] { return races().found(); });
+  m.def("clear_races", [] { races().clear(); });
+  m.def("observe_only", &observe_only);
+  m.def("begin_trace", [] { tracer().begin(); });
+  m.def("end_trace", &trace);
   m.def("stats", &stats);
   m.def("reset_peak", [](int device) { device_memory().reset_peak(device); });
   m.def("empty_cache", [] { device_memory().empty_cache(current_device()); }, NoGil());

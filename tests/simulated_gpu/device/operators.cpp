@@ -62,6 +62,7 @@ void record_stream(at::Tensor& self, c10::Stream stream) {
 
 at::Scalar item(const at::Tensor& self) {
   host_wait_for_stream(self.get_device(), "item");
+  races().by_host(here("item"), Accesses().reads(self));
   return at::native::_local_scalar_dense_cpu(on_host(self));
 }
 
@@ -77,7 +78,8 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking)
     auto& own = current_stream(device);
     own.wait(other.record());
     auto a = on_host(self), b = on_host(from);
-    own.launch("copy_", [a, b] { BelowAutograd below; a.copy_(b); });
+    Work work{"copy_", Accesses().reads(from).writes(self)};
+    own.launch(std::move(work), [a, b] { BelowAutograd below; a.copy_(b); });
     other.wait(own.record());
     return self;
   }
@@ -85,7 +87,11 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking)
   const at::Tensor& host = is_down ? self : source;
   bool is_pinned = (is_down || is_up) &&
                    pinned_memory().is_pinned(host.data_ptr(), host.numel() * host.itemsize());
-  current_stream(device).launch("copy_", [a, b] { BelowAutograd below; a.copy_(b); });
+  Work work{"copy_", Accesses().reads(from).writes(self)};
+  if (is_up) work.link = "up";
+  if (is_down) work.link = "down";
+  auto copy = [a, b] { BelowAutograd below; a.copy_(b); };
+  current_stream(device).launch(std::move(work), std::move(copy));
   if (!is_down && !is_up) return self;
   if (non_blocking && is_pinned) {
     auto stream = as_stream(device, current_stream_id(device));

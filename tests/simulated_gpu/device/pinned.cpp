@@ -33,6 +33,7 @@ c10::DataPtr PinnedMemory::allocate(size_t num_bytes) {
                                [](auto& point) { return point->is_reached(); });
     if (!is_free) continue;
     char* found = data;
+    races().forget(found, size);
     spare_.erase(it);
     live_[found] = {size, {}};
     return {found, found, &free_piece, cpu};
@@ -84,6 +85,16 @@ bool PinnedMemory::is_pinned(const void* data, size_t num_bytes) {
   return begins;
 }
 
+bool PinnedMemory::is_known(const void* data) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (piece_of(data) != live_.end()) return true;
+  auto* at = static_cast<char*>(const_cast<void*>(data));
+  auto found = registered_.upper_bound(at);
+  if (found == registered_.begin()) return false;
+  --found;
+  return at < found->first + found->second;
+}
+
 void PinnedMemory::register_range(char* begin, size_t num_bytes) {
   std::lock_guard<std::mutex> lock(mutex_);
   registered_[begin] = num_bytes;
@@ -91,7 +102,10 @@ void PinnedMemory::register_range(char* begin, size_t num_bytes) {
 
 void PinnedMemory::unregister_range(char* begin) {
   std::lock_guard<std::mutex> lock(mutex_);
-  registered_.erase(begin);
+  auto found = registered_.find(begin);
+  if (found == registered_.end()) return;
+  races().forget(begin, found->second);
+  registered_.erase(found);
 }
 
 bool PinnedMemory::record_event(void* data, void*, c10::Stream stream) {

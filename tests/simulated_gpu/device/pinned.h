@@ -26,6 +26,8 @@ class PinnedMemory final : public at::HostAllocator {
   // Whether copies of this range need not block the host. Raises where it goes beyond what was
   // registered, as CUDA does.
   bool is_pinned(const void* data, size_t num_bytes = 1);
+  // Whether any of it was registered or allocated here.
+  bool is_known(const void* data);
   void register_range(char* begin, size_t num_bytes);
   void unregister_range(char* begin);
 

@@ -10,9 +10,12 @@
 #include <chrono>
 #include <map>
 #include <optional>
+#include <set>
+#include <sstream>
 #include <thread>
 
 #include "settings.h"
+#include "trace.h"
 
 namespace sim {
 namespace {
@@ -24,12 +27,35 @@ double now_ms() {
   return std::chrono::duration<double, std::milli>(now).count();
 }
 
+double seconds_since(SteadyTime begin, SteadyTime now) {
+  return std::chrono::duration<double>(now - begin).count();
+}
+
+// A thread that gets no signals: they are for those of Python's.
+template <typename Run>
+void start_thread(Run run) {
+  sigset_t all, before;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);
+  std::thread(run).detach();
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+}
+
+// A host that waits for a device.
+struct HostWait {
+  SitePtr site;
+  PointPtr point;
+  SteadyTime begun;
+};
+
 // Of all streams. Never destroyed: their threads run until the process is gone.
 struct Registry {
   std::mutex mutex;
   pid_t owner = 0;
   std::map<std::pair<int, int64_t>, std::unique_ptr<Stream>> streams;
+  std::vector<Stream*> numbered;
   std::map<std::pair<int, bool>, int64_t> handed_out;
+  std::set<const HostWait*> host_waits;
   std::atomic<bool> is_stopped{false};
   std::string failure;
 };
@@ -61,6 +87,31 @@ class WithoutGil {
 
 thread_local int device_of_thread = 0;
 thread_local std::map<int, int64_t> streams_of_thread;
+thread_local bool runs_a_stream = false;
+
+bool knows_order() { return settings().races != int(OnRace::kIgnore) || tracer().is_on(); }
+
+std::string behind(const Point& point) {
+  std::string place = "where it was begun";
+  if (point.behind) place = point.behind->line();
+  return stream_name(point.stream) + " to get behind " + place;
+}
+
+// Say once of each stall what stands still.
+void watch_for_stalls() {
+  bool has_said = false;
+  while (true) {
+    std::this_thread::sleep_for(std::chrono::seconds(1));
+    auto text = stalls(settings().stall_s);
+    if (!text.empty() && !has_said) {
+      std::string whole = "the simulated GPU of process " + std::to_string(getpid()) +
+                          " stands still:\n" + text;
+      fputs(whole.c_str(), stderr);
+      fflush(stderr);
+    }
+    has_said = !text.empty();
+  }
+}
 
 }  // namespace
 
@@ -90,14 +141,12 @@ double Point::time_ms() {
 
 // Streams
 
-Stream::Stream(int device, int64_t id) : device_(device), id_(id) {
+Stream::Stream(int device, int64_t id, size_t number)
+    : name((id ? "stream " + std::to_string(id) : std::string("the default stream")) +
+           " of device " + std::to_string(device)),
+      device_(device), id_(id), number_(number) {
   seed(settings().seed);
-  // Signals are for threads of Python's.
-  sigset_t all, before;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before);
-  std::thread([this] { run(); }).detach();
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  start_thread([this] { run(); });
 }
 
 void Stream::seed(uint64_t seed) {
@@ -111,26 +160,64 @@ void Stream::put(Task task) {
   filled_.notify_one();
 }
 
-void Stream::launch(std::string name, std::function<void()> kernel) {
+void Stream::launch(Work work, std::function<void()> kernel) {
   counts().kernels++;
-  put({std::move(name), std::move(kernel), true});
+  SitePtr site;
+  if (knows_order()) {
+    site = here(work.name);
+    races().launch(number_, clock_, site, work.accesses);
+    tracer().launch(name, work, *site);
+  }
+  std::unique_lock<std::mutex> lock(mutex_);
+  last_ = site;
+  lock.unlock();
+  put({std::move(kernel), std::move(site), nullptr, true});
 }
 
-void Stream::then(std::function<void()> work) { put({"", std::move(work), false}); }
+void Stream::poison(void* data, size_t num_bytes) {
+  if (knows_order()) {
+    auto accesses = Accesses().writes(data, num_bytes);
+    races().launch_quietly(number_, clock_, here("the end of memory"), accesses);
+  }
+  put({[=] { memset(data, kPoison, num_bytes); }, nullptr, nullptr, false});
+}
 
 PointPtr Stream::record() {
-  auto point = std::make_shared<Point>();
-  then([point] { point->reach(); });
+  std::unique_lock<std::mutex> lock(mutex_);
+  auto last = last_;
+  lock.unlock();
+  auto point = std::make_shared<Point>(number_, races().copy_of(clock_), last);
+  tracer().record(name, point.get());
+  put({[point] { point->reach(); }, nullptr, nullptr, false});
   return point;
 }
 
 void Stream::wait(PointPtr point) {
-  then([point] { point->wait(); });
+  races().follow(clock_, point->clock);
+  SitePtr site;
+  if (knows_order()) site = here("wait");
+  tracer().wait(name, point.get());
+  put({[point] { point->wait(); }, site, point, false});
 }
 
 bool Stream::is_idle() {
+  auto clock = races().copy_of(clock_);
   std::lock_guard<std::mutex> lock(mutex_);
-  return tasks_.empty() && !is_busy_;
+  if (!tasks_.empty() || is_busy_) return false;
+  races().host_follows(clock);
+  return true;
+}
+
+std::string Stream::stalled(SteadyTime now, double for_s) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (!is_busy_ || seconds_since(begun_, now) < for_s) return "";
+  std::ostringstream out;
+  out << "  " << name << " ";
+  std::string site = current_.site ? current_.site->line() : "work of the simulator's own";
+  if (current_.waits_for) out << "waits for " << behind(*current_.waits_for) << "; asked for: ";
+  else out << "runs ";
+  out << site << "; " << tasks_.size() << " tasks behind it\n";
+  return out.str();
 }
 
 void Stream::delay() {
@@ -148,22 +235,24 @@ void Stream::delay() {
 }
 
 void Stream::run() {
+  runs_a_stream = true;
   at::set_num_threads(1);
   while (true) {
-    Task task;
     {
       std::unique_lock<std::mutex> lock(mutex_);
       is_busy_ = false;
+      current_ = {};
       filled_.wait(lock, [this] { return !tasks_.empty() && !registry().is_stopped; });
       is_busy_ = true;
-      task = std::move(tasks_.front());
+      begun_ = SteadyClock::now();
+      current_ = std::move(tasks_.front());
       tasks_.pop_front();
     }
-    if (task.is_kernel) delay();
+    if (current_.is_kernel) delay();
     try {
-      task.run();
+      current_.run();
     } catch (const std::exception& error) {
-      note_failure(task.name + ": " + error.what());
+      note_failure((current_.site ? current_.site->line() + ": " : "") + error.what());
     }
   }
 }
@@ -177,7 +266,11 @@ Stream& stream_of(int device, int64_t id) {
               "you must use the 'spawn' start method");
   TORCH_CHECK(0 <= device && device < settings().devices, "CUDA error: invalid device ordinal");
   auto& found = all.streams[{device, id}];
-  if (!found) found = std::make_unique<Stream>(device, id);
+  if (!found) {
+    if (all.numbered.empty()) start_thread(&watch_for_stalls);
+    found = std::make_unique<Stream>(device, id, all.numbered.size());
+    all.numbered.push_back(found.get());
+  }
   return *found;
 }
 
@@ -189,6 +282,33 @@ std::vector<Stream*> streams_on(int device) {
     if (key.first == device) found.push_back(stream.get());
   }
   return found;
+}
+
+std::string stream_name(size_t number) {
+  auto& all = registry();
+  std::lock_guard<std::mutex> lock(all.mutex);
+  return all.numbered[number]->name;
+}
+
+bool is_stream_thread() { return runs_a_stream; }
+
+std::string stalls(double for_s) {
+  auto& all = registry();
+  std::vector<Stream*> streams;
+  std::vector<HostWait> waits;
+  {
+    std::lock_guard<std::mutex> lock(all.mutex);
+    streams = all.numbered;
+    for (auto* wait : all.host_waits) waits.push_back(*wait);
+  }
+  auto now = SteadyClock::now();
+  std::string text;
+  for (auto& wait : waits) {
+    if (seconds_since(wait.begun, now) < for_s) continue;
+    text += "  the host waits for " + behind(*wait.point) + "; by " + wait.site->text(3) + "\n";
+  }
+  for (auto* stream : streams) text += stream->stalled(now, for_s);
+  return text;
 }
 
 void seed_streams(uint64_t seed) {
@@ -238,10 +358,19 @@ void note_host_wait(const char* why) {
 }
 
 void host_wait(const PointPtr& point) {
+  HostWait wait{here("a wait of the host"), point, SteadyClock::now()};
+  tracer().host_wait(point.get());
+  auto& all = registry();
   {
     WithoutGil released;
+    std::unique_lock<std::mutex> lock(all.mutex);
+    all.host_waits.insert(&wait);
+    lock.unlock();
     point->wait();
+    lock.lock();
+    all.host_waits.erase(&wait);
   }
+  races().host_follows(point->clock);
   raise_failure();
 }
 

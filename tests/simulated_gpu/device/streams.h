@@ -7,6 +7,7 @@
 
 #include <c10/core/Stream.h>
 
+#include <chrono>
 #include <condition_variable>
 #include <deque>
 #include <functional>
@@ -16,18 +17,31 @@
 #include <string>
 #include <vector>
 
+#include "order.h"
+#include "races.h"
+
 namespace sim {
 
 constexpr auto kSim = c10::DeviceType::CUDA;
+constexpr int kPoison = 0xFF;  // of freed memory: NaN in every floating format
 constexpr int kPool = 32;  // streams of a device that are handed out in turn, of each priority
+
+using SteadyTime = std::chrono::steady_clock::time_point;
 
 // A place in a stream: reached, or not yet.
 class Point {
  public:
+  Point(size_t stream, Clock clock, SitePtr behind)
+      : stream(stream), clock(std::move(clock)), behind(std::move(behind)) {}
+
   void reach();
   void wait();
   bool is_reached();
   double time_ms();  // when it was reached
+
+  const size_t stream;   // its number
+  const Clock clock;     // what comes before it
+  const SitePtr behind;  // the kernel that was launched last before it; none: there was none
 
  private:
   std::mutex mutex_;
@@ -37,25 +51,38 @@ class Point {
 };
 using PointPtr = std::shared_ptr<Point>;
 
+// What a kernel does, as far as others may want to know.
+struct Work {
+  std::string name;
+  Accesses accesses;
+  const char* link = "device";  // that it is limited by: "device", "up" or "down" to the host
+  double flops = 0;             // of its products of matrices
+};
+
 class Stream {
  public:
-  Stream(int device, int64_t id);
+  Stream(int device, int64_t id, size_t number);
 
-  // Queue a kernel, which may be delayed.
-  void launch(std::string name, std::function<void()> kernel);
-  // Queue work of the simulator's own, which is not.
-  void then(std::function<void()> work);
+  // Queue a kernel, which may be delayed. Raises where it is a race.
+  void launch(Work work, std::function<void()> kernel);
+  // Queue the poison of freed memory, by which it is written: whoever else reads it is a race.
+  void poison(void* data, size_t num_bytes);
   // Return the place after all that was queued.
   PointPtr record();
   // What is queued from now on comes after `point`.
   void wait(PointPtr point);
   bool is_idle();
   void seed(uint64_t seed);
+  // What it does, if it has done so for as long; "" if it has not.
+  std::string stalled(SteadyTime now, double for_s);
+
+  const std::string name;
 
  private:
   struct Task {
-    std::string name;
     std::function<void()> run;
+    SitePtr site;        // of a kernel, and of a wait
+    PointPtr waits_for;  // none: it is no wait
     bool is_kernel;
   };
 
@@ -65,9 +92,14 @@ class Stream {
 
   const int device_;
   const int64_t id_;
+  const size_t number_;
+  Clock clock_;  // under the lock of races
   std::mutex mutex_;
   std::condition_variable filled_;
   std::deque<Task> tasks_;
+  Task current_;
+  SteadyTime begun_;
+  SitePtr last_;  // kernel that was launched
   bool is_busy_ = false;
   std::mt19937_64 random_;
 };
@@ -76,6 +108,12 @@ class Stream {
 Stream& stream_of(int device, int64_t id);
 // All streams of a device that were ever used.
 std::vector<Stream*> streams_on(int device);
+// The name of the stream that was made as this one of all.
+std::string stream_name(size_t number);
+// Whether this thread is a stream's.
+bool is_stream_thread();
+// What streams do, and hosts wait for, that have done so for as long; "" where nothing has.
+std::string stalls(double for_s);
 // Draw delays from another seed.
 void seed_streams(uint64_t seed);
 // Run nothing more: the process ends.

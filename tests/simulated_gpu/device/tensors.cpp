@@ -21,7 +21,8 @@ void replace_memory(c10::StorageImpl* storage, size_t num_bytes) {
   if (common) {
     void *to = data.get(), *from = storage->mutable_data();
     auto& stream = current_stream(storage->device().index());
-    stream.launch("resize_", [=] { memcpy(to, from, common); });
+    Work work{"resize_", Accesses().reads(from, common).writes(to, common)};
+    stream.launch(std::move(work), [=] { memcpy(to, from, common); });
   }
   storage->set_data_ptr_noswap(std::move(data));
   storage->set_nbytes(num_bytes);

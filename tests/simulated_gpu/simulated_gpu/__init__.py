@@ -10,12 +10,17 @@ makes groups. Importing this package imports no torch.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from simulated_gpu.build import why_not
 from simulated_gpu.settings import environment
 
-__all__ = ["configure", "count", "environment", "is_installed", "why_not"]
+__all__ = [
+    *("clear_races", "configure", "count", "environment", "is_installed", "races", "stalls"),
+    *("trace", "why_not"),
+]
 
 
 def is_installed() -> bool:
@@ -40,3 +45,37 @@ def count() -> dict[str, Any]:
     """How often what happened: kernels, waits of the host, operators that made it wait."""
     found: dict[str, Any] = _extension().count()
     return found
+
+
+def races() -> list[str]:
+    """The races that were found: each a line that names both accesses, then where they were."""
+    found: list[str] = _extension().races()
+    return found
+
+
+def clear_races() -> None:
+    """Forget what was found."""
+    _extension().clear_races()
+
+
+def stalls(for_s: float = 0.0) -> str:
+    """What streams do, and what hosts wait for, that have done so for as long: a line each."""
+    found: str = _extension().stalls(for_s)
+    return found
+
+
+@contextmanager
+def trace() -> Iterator[list[dict[str, Any]]]:
+    """List what the host asks of streams inside, in its order; the list is filled at the end.
+
+    Yields:
+        Entries with a "kind": "kernel" on a "stream", with "name", "line", "num_bytes", "flops" and
+        the "link" that it is limited by; "record" of a place in a stream; "wait" of a stream, or
+        "host wait", for the record with the index "point". "thread" is the host's.
+    """
+    found: list[dict[str, Any]] = []
+    _extension().begin_trace()
+    try:
+        yield found
+    finally:
+        found += _extension().end_trace()

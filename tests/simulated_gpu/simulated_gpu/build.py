@@ -26,7 +26,10 @@ from pathlib import Path
 SOURCES = Path(__file__).resolve().parents[1] / "device"
 MODULE = "simulated_gpu_device"
 TORCH = "2.13."  # whose interfaces the sources implement
-FLAGS = ["-std=c++20", "-O2", "-fPIC", "-Wall", "-Wno-unknown-pragmas", "-Wno-interference-size"]
+FLAGS = [
+    *("-std=c++20", "-O2", "-DNDEBUG", "-fPIC"),  # NDEBUG: as torch, whose structures depend on it
+    *("-Wall", "-Wno-unknown-pragmas", "-Wno-interference-size"),
+]
 KEPT_S = 7 * 24 * 3600.0  # libraries and objects of other states
 
 

@@ -8,16 +8,16 @@ from collections.abc import Callable, Sequence
 import torch
 
 _library = torch.library.Library("simulated_gpu", "DEF")
-_library.define("call(Tensor[] reads, Tensor(a!)[] writes, int number) -> ()")
+_library.define("call(Tensor[] reads, Tensor(a!)[] writes, int number, str name) -> ()")
 _calls: dict[int, Callable[..., object]] = {}
 _numbers = itertools.count()
 
 
-def _on_host(reads: list[torch.Tensor], writes: list[torch.Tensor], number: int) -> None:
+def _on_host(reads: list[torch.Tensor], writes: list[torch.Tensor], number: int, name: str) -> None:
     _calls.pop(number)(*reads, *writes)
 
 
-def _on_meta(reads: list[torch.Tensor], writes: list[torch.Tensor], number: int) -> None:
+def _on_meta(reads: list[torch.Tensor], writes: list[torch.Tensor], number: int, name: str) -> None:
     pass
 
 
@@ -42,7 +42,7 @@ def launch(
     """
     number = next(_numbers)
     _calls[number] = call
-    torch.ops.simulated_gpu.call(list(reads), list(writes), number)
+    torch.ops.simulated_gpu.call(list(reads), list(writes), number, name)
 
 
 _aten = torch.library.Library("aten", "IMPL")

@@ -19,6 +19,8 @@ import threading
 import time
 from typing import Any
 
+from simulated_gpu.install import extension
+
 _TURN_S = 0.1
 _NO_HANDLING, _TEAR_DOWN, _CLEAN_UP_ONLY, _SKIP_CLEAN_UP = range(4)
 DUMP_KEY = "exception_dump"
@@ -77,6 +79,7 @@ class Watchdog:
             self._works = [work for work in self._works if work.group is not group]
 
     def _run(self) -> None:
+        extension().observe_only()  # what it has seen to be over orders nothing
         while True:
             time.sleep(_TURN_S)
             while self.is_stuck:

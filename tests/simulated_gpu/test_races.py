@@ -1,4 +1,4 @@
-"""Races are named where the second access is asked for, whatever the delays are; stalls are told of."""
+"""Races are named where the second access is asked for, and stalls are told of."""
 
 from __future__ import annotations
 
@@ -220,20 +220,25 @@ def test_a_trace_lists_what_was_asked_for() -> None:
             side.wait_stream(main)
             aside(lambda: pinned[:8].copy_(y.view(-1), non_blocking=True))
             side.synchronize()
+            pinned.add_(1)
+            simulated_gpu.mark("mark", 5)
         for each in trace:
-            print(each["kind"], each["name"], each["link"], int(each["flops"]), each["num_bytes"])
+            print(*(each[name] for name in ("kind", "name", "link")), int(each["flops"]), end=" ")
+            print(each["read"], each["written"])
         print([each["point"] for each in trace if each["kind"] != "kernel"])
         """
     lines = run(HEAD + textwrap.dedent(script), devices=1).splitlines()
     assert lines[:-1] == [
-        "kernel aten::fill_ device 0 128",
-        "kernel aten::fill_ device 0 64",
-        "kernel aten::mm device 128 224",
-        "record   0 0",
-        "wait   0 0",
-        "kernel copy_ down 0 64",
-        "record   0 0",  # of the memory of the host, which is not given out again before
-        "record   0 0",
-        "host wait   0 0",
+        "kernel aten::fill_ device 0 0 128",
+        "kernel aten::fill_ device 0 0 64",
+        "kernel aten::mm device 128 192 32",
+        "record   0 0 0",
+        "wait   0 0 0",
+        "kernel copy_ down 0 32 32",
+        "record   0 0 0",  # of the memory of the host, which is not given out again before
+        "record   0 0 0",
+        "host wait   0 0 0",
+        "host kernel aten::add_ host 0 0 4000",
+        "mark   0 0 0",
     ]
-    assert lines[-1] == "[3, 3, 6, 7, 7]"
+    assert lines[-1] == "[3, 3, 6, 7, 7, -1, 5]"

@@ -29,6 +29,7 @@ void configure(const py::kwargs& given) {
     else if (name == "poison") set(all.poison, value);
     else if (name == "memory") set(all.memory, value);
     else if (name == "sync_debug") set(all.sync_debug, value);
+    else if (name == "most_bytes") set(all.most_bytes, value);
     else if (name == "races") set(all.races, value);
     else if (name == "stall_s") set(all.stall_s, value);
     else if (name == "strict_register") set(all.strict_register, value);
@@ -68,7 +69,8 @@ py::list trace() {
     entry["line"] = each.line;
     entry["link"] = each.link;
     entry["flops"] = each.flops;
-    entry["num_bytes"] = each.num_bytes;
+    entry["read"] = each.read;
+    entry["written"] = each.written;
     entry["point"] = each.point;
     entry["thread"] = each.thread;
     made.append(std::move(entry));
@@ -97,6 +99,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("observe_only", &observe_only);
   m.def("begin_trace", [] { tracer().begin(); });
   m.def("end_trace", &trace);
+  m.def("mark", [](const std::string& kind, int64_t number) { tracer().mark(kind, number); });
   m.def("stats", &stats);
   m.def("reset_peak", [](int device) { device_memory().reset_peak(device); });
   m.def("empty_cache", [] { device_memory().empty_cache(current_device()); }, NoGil());

@@ -10,6 +10,7 @@
 #include "pinned.h"
 #include "settings.h"
 #include "streams.h"
+#include "trace.h"
 
 namespace sim {
 namespace {
@@ -72,6 +73,8 @@ Races& races() {
 
 void observe_only() { only_observes = true; }
 
+bool knows_order() { return settings().races != int(OnRace::kIgnore) || tracer().is_on(); }
+
 // Accesses
 
 Accesses& Accesses::reads(const at::Tensor& tensor) {
@@ -96,11 +99,9 @@ Accesses& Accesses::writes(const void* data, size_t num_bytes) {
   return *this;
 }
 
-int64_t Accesses::num_bytes() const {
+int64_t num_bytes(const std::vector<Range>& ranges) {
   int64_t sum = 0;
-  for (auto* ranges : {&read, &written}) {
-    for (auto& range : *ranges) sum += range.end - range.begin;
-  }
+  for (auto& range : ranges) sum += range.end - range.begin;
   return sum;
 }
 
@@ -212,7 +213,7 @@ void Races::forget(const void* data, size_t num_bytes) {
 void Races::check(const Access& before, const char* did, const Access& now, const char* does,
                   const Clock& clock, const Range& range) {
   if (!before.site || before.stream == now.stream || clock[before.stream] >= before.count) return;
-  if (found_.size() >= kMostFound) return;
+  if (settings().races == int(OnRace::kIgnore) || found_.size() >= kMostFound) return;
   std::ostringstream out;
   out << "a race: " << now.site->line() << " " << does << " on " << name_of(now.stream) << " what "
       << before.site->line() << " " << did << " on " << name_of(before.stream)
@@ -261,7 +262,7 @@ bool touches_values(const std::string& name) {
 }
 
 std::unique_ptr<at::ObserverContext> before_operator(const at::RecordFunction& call) {
-  if (settings().races == int(OnRace::kIgnore) || is_stream_thread()) return nullptr;
+  if (!knows_order() || is_stream_thread()) return nullptr;
   Accesses accesses;
   std::optional<c10::FunctionSchema> schema;
   size_t number = 0;
@@ -289,7 +290,10 @@ std::unique_ptr<at::ObserverContext> before_operator(const at::RecordFunction& c
     }
   }
   if (accesses.read.empty() && accesses.written.empty()) return nullptr;
-  if (touches_values(schema->name())) races().by_host(here(schema->name()), accesses);
+  if (!touches_values(schema->name())) return nullptr;
+  auto site = here(schema->name());
+  races().by_host(site, accesses);
+  tracer().by_host(*site, accesses);
   return nullptr;
 }
 

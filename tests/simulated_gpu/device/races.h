@@ -30,8 +30,8 @@ class Accesses {
   Accesses& writes(const void* data, size_t num_bytes);
 
   std::vector<Range> read, written;
-  int64_t num_bytes() const;
 };
+int64_t num_bytes(const std::vector<Range>& ranges);
 
 enum class OnRace { kIgnore, kNote, kRaise };
 
@@ -84,6 +84,8 @@ class Races {
 };
 Races& races();
 
+// Whether anybody asks: else kernels are launched without their places.
+bool knows_order();
 // On this thread, waits and questions order nothing: it only watches.
 void observe_only();
 // Have operators of the CPU that touch memory which copies use come by `Races::by_host`.

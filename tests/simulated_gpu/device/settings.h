@@ -17,6 +17,7 @@ struct Settings {
   bool poison = true;           // freed memory is filled with NaN
   int64_t memory = 80LL << 30;  // bytes of a device
   int sync_debug = 0;           // 1: warn, 2: raise where the host waits for a device
+  int64_t most_bytes = 0;       // of a kernel that is run: larger ones do nothing; 0: all are run
   int races = 2;                // 0: nobody looks for them, 1: they are noted, 2: an error
   double stall_s = 20;          // after which a stream or host that stands still is told of
   bool strict_register = true;  // a copy may not go beyond the range that was registered

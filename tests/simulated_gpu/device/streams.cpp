@@ -89,8 +89,6 @@ thread_local int device_of_thread = 0;
 thread_local std::map<int, int64_t> streams_of_thread;
 thread_local bool runs_a_stream = false;
 
-bool knows_order() { return settings().races != int(OnRace::kIgnore) || tracer().is_on(); }
-
 std::string behind(const Point& point) {
   std::string place = "where it was begun";
   if (point.behind) place = point.behind->line();
@@ -168,9 +166,13 @@ void Stream::launch(Work work, std::function<void()> kernel) {
     races().launch(number_, clock_, site, work.accesses);
     tracer().launch(name, work, *site);
   }
-  std::unique_lock<std::mutex> lock(mutex_);
-  last_ = site;
-  lock.unlock();
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    last_ = site;
+  }
+  auto& accesses = work.accesses;
+  auto most = settings().most_bytes;
+  if (most && num_bytes(accesses.read) + num_bytes(accesses.written) > most) kernel = [] {};
   put({std::move(kernel), std::move(site), nullptr, true});
 }
 

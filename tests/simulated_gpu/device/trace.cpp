@@ -29,8 +29,7 @@ void Tracer::add(Traced traced, const Point* point) {
   traced.thread = syscall(SYS_gettid);
   std::lock_guard<std::mutex> lock(mutex_);
   if (point) {
-    bool is_new = std::string(traced.kind) == "record";
-    if (is_new) points_[point] = int64_t(all_.size());
+    if (traced.kind == "record") points_[point] = int64_t(all_.size());
     auto found = points_.find(point);
     if (found == points_.end()) return;  // of before the trace
     traced.point = found->second;
@@ -40,8 +39,21 @@ void Tracer::add(Traced traced, const Point* point) {
 
 void Tracer::launch(const std::string& stream, const Work& work, const Site& site) {
   if (!is_on_) return;
-  auto bytes = work.accesses.num_bytes();
-  add({"kernel", stream, work.name, site.line(), work.link, work.flops, bytes}, nullptr);
+  auto read = num_bytes(work.accesses.read), written = num_bytes(work.accesses.written);
+  add({"kernel", stream, work.name, site.line(), work.link, work.flops, read, written}, nullptr);
+}
+
+void Tracer::by_host(const Site& site, const Accesses& accesses) {
+  if (!is_on_) return;
+  auto read = num_bytes(accesses.read), written = num_bytes(accesses.written);
+  add({"host kernel", "", site.name, site.line(), "host", 0, read, written}, nullptr);
+}
+
+void Tracer::mark(const std::string& kind, int64_t number) {
+  if (!is_on_) return;
+  Traced traced{kind};
+  traced.point = number;
+  add(std::move(traced), nullptr);
 }
 
 void Tracer::record(const std::string& stream, const Point* point) {

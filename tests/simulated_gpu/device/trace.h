@@ -12,19 +12,21 @@
 
 namespace sim {
 
+class Accesses;
 class Point;
 struct Work;
 
-// A kernel, a place that was recorded, or a wait for one.
+// A kernel, a place that was recorded, a wait for one, or what a program says itself: a mark.
 struct Traced {
-  const char* kind;    // "kernel", "record", "wait", "host wait"
+  std::string kind;    // "kernel", "record", "wait", "host wait", "host kernel", or a mark's
   std::string stream;  // its name; "" of the host
   std::string name;    // of a kernel
   std::string line;    // that launched it
   std::string link;    // that it is limited by
   double flops = 0;
-  int64_t num_bytes = 0;
-  int64_t point = -1;   // the number of what is recorded, or waited for
+  int64_t read = 0;     // bytes
+  int64_t written = 0;
+  int64_t point = -1;   // the number of what is recorded, or waited for; of a mark what it says
   int64_t thread = 0;   // of the host
 };
 
@@ -38,6 +40,8 @@ class Tracer {
   void record(const std::string& stream, const Point* point);
   void wait(const std::string& stream, const Point* point);
   void host_wait(const Point* point);
+  void by_host(const Site& site, const Accesses& accesses);
+  void mark(const std::string& kind, int64_t number);
 
  private:
   void add(Traced traced, const Point* point);

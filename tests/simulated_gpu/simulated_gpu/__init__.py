@@ -18,8 +18,16 @@ from simulated_gpu.build import why_not
 from simulated_gpu.settings import environment
 
 __all__ = [
-    *("clear_races", "configure", "count", "environment", "is_installed", "races", "stalls"),
-    *("trace", "why_not"),
+    "clear_races",
+    "configure",
+    "count",
+    "environment",
+    "is_installed",
+    "mark",
+    "races",
+    "stalls",
+    "trace",
+    "why_not",
 ]
 
 
@@ -64,14 +72,20 @@ def stalls(for_s: float = 0.0) -> str:
     return found
 
 
+def mark(kind: str, number: int) -> None:
+    """Add an entry of this kind to the trace, with a number that says what it is about."""
+    _extension().mark(kind, number)
+
+
 @contextmanager
 def trace() -> Iterator[list[dict[str, Any]]]:
     """List what the host asks of streams inside, in its order; the list is filled at the end.
 
     Yields:
-        Entries with a "kind": "kernel" on a "stream", with "name", "line", "num_bytes", "flops" and
-        the "link" that it is limited by; "record" of a place in a stream; "wait" of a stream, or
-        "host wait", for the record with the index "point". "thread" is the host's.
+        Entries with a "kind": "kernel" on a "stream", with "name", "line", bytes "read" and
+        "written", "flops" and the "link" that it is limited by; "host kernel" of an operator on
+        pinned memory; "record" of a place in a stream; "wait" of a stream, or "host wait", for the
+        record with the index "point"; those of `mark`. "thread" is the host's.
     """
     found: list[dict[str, Any]] = []
     _extension().begin_trace()

@@ -20,6 +20,7 @@ NAMES: dict[str, type] = {
     "seed": int,  # of the delays; each rank has delays of its own
     "poison": int,  # 0: freed memory keeps its values
     "memory": int,  # bytes of a device
+    "most_bytes": int,  # of a kernel that is run: larger ones do nothing, and values are anything
     "races": int,  # 0: nobody looks for them, 1: they are noted, 2: an error (as without)
     "stall_s": float,  # after which streams and hosts that stand still are told of
     "strict_register": int,  # 0: a copy may go beyond a range of memory that was registered

@@ -207,7 +207,7 @@ def test_our_own_are_those_of_a_cpu(optim):
         config = OptimConfig.model_validate({"lr": 1e-2, "weight_decay": 0.1, **optim})
         optimizer = resolve_optimizer(config, lambda name: None, device).make([param])
         for grad in grads:
-            param.grad = grad.to(device)
+            param.grad = grad.to(device, copy=True)  # an update may overwrite it
             optimizer.step()
         found.append(param.detach().cpu())
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)

@@ -50,16 +50,25 @@ c10::IValue changed(const c10::IValue& value, c10::Device device, const Change& 
 }
 
 // Norms of half precision keep their statistics in 32 bits on CUDA, and so on the meta device; the
-// CPU's backward wants those that its forward made, in half precision. They lose nothing on the way
-// back.
+// CPU's backward wants those that its forward made, in the format of the norm's parameters. They
+// lose nothing on the way back.
 void as_on_cpu(const c10::FunctionSchema& schema, Values& values) {
-  static const std::set<std::string> names = {"aten::native_layer_norm_backward",
-                                              "aten::native_group_norm_backward"};
-  if (!names.count(schema.name())) return;
+  static const std::set<std::string> norms = {"aten::native_layer_norm_backward",
+                                              "aten::native_group_norm_backward",
+                                              "aten::native_batch_norm_backward"};
+  static const std::set<std::string> statistics = {"mean", "rstd", "save_mean", "save_invstd"};
+  if (!norms.count(schema.name())) return;
   auto dtype = values[1].toTensor().scalar_type();  // of what was normalised
   for (size_t i = 0; i < values.size(); i++) {
     auto& name = schema.arguments()[i].name();
-    if (name == "mean" || name == "rstd") values[i] = values[i].toTensor().to(dtype);
+    bool is_there = values[i].isTensor() && values[i].toTensor().defined();
+    if (is_there && (name == "weight" || name == "running_mean")) {
+      dtype = values[i].toTensor().scalar_type();
+    }
+  }
+  for (size_t i = 0; i < values.size(); i++) {
+    if (!statistics.count(schema.arguments()[i].name()) || !values[i].isTensor()) continue;
+    values[i] = values[i].toTensor().to(dtype);
   }
 }
 
@@ -232,7 +241,11 @@ class Call {
 
   static void fill(const c10::IValue& target, const c10::IValue& values) {
     if (target.isTensor()) {
-      if (values.toTensor().defined()) target.toTensor().copy_(values.toTensor());
+      auto& to = target.toTensor();
+      auto& from = values.toTensor();
+      // The CPU leaves empty what it has no use for: statistics of a batch norm that evaluates.
+      bool is_left_out = !from.defined() || (from.numel() == 0 && to.numel() > 0);
+      if (!is_left_out) to.copy_(from);
       return;
     }
     auto to = target.toTensorList(), from = values.toTensorList();

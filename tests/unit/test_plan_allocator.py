@@ -100,6 +100,29 @@ def test_a_limit_gives_back_what_is_free() -> None:
     assert counts(allocator) == (44 * MIB, 44 * MIB)
 
 
+def test_a_limit_gives_back_pages_in_the_middle() -> None:
+    allocator = CachingAllocator(expandable=True, capacity=100 * MIB)
+    allocator.allocate(30 * MIB)
+    hole = allocator.allocate(30 * MIB)
+    allocator.allocate(20 * MIB)
+    allocator.free(hole)
+    assert counts(allocator) == (50 * MIB, 80 * MIB)
+    allocator.allocate(35 * MIB)  # needs 40 at the end; of the hole, 30 to 60, one page goes back
+    assert counts(allocator) == (85 * MIB, 100 * MIB)
+    allocator.allocate(10 * MIB)  # what was left of the hole
+    assert counts(allocator) == (95 * MIB, 100 * MIB)
+
+
+def test_a_limit_gives_back_what_was_to_grow() -> None:
+    allocator = CachingAllocator(expandable=True, capacity=61 * MIB)
+    allocator.free(allocator.allocate(512))
+    allocator.allocate(15 * MIB)
+    allocator.free(allocator.allocate(25 * MIB))
+    assert allocator.reserved == 42 * MIB
+    allocator.allocate(45 * MIB)  # 25 are there, but the 20 that lack have room only without 2
+    assert counts(allocator) == (60 * MIB, 60 * MIB)
+
+
 def test_expandable_segments_grow_by_pages() -> None:
     allocator = CachingAllocator(expandable=True)
     allocator.allocate(512)

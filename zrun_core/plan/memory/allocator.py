@@ -49,7 +49,7 @@ class MemoryBlock:
     """A range of one segment, linked to its neighbours.
 
     Attributes:
-        segment: number of the segment.
+        segment: address of the first byte of the segment.
         address: of its first byte, among the addresses of all segments, which lie apart.
         size: bytes.
         is_small: whether it belongs to the pool of sizes up to 1 MiB.
@@ -70,18 +70,25 @@ class MemoryBlock:
 
 
 class _Pool:
-    """Free blocks of one kind, by size and address."""
+    """Free blocks of one kind, by size and address, and addresses that have no memory."""
 
     def __init__(self) -> None:
         self.keys: list[tuple[int, int]] = []
+        self.unmapped: dict[int, MemoryBlock] = {}  # by address
         self._blocks: dict[tuple[int, int], MemoryBlock] = {}
 
     def add(self, block: MemoryBlock) -> None:
+        if not block.mapped:
+            self.unmapped[block.address] = block
+            return
         key = (block.size, block.address)
         insort(self.keys, key)
         self._blocks[key] = block
 
     def remove(self, block: MemoryBlock) -> None:
+        if not block.mapped:
+            del self.unmapped[block.address]
+            return
         key = (block.size, block.address)
         del self.keys[bisect_left(self.keys, key)]
         del self._blocks[key]
@@ -119,10 +126,7 @@ class CachingAllocator:
         self.peak_allocated = 0
         self.peak_reserved = 0
         self._pools = {True: _Pool(), False: _Pool()}
-        self._num_segments = 0
         self._next_address = 0
-        # Expandable: the addresses without memory at the end of each pool's segment.
-        self._tails: dict[bool, MemoryBlock] = {}
 
     # Allocating
 
@@ -133,10 +137,10 @@ class CachingAllocator:
         size = -(-num_bytes // _ROUND) * _ROUND
         is_small = size <= _SMALL
         block = self._find(size, is_small)
-        if block is None:
-            block = self._grow(size, is_small)
-        else:
+        if block is not None:
             self._pools[is_small].remove(block)
+        else:
+            block = self._grow(size, is_small)
         if self._should_split(block, size):
             self._split(block, size)
         block.allocated = True
@@ -158,56 +162,96 @@ class CachingAllocator:
 
     def _grow(self, size: int, is_small: bool) -> MemoryBlock:
         """Return a block of memory that is taken from the device."""
-        if self.expandable:
-            return self._map(size, is_small)
+        grow = self._extend if self.expandable else self._new_segment
+        if self.capacity is not None:
+            block = grow(size, is_small, self.capacity)
+            if block is not None:
+                return block
+            self.release_cached()
+        block = grow(size, is_small, None)
+        assert block is not None
+        return block
+
+    def _new_segment(self, size: int, is_small: bool, limit: int | None) -> MemoryBlock | None:
+        """Return a segment; None if more would be reserved than `limit`."""
         if is_small:
             segment_bytes = _SMALL_SEGMENT
         elif size < _OWN_SEGMENT:
             segment_bytes = _LARGE_SEGMENT
         else:
             segment_bytes = -(-size // _OWN_ROUND) * _OWN_ROUND
-        self._reserve(segment_bytes)
-        block = MemoryBlock(self._num_segments, self._next_address, segment_bytes, is_small)
-        self._num_segments += 1
-        self._next_address += segment_bytes + _OWN_ROUND
+        if not self._reserve(segment_bytes, limit):
+            return None
+        return self._addresses(segment_bytes, is_small)
+
+    def _addresses(self, num_bytes: int, is_small: bool) -> MemoryBlock:
+        block = MemoryBlock(self._next_address, self._next_address, num_bytes, is_small)
+        self._next_address += num_bytes + _LARGE_SEGMENT
         return block
 
-    def _map(self, size: int, is_small: bool) -> MemoryBlock:
-        """Extend the pool's segment by memory, behind what is free at its end."""
+    def _extend(self, size: int, is_small: bool, limit: int | None) -> MemoryBlock | None:
+        """Return a block of an expandable segment; None if more would be reserved than `limit`.
+
+        Memory goes to the lowest addresses where there is room, together with what is free there.
+        """
+        block = self._room(size, is_small)
+        if not block.mapped and not self._map(block, min(block.size, size), limit):
+            return None
+        while block.size < size:  # it is free, and behind it are addresses without memory
+            behind = block.next
+            assert behind is not None
+            if not self._map(behind, min(size - block.size, behind.size), limit):
+                return None
+            block = behind
+        self._pools[is_small].remove(block)
+        return block
+
+    def _room(self, size: int, is_small: bool) -> MemoryBlock:
+        """Return the first of the free or unmapped blocks side by side that hold `size`."""
+        pool = self._pools[is_small]
+        for address in sorted(pool.unmapped):
+            first = pool.unmapped[address]
+            if first.previous is not None and not first.previous.allocated:
+                first = first.previous
+            room = 0
+            each: MemoryBlock | None = first
+            while each is not None and not each.allocated and room < size:
+                room += each.size
+                each = each.next
+            if room >= size:
+                return first
         page = _SMALL_SEGMENT if is_small else _LARGE_SEGMENT
-        tail = self._tails.get(is_small)
-        if tail is None:
-            self._next_address += 2 * _EXPANDABLE_BYTES
-            tail = MemoryBlock(
-                self._num_segments, self._next_address, _EXPANDABLE_BYTES, is_small, mapped=False
-            )
-            self._num_segments += 1
-            self._tails[is_small] = tail
-        before = _free_before(tail)
-        missing = size if before is None else size - before.size
-        fresh_bytes = -(-missing // page) * page
-        self._reserve(fresh_bytes)
-        before = _free_before(tail)  # it may just have been given back
-        if before is not None:
-            self._pools[is_small].remove(before)
-            before.size += fresh_bytes
-            block = before
-        else:
-            block = MemoryBlock(
-                tail.segment, tail.address, fresh_bytes, is_small, previous=tail.previous, next=tail
-            )
-            if tail.previous is not None:
-                tail.previous.next = block
-            tail.previous = block
-        tail.address += fresh_bytes
-        tail.size -= fresh_bytes
+        space = _EXPANDABLE_BYTES
+        if self.capacity is not None:
+            space = max(size, self.capacity + self.capacity // 8)
+        block = self._addresses(-(-space // page) * page, is_small)
+        block.mapped = False
+        pool.add(block)
         return block
 
-    def _reserve(self, num_bytes: int) -> None:
-        if self.capacity is not None and self.reserved + num_bytes > self.capacity:
-            self.release_cached()
+    def _map(self, block: MemoryBlock, size: int, limit: int | None) -> bool:
+        """Put memory at the first addresses of a block that has none, and free it.
+
+        Returns:
+            False: nothing is done, more would be reserved than `limit`.
+        """
+        page = _SMALL_SEGMENT if block.is_small else _LARGE_SEGMENT
+        size = -(-size // page) * page
+        if not self._reserve(size, limit):
+            return False
+        self._pools[block.is_small].remove(block)
+        if size < block.size:
+            self._split(block, size)
+        block.mapped = True
+        self._put_back(block)
+        return True
+
+    def _reserve(self, num_bytes: int, limit: int | None) -> bool:
+        if limit is not None and self.reserved + num_bytes > limit:
+            return False
         self.reserved += num_bytes
         self.peak_reserved = max(self.peak_reserved, self.reserved)
+        return True
 
     def _should_split(self, block: MemoryBlock, size: int) -> bool:
         rest = block.size - size
@@ -221,6 +265,7 @@ class CachingAllocator:
             block.address + size,
             block.size - size,
             block.is_small,
+            mapped=block.mapped,
             previous=block,
             next=block.next,
         )
@@ -238,11 +283,16 @@ class CachingAllocator:
             return
         block.allocated = False
         self.allocated -= block.size
+        self._put_back(block)
+
+    def _put_back(self, block: MemoryBlock) -> None:
+        """Join a block with its neighbours that are as it is, and add it to its pool."""
         pool = self._pools[block.is_small]
         for neighbour in (block.previous, block.next):
-            if neighbour is not None and neighbour.mapped and not neighbour.allocated:
-                pool.remove(neighbour)
-                self._join(block, neighbour)
+            if neighbour is None or neighbour.allocated or neighbour.mapped != block.mapped:
+                continue
+            pool.remove(neighbour)
+            self._join(block, neighbour)
         pool.add(block)
 
     @staticmethod
@@ -261,35 +311,44 @@ class CachingAllocator:
 
     def free_blocks(self) -> tuple[object, ...]:
         """Return all that decides what is allocated where, while the same blocks are in use."""
-        return self.reserved, *(tuple(pool.keys) for pool in self._pools.values())
+        pools = self._pools.values()
+        found = (
+            part for pool in pools for part in (tuple(pool.keys), tuple(sorted(pool.unmapped)))
+        )
+        return self.reserved, *found
 
     def release_cached(self) -> None:
         """Give back to the device what is wholly free, as torch's `empty_cache` does."""
-        for is_small, pool in self._pools.items():
-            page = _SMALL_SEGMENT if is_small else _LARGE_SEGMENT
+        for pool in self._pools.values():
             for block in pool.all():
                 if self.expandable:
-                    tail = self._tails[is_small]
-                    if block.next is tail:  # pages at the end; those in the middle are left to it
-                        self._unmap(block, tail, block.size // page * page)
+                    self._unmap(block)
                 elif block.previous is None and block.next is None:
                     pool.remove(block)
                     self.reserved -= block.size
 
-    def _unmap(self, block: MemoryBlock, tail: MemoryBlock, num_bytes: int) -> None:
-        if not num_bytes:
+    def _unmap(self, block: MemoryBlock) -> None:
+        """Take the whole pages that lie in a free block away from it."""
+        page = _SMALL_SEGMENT if block.is_small else _LARGE_SEGMENT
+        begin = -(-(block.address - block.segment) // page) * page
+        end = (block.address - block.segment + block.size) // page * page
+        if begin >= end:
             return
-        self._pools[block.is_small].remove(block)
-        self.reserved -= num_bytes
-        tail.address -= num_bytes
-        tail.size += num_bytes
-        block.size -= num_bytes
-        if block.size:
-            self._pools[block.is_small].add(block)
-        else:
-            tail.previous = block.previous
-            if block.previous is not None:
-                block.previous.next = tail
+        pool = self._pools[block.is_small]
+        pool.remove(block)
+        if block.segment + end < block.address + block.size:
+            self._split(block, block.segment + end - block.address)
+        if block.segment + begin > block.address:
+            self._split(block, block.segment + begin - block.address)
+            pool.add(block)
+            assert block.next is not None
+            block = block.next
+            pool.remove(block)
+        block.mapped = False
+        self.reserved -= end - begin
+        self._put_back(block)
+        if block.previous is None and block.next is None:
+            pool.remove(block)
 
 
 def _reach(block: MemoryBlock) -> int:
@@ -297,14 +356,6 @@ def _reach(block: MemoryBlock) -> int:
     if block.next is None or block.next.mapped:
         return block.size
     return block.size + block.next.size
-
-
-def _free_before(tail: MemoryBlock) -> MemoryBlock | None:
-    """Return the free block before a segment's addresses without memory."""
-    before = tail.previous
-    if before is None or before.allocated:
-        return None
-    return before
 
 
 @dataclass(frozen=True)

@@ -262,7 +262,11 @@ class Call {
     op_.callBoxed(&on_cpu);
     auto to_device = [&](const at::Tensor& tensor) {
       auto made = new_tensor(tensor);
-      on_host(made).copy_(tensor);
+      // Behind the poison of who had this memory before.
+      current_stream(device_).then([to = on_host(made), tensor] {
+        BelowAutograd below;
+        to.copy_(tensor);
+      });
       return made;
     };
     Values results;

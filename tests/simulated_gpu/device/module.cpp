@@ -40,12 +40,24 @@ void configure(const py::kwargs& given) {
 py::dict stats(int device) {
   auto found = device_memory().stats(device);
   py::dict made;
-  made["allocated"] = found.allocated;
-  made["allocated_peak"] = found.allocated_peak;
-  made["reserved"] = found.reserved;
-  made["reserved_peak"] = found.reserved_peak;
-  made["retries"] = found.retries;
-  made["out_of_memory"] = found.out_of_memory;
+  for (size_t i = 0; i < kNumCounted; i++) {
+    py::dict of_pools;
+    for (size_t j = 0; j < kPoolNames.size(); j++) {
+      auto& stat = found.counted[i][j];
+      py::dict numbers;
+      numbers["current"] = stat.current;
+      numbers["peak"] = stat.peak;
+      numbers["allocated"] = stat.allocated;
+      numbers["freed"] = stat.freed;
+      of_pools[kPoolNames[j]] = numbers;
+    }
+    made[kCountedNames[i]] = of_pools;
+  }
+  made["num_alloc_retries"] = found.num_alloc_retries;
+  made["num_ooms"] = found.num_ooms;
+  made["num_sync_all_streams"] = found.num_sync_all_streams;
+  made["num_device_alloc"] = found.num_device_alloc;
+  made["num_device_free"] = found.num_device_free;
   return made;
 }
 
@@ -102,6 +114,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("mark", [](const std::string& kind, int64_t number) { tracer().mark(kind, number); });
   m.def("stats", &stats);
   m.def("reset_peak", [](int device) { device_memory().reset_peak(device); });
+  m.def("reset_accumulated", [](int device) { device_memory().reset_accumulated(device); });
   m.def("empty_cache", [] { device_memory().empty_cache(current_device()); }, NoGil());
   m.def("resize_storage", &resize_storage);
   m.def("host_register", [](int64_t address, int64_t num_bytes) {

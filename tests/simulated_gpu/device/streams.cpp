@@ -176,13 +176,12 @@ void Stream::launch(Work work, std::function<void()> kernel) {
   put({std::move(kernel), std::move(site), nullptr, true});
 }
 
-void Stream::poison(void* data, size_t num_bytes) {
-  if (knows_order()) {
-    auto accesses = Accesses().writes(data, num_bytes);
-    races().launch_quietly(number_, clock_, here("the end of memory"), accesses);
-  }
-  put({[=] { memset(data, kPoison, num_bytes); }, nullptr, nullptr, false});
+void Stream::poison(void* data, size_t num_bytes, SitePtr ended) {
+  if (ended) races().launch_quietly(number_, clock_, ended, Accesses().writes(data, num_bytes));
+  then([=] { memset(data, kPoison, num_bytes); });
 }
+
+void Stream::then(std::function<void()> work) { put({std::move(work), nullptr, nullptr, false}); }
 
 PointPtr Stream::record() {
   std::unique_lock<std::mutex> lock(mutex_);
@@ -190,7 +189,7 @@ PointPtr Stream::record() {
   lock.unlock();
   auto point = std::make_shared<Point>(number_, races().copy_of(clock_), last);
   tracer().record(name, point.get());
-  put({[point] { point->reach(); }, nullptr, nullptr, false});
+  then([point] { point->reach(); });
   return point;
 }
 

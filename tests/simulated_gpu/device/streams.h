@@ -66,7 +66,9 @@ class Stream {
   // Queue a kernel, which may be delayed. Raises where it is a race.
   void launch(Work work, std::function<void()> kernel);
   // Queue the poison of freed memory, by which it is written: whoever else reads it is a race.
-  void poison(void* data, size_t num_bytes);
+  void poison(void* data, size_t num_bytes, SitePtr ended);
+  // Queue work of the simulator's own, which is no access.
+  void then(std::function<void()> work);
   // Return the place after all that was queued.
   PointPtr record();
   // What is queued from now on comes after `point`.

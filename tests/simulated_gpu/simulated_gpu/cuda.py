@@ -101,18 +101,38 @@ class device_context:  # noqa: N801
 
 
 def memory_stats(device: Any = None) -> dict[str, int]:
-    stats = ext.stats(_index(device))
-    found = {"num_alloc_retries": stats["retries"], "num_ooms": stats["out_of_memory"]}
-    for name, kind in {
-        "allocated_bytes": "allocated",
-        "active_bytes": "allocated",
-        "requested_bytes": "allocated",
-        "reserved_bytes": "reserved",
-    }.items():
-        now, most = stats[kind], stats[f"{kind}_peak"]
-        for pool in ("all", "large_pool", "small_pool"):
-            found |= {f"{name}.{pool}.current": now, f"{name}.{pool}.peak": most}
-    return found
+    """Return the counters of the allocator by torch's names, which are paths: `active.all.peak`."""
+    found: dict[str, int] = {}
+
+    def put(prefix: str, counters: dict[str, Any]) -> None:
+        for name, value in counters.items():
+            if isinstance(value, dict):
+                put(f"{prefix}{name}.", value)
+            else:
+                found[prefix + name] = value
+
+    put("", ext.stats(_index(device)))
+    found["max_split_size"] = -1  # there is none, so no block is too large to be split
+    for name in ("oversize_allocations", "oversize_segments"):
+        found |= {f"{name}.{each}": 0 for each in ("current", "peak", "allocated", "freed")}
+    return dict(sorted(found.items()))
+
+
+def _counter(name: str) -> Any:
+    return lambda device=None: memory_stats(device)[name]
+
+
+def mem_get_info(device: Any = None) -> tuple[int, int]:
+    reserved = memory_stats(device)["reserved_bytes.all.current"]
+    total = _total_memory()
+    return total - _outside.get(_index(device), 0) - reserved, total
+
+
+class _NoGraphs:
+    """In the place of what captures kernels: a graph of none would be one that does nothing."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        raise NotImplementedError("the simulated GPU has no graphs")
 
 
 class _Cudart:
@@ -208,15 +228,13 @@ def _patch_cuda() -> None:
         "current_stream": current_stream,
         "default_stream": default_stream,
         "memory_stats": memory_stats,
-        "memory_allocated": lambda d=None: ext.stats(_index(d))["allocated"],
-        "max_memory_allocated": lambda d=None: ext.stats(_index(d))["allocated_peak"],
-        "memory_reserved": lambda d=None: ext.stats(_index(d))["reserved"],
-        "max_memory_reserved": lambda d=None: ext.stats(_index(d))["reserved_peak"],
+        "memory_allocated": _counter("allocated_bytes.all.current"),
+        "max_memory_allocated": _counter("allocated_bytes.all.peak"),
+        "memory_reserved": _counter("reserved_bytes.all.current"),
+        "max_memory_reserved": _counter("reserved_bytes.all.peak"),
         "reset_peak_memory_stats": lambda d=None: ext.reset_peak(_index(d)),
-        "mem_get_info": lambda d=None: (
-            _total_memory() - _outside.get(_index(d), 0) - ext.stats(_index(d))["reserved"],
-            _total_memory(),
-        ),
+        "reset_accumulated_memory_stats": lambda d=None: ext.reset_accumulated(_index(d)),
+        "mem_get_info": mem_get_info,
         "empty_cache": lambda: ext.empty_cache(),
         "get_device_name": lambda d=None: NAME,
         "get_device_properties": _properties,
@@ -233,13 +251,16 @@ def _patch_cuda() -> None:
         "set_sync_debug_mode": _set_sync_debug_mode,
         "get_sync_debug_mode": lambda: ext.sync_debug(),
         "is_current_stream_capturing": lambda: False,
+        "CUDAGraph": _NoGraphs,
+        "graph": _NoGraphs,
+        "make_graphed_callables": _NoGraphs,
     }
     for name, value in changed.items():
         setattr(torch.cuda, name, value)
     torch.cuda.default_generators = tuple(
         ext.default_generator(number) for number in range(ext.device_count())
     )
-    for module in (torch.cuda.random, torch.cuda.memory):
+    for module in (torch.cuda.random, torch.cuda.memory, torch.cuda.graphs):
         for name in changed:
             if hasattr(module, name):
                 setattr(module, name, changed[name])

@@ -8,6 +8,7 @@
 # make test-saves  a table of checkpoints that go on with other axes, in which nothing may change a bit: 6 minutes
 # make test-tensors  a table of models whose layers ranks divide, each compared with one process: 6 minutes
 # make test-gpu     the tests that need a GPU, on those of this machine
+# make bench-gpu    zrun at each ZeRO stage beside DDP, FSDP2 and a plain loop, on all GPUs of this machine: 25 minutes at most
 # make test-devices  of the tables on simulated GPUs, the rows that make test runs: a minute
 # make test-simulated-gpu  the tests of CUDA on a simulated GPU (installs g++, as root, where it is missing): 3 minutes
 # make bigger-than-memory  train a model whose states are six times the memory that it may take, through the disk: 6 minutes
@@ -15,7 +16,7 @@
 
 PYTHON ?= python3
 
-.PHONY: train test test-unit test-ranks test-e2e test-hosts test-faults test-slurm test-offload test-pipelines test-saves test-tensors test-gpu test-devices test-simulated-gpu bigger-than-memory lint clean
+.PHONY: train test test-unit test-ranks test-e2e test-hosts test-faults test-slurm test-offload test-pipelines test-saves test-tensors test-gpu test-devices test-simulated-gpu bench-gpu bigger-than-memory lint clean
 
 train: .venv/ready
 	.venv/bin/zrun train jobs/stdlib-gpt.yaml
@@ -79,6 +80,9 @@ test-simulated-gpu: .venv/simulated-gpu/ready
 	tests/simulated_gpu/install-compiler
 	PYTHONPATH=tests/simulated_gpu .venv/bin/python -m simulated_gpu --build
 	touch $@
+
+bench-gpu: .venv/ready
+	.venv/bin/python benchmarks/gpu_systems.py
 
 bigger-than-memory: .venv/ready
 	.venv/bin/python benchmarks/bigger_than_memory.py

@@ -27,7 +27,6 @@ from render import render
 
 SIZES = ("124m", "1.5b")
 OUT_OF_MEMORY = 42  # exit code of a child: try a smaller batch
-_PEAK_TFLOPS = {"B200": 2250, "H200": 989, "H100": 989, "A100": 312, "L40S": 362, "4090": 165}
 _SHARE = {"124m": 0.4}  # of the time that is left, at most
 _LEAST_RATIO, _LEAST_MFU = 0.98, 0.45  # of zrun; the second for 1.5b on a Hopper
 
@@ -144,12 +143,14 @@ def child(options: argparse.Namespace) -> int:
     import torch
     from gpu_loops import MODELS, Comparison, gemm_tflops
 
+    from zrun_core.hardware.catalogue import peak_flops  # beside gpu_loops, which finds it
+
     deadline = time.monotonic() + options.seconds
     size = options.sizes
     cuda = options.device == "cuda"
     device = torch.device("cuda", 0) if cuda else torch.device("cpu")
     batch = options.batch or MODELS[size].batch
-    peak = options.peak
+    peak = options.peak and options.peak * 1e12
     start: dict[str, Any] = {
         "size": size,
         "event": "start",
@@ -159,13 +160,13 @@ def child(options: argparse.Namespace) -> int:
     if cuda:
         torch.cuda.set_device(device)
         name = torch.cuda.get_device_name(device)
-        peak = peak or next((tflops for part, tflops in _PEAK_TFLOPS.items() if part in name), None)
+        peak = peak or peak_flops(name, "bf16")
         total = torch.cuda.get_device_properties(device).total_memory
         start |= {
             "device": name,
             "total_gib": round(total / 2**30, 1),
             "cuda": torch.version.cuda,
-            "peak_tflops": peak,
+            "peak_tflops": peak and peak / 1e12,
             "gemm_tflops": round(gemm_tflops(device), 1),
         }
 
@@ -189,7 +190,7 @@ def child(options: argparse.Namespace) -> int:
             }
         )
         return OUT_OF_MEMORY
-    for line in comparison.results(peak and peak * 1e12):
+    for line in comparison.results(peak):
         emit(line)
     return 0
 

@@ -146,13 +146,23 @@ def autocast_loop(model: nn.Module, device: torch.device, compiled: bool) -> Loo
     return step
 
 
-def zrun_loop(model: nn.Module, device: torch.device, compiled: bool) -> Loop:
-    """The runtime, set up as a worker on one rank does it."""
+def zrun_loop(
+    model: nn.Module,
+    device: torch.device,
+    compiled: bool,
+    *,
+    stage: int = 2,
+    rank: int = 0,
+    ranks: int = 1,
+) -> Loop:
+    """The runtime, set up as a worker does it; of several ranks each has a part of the batch."""
     from zrun_core.distributed.comm import Comm
+    from zrun_core.distributed.communicators import connect
     from zrun_core.distributed.mesh import Mesh
     from zrun_core.distributed.named_vector import NamedVector
     from zrun_core.optim.resolve import resolve_optimizer
     from zrun_core.spine.config import JobConfig
+    from zrun_core.spine.parallel_dims import resolve_shard_size
     from zrun_core.train.parallelize import make_settings, parallelize
     from zrun_core.user_code.build import Built
 
@@ -164,7 +174,7 @@ def zrun_loop(model: nn.Module, device: torch.device, compiled: bool) -> Loop:
             "steps": 1,
             "batch": 1,
             "precision": "bf16",
-            "zero": 2,
+            "zero": stage,
             "compile": compiled,
             "optim": {
                 "name": "adamw",
@@ -177,17 +187,22 @@ def zrun_loop(model: nn.Module, device: torch.device, compiled: bool) -> Loop:
     )
     settings = make_settings(job, resolve_optimizer(job.optim, lambda name: None), device)
     built = Built(model, lambda name, param: param.detach())
-    sharded, _ = parallelize(built, job, settings, Mesh.build(0, ["localhost"], 1), Comm(device))
+    comm = Comm(device)
+    mesh = Mesh.build(rank, ["localhost"] * ranks, resolve_shard_size(job.zero, ranks, ranks))
+    if ranks > 1:
+        connect(comm, mesh)
+    sharded, _ = parallelize(built, job, settings, mesh, comm)
     sharded.module.to(device)
 
     def step(tokens: Tensor, targets: Tensor) -> Tensor:
+        global_batch = len(tokens) * ranks
         sums = NamedVector.of(device, samples=0.0, loss=0.0)
         sharded.begin_step()
         with sharded.forward() as micro:
             loss = sharded.module(tokens, targets)
         sums.add(samples=len(tokens), loss=loss.detach().double() * len(tokens))
-        sharded.backward(loss, micro, boundary=True)
-        sharded.step(LR, sums, lambda totals: totals["samples"] / len(tokens))
+        sharded.backward(loss / ranks, micro, boundary=True)
+        sharded.step(LR, sums, lambda totals: totals["samples"] / global_batch)
         return loss.detach()
 
     return step

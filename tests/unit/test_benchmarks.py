@@ -13,6 +13,7 @@ import gpu
 import gpu_offload
 import gpu_offload_cases
 import gpu_planner
+import gpu_systems
 import hybrid
 import launch
 import offload
@@ -527,3 +528,82 @@ def test_what_a_hybrid_waits_for_is_the_slowest_ranks() -> None:
     *_, row = hybrid.table({"this": [step] * 4}).splitlines()
     times = ["20.0", "[20.0,", "20.0]", "100.0", "[100.0,", "100.0]"]
     assert row.split() == ["this", "75%", "25%", *times, "20%"]
+
+
+# All systems on all GPUs
+
+
+def lines_of_gpus() -> list[dict[str, Any]]:
+    """Two rounds of DDP, of ZeRO-3 that failed in the second one, and of a plain loop."""
+    start = {
+        "event": "start",
+        "ranks": 2,
+        "device": "NVIDIA H100 80GB HBM3",
+        "devices": 2,
+        "total_gib": 79.6,
+        "torch": "2.13.0",
+        "cuda": "13.0",
+        "gemm_tflops": 700.0,
+        "peak_flops": 1e15,
+        "command": "python benchmarks/gpu_systems.py --write",
+        "time": "2026-11-24T00:00:00",
+    }
+
+    def ran(system: str, number: int, ms: float, loss: float, ranks: int = 2) -> dict[str, Any]:
+        return {
+            "event": "run",
+            "system": system,
+            "round": number,
+            "ranks": ranks,
+            "ms": ms,
+            "losses": [3.0, loss],
+            "allocated": 2**30,
+            "reserved": 2**31,
+            "tokens": 1000,
+            "flops_per_token": 10**10,
+            "params": 10**9,
+        }
+
+    return [
+        start,
+        ran("ddp", 0, 100.0, 2.0),
+        ran("zrun3", 0, 90.0, 2.25),
+        {"event": "run", "system": "zrun3", "round": 1, "error": "rank 1: OutOfMemoryError"},
+        ran("ddp", 1, 120.0, 2.0),
+        ran("plain", 1, 60.0, 9.0, ranks=1),
+    ]
+
+
+def test_ratios_between_systems_on_gpus_are_taken_inside_each_round() -> None:
+    base, rows, failures = gpu_systems.rows_of(lines_of_gpus())
+    assert base == "DDP"
+    plain, ddp, zrun = rows
+    assert ddp[:6] == ["DDP", "2", "110.0", "100.0-120.0", "1.000", "1.000-1.000"]
+    assert zrun[:6] == ["zrun ZeRO-3", "2", "90.0", "90.0-90.0", "0.900", "0.900-0.900"]
+    assert zrun[6:] == ["11111", "11.1%", "1.00", "2.00", "2.5e-01"]
+    assert plain[4] == "0.500"
+    assert plain[-1] == ""  # it has half the batch: no losses to compare
+    assert failures == ["zrun ZeRO-3 failed in 1 of 2 rounds: rank 1: OutOfMemoryError"]
+
+
+def test_the_table_of_gpus_goes_between_its_marks(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{gpu_systems.BEGIN}\nold\n{gpu_systems.END}\nafter\n")
+    for _ in range(2):
+        gpu_systems.write(page, gpu_systems.markdown(lines_of_gpus()))
+    text = page.read_text()
+    assert text.startswith(f"before\n{gpu_systems.BEGIN}\n\n2026-11-24, 2 x NVIDIA H100")
+    assert text.endswith(f"{gpu_systems.END}\nafter\n")
+    assert "old" not in text
+    assert text.count("| zrun ZeRO-3 | 2 | 90.0 |") == 1
+    assert text.count("published by torchtitan, not measured here") == 1
+    page.write_text("none")
+    with pytest.raises(ValueError, match="once"):
+        gpu_systems.write(page, "table")
+
+
+def test_the_page_has_a_place_for_the_table_of_gpus() -> None:
+    head, tail = gpu_systems.around(gpu_systems.PAGE)
+    between = gpu_systems.PAGE.read_text()[len(head) : -len(tail)]
+    assert gpu_systems.PUBLISHED in between
+    assert "Simulated" not in between

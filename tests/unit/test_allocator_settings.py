@@ -22,6 +22,7 @@ def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(accelerator, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
 
 
 def test_segments_expand_as_in_a_job(monkeypatch: pytest.MonkeyPatch) -> None:

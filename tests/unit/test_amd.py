@@ -141,6 +141,40 @@ def test_errors_in_a_run_are_counted(told: Any) -> None:
     assert list(monitor.health()) == [UUIDS[1]]
 
 
+@pytest.mark.parametrize("name", ["amdsmi_get_gpu_asic_info", "amdsmi_get_gpu_vram_usage"])
+def test_a_call_that_fails_ends_no_rank(
+    told: Any, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    told(ALL)
+    monitor = AmdMonitor(Amdsmi(amdsmi), UUIDS)
+
+    def busy(handle: int) -> None:
+        raise amdsmi.AmdSmiException("Error code: 30 | AMDSMI_STATUS_BUSY")
+
+    monkeypatch.setattr(amdsmi, name, busy)
+    assert monitor.changes() == []
+
+
+def test_a_driver_that_is_busy_for_a_moment_ends_no_rank(
+    told: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told(ALL)
+    monitor = AmdMonitor(Amdsmi(amdsmi), [UUIDS[0]])
+    told(ALL, {"lost": True})
+    monkeypatch.setattr(amd.time, "sleep", lambda seconds: told(ALL))
+    assert monitor.changes() == []
+
+
+def test_processes_that_are_not_told_are_not_known(
+    told: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told(ALL)
+    monkeypatch.setattr(amdsmi, "amdsmi_get_gpu_process_list", lambda handle: [object()])
+    assert amd.read_machine().devices[0].processes is None
+    monkeypatch.setattr(amdsmi, "amdsmi_get_gpu_process_list", lambda handle: [])
+    assert amd.read_machine().devices[0].processes == ()
+
+
 # Variables.
 
 GPUS = [NamedGpu(number, uuid, is_rocm=True) for number, uuid in enumerate(UUIDS)]

@@ -5,6 +5,7 @@ Through scenarios, and through the real pynvml and a library of our own.
 
 from __future__ import annotations
 
+import importlib.machinery
 import json
 import os
 import subprocess
@@ -18,6 +19,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "scenarios"))
 import fake_nvml
 
+from zrun.hosts import probe
 from zrun.hosts.cluster import simulate
 from zrun.hosts.probe import Driver, HostReport, Limits, Software, _gpu_states
 from zrun.preflight.gpu_checks import find_gpu_notes, find_gpu_problems
@@ -54,7 +56,7 @@ def report(name: str) -> HostReport:
     scenario = Scenario.read(fake_nvml.scenario(name))
     facts = simulate(scenario).hosts[0]
     driver, gpus = _gpu_states(nvml.read(scenario), {gpu.uuid for gpu in facts.gpus})
-    software = Software("3.11.7", "/usr/bin/python3", "0.1.0", "code", "2.13.0+cu126")
+    software = Software("3.11.7", "/usr/bin/python3", "0.1.0", "code", "2.13.0+cu126", "CUDA 12.6")
     limits = Limits(1024, None, None, 1 << 30)
     return HostReport(facts, software, {}, (), limits, driver, gpus, False, {}, None, "me")
 
@@ -275,17 +277,119 @@ def test_topo_names_a_wrong_variable(library: Path) -> None:
     assert "CUDA_VISIBLE_DEVICES: '8' is no GPU" in seats.stderr
 
 
-@pytest.mark.parametrize(("label", "kind"), [("cpu", "CPUs"), ("xpu", "Intel's GPUs")])
-def test_a_wheel_that_computes_on_no_gpu_of_a_host_is_told(label: str, kind: str) -> None:
-    healthy = report("h100-8")
-    software = replace(healthy.software, torch=f"2.13.0+{label}")
-    (note,) = find_gpu_notes(replace(healthy, software=software), is_wanted=True)
+INSTALL = (
+    "/usr/bin/python3 -m pip install --force-reinstall torch==2.13.0 --index-url "
+    "https://download.pytorch.org/whl/{} (or another one that https://pytorch.org/get-started "
+    "names for its driver)"
+)
+
+
+def with_torch(report: HostReport, version: str, target: str | None) -> HostReport:
+    return replace(report, software=replace(report.software, torch=version, torch_for=target))
+
+
+@pytest.mark.parametrize(
+    ("version", "kind"),
+    [("2.13.0+cpu", "CPUs"), ("2.13.0", "CPUs"), ("2.13.0+xpu", "Intel's GPUs")],
+)
+def test_a_wheel_that_computes_on_no_gpu_of_a_host_is_told(version: str, kind: str) -> None:
+    healthy = report("h100-8")  # its driver serves CUDA 12
+    (note,) = find_gpu_notes(with_torch(healthy, version, kind), is_wanted=True)
     assert note == (
-        f"torch 2.13.0+{label} is a wheel for {kind}, without CUDA and ROCm: /usr/bin/python3 -m "
-        "pip install --force-reinstall torch==2.13.0 --index-url "
-        "https://download.pytorch.org/whl/cu130 (or another one that "
-        "https://pytorch.org/get-started names for its driver)"
+        f"torch {version} is a wheel for {kind}, without CUDA: {INSTALL.format('cu126')}"
     )
+    newer = replace(healthy, driver=Driver("580.65.06", (13, 0)))
+    (note,) = find_gpu_notes(with_torch(newer, version, kind), is_wanted=True)
+    assert note.endswith(INSTALL.format("cu130"))
     assert list(find_gpu_notes(healthy, is_wanted=True)) == []
-    without = replace(healthy, software=software, facts=replace(healthy.facts, gpus=()), gpus=())
-    assert list(find_gpu_notes(without, is_wanted=True)) == []
+    assert list(find_gpu_notes(with_torch(healthy, "2.13.0", None), is_wanted=True)) == []
+    bare = replace(healthy, facts=replace(healthy.facts, gpus=()), gpus=())
+    assert list(find_gpu_notes(with_torch(bare, version, kind), is_wanted=True)) == []
+
+
+def test_a_wheel_is_for_the_gpus_of_one_vendor() -> None:
+    nvidia = report("h100-8")
+    (note,) = find_gpu_notes(with_torch(nvidia, "2.13.0+rocm7.2", "ROCm 7.2"), is_wanted=True)
+    assert note.startswith("torch 2.13.0+rocm7.2 is a wheel for ROCm 7.2, without CUDA: /usr")
+    gpus = tuple(replace(gpu, is_rocm=True) for gpu in nvidia.facts.gpus)
+    amd = replace(nvidia, facts=replace(nvidia.facts, gpus=gpus), driver=None)
+    assert list(find_gpu_notes(with_torch(amd, "2.13.0", "ROCm 7.2"), is_wanted=True)) == []
+    for target in ("CPUs", "CUDA 13.0"):
+        (note,) = find_gpu_notes(with_torch(amd, "2.13.0", target), is_wanted=True)
+        assert note == (
+            f"torch 2.13.0 is a wheel for {target}, without ROCm: install the wheel that "
+            "https://pytorch.org/get-started names for its ROCm"
+        )
+
+
+def test_a_driver_that_does_not_serve_the_cuda_of_pypi_s_wheel_is_a_problem() -> None:
+    healthy = report("h100-8")
+    assert healthy.driver is not None
+    old = f"its driver {healthy.driver.version} serves CUDA 12."
+    (problem,) = find_gpu_problems(with_torch(healthy, "2.13.0", "CUDA 13.0"), None)
+    assert problem.startswith(old)
+    assert problem.endswith(
+        "and torch 2.13.0 needs CUDA 13.0: update the driver to 580 or newer, or "
+        + INSTALL.format("cu126")
+    )
+    for target in ("CUDA 12.9", "CUDA 12.6", "CPUs", "ROCm 7.2", None):
+        assert list(find_gpu_problems(with_torch(healthy, "2.13.0", target), None)) == []
+    ancient = replace(healthy, driver=Driver("470.57.02", (11, 4)))
+    (problem,) = find_gpu_problems(with_torch(ancient, "2.13.0", "CUDA 12.6"), None)
+    assert problem.endswith("update the driver to 525 or newer")  # no wheel is for CUDA 11
+
+
+VERSION = """from typing import Optional
+
+__all__ = ['__version__', 'debug', 'cuda', 'git_version', 'hip', 'rocm', 'xpu']
+__version__ = '2.13.0'
+debug = False
+cuda: Optional[str] = {cuda}
+git_version = 'cf30153c4c131c8164ee7798e5022d810682e2cb'
+hip: Optional[str] = {hip}
+rocm: Optional[str] = None
+xpu: Optional[str] = {xpu}
+"""
+
+
+@pytest.mark.parametrize(
+    ("cuda", "hip", "xpu", "target"),
+    [
+        ("'13.0'", None, None, "CUDA 13.0"),
+        ("'12.6'", None, None, "CUDA 12.6"),
+        (None, "'7.2.26015-fc0010cf6a'", None, "ROCm 7.2"),
+        (None, None, "'20250301'", "Intel's GPUs"),
+        (None, None, None, "CPUs"),
+    ],
+)
+def test_what_torch_is_for_is_read_from_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cuda: str, hip: str, xpu: str, target: str
+) -> None:
+    folder = tmp_path / "torch"
+    folder.mkdir()
+    (folder / "__init__.py").write_text("raise RuntimeError('imported')")
+    (folder / "version.py").write_text(VERSION.format(cuda=cuda, hip=hip, xpu=xpu))
+    spec = importlib.machinery.ModuleSpec("torch", None, origin=str(folder / "__init__.py"))
+    monkeypatch.setattr(probe, "find_spec", lambda name: spec)
+    assert probe.torch_target() == target
+
+
+def test_what_torch_is_for_is_not_guessed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = importlib.machinery.ModuleSpec("torch", None, origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(probe, "find_spec", lambda name: spec)
+    assert probe.torch_target() is None  # no such file
+    (tmp_path / "version.py").write_text("__version__ = '3.0'\n")
+    assert probe.torch_target() is None
+    monkeypatch.setattr(probe, "find_spec", lambda name: None)
+    assert probe.torch_target() is None
+
+
+def test_what_this_torch_is_for() -> None:
+    import torch
+
+    found = probe.torch_target()
+    assert found is not None
+    if torch.version.cuda is not None:
+        assert found == f"CUDA {torch.version.cuda}"
+    elif torch.version.hip is None:
+        assert found in ("CPUs", "Intel's GPUs")

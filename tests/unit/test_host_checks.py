@@ -27,7 +27,7 @@ from zrun.preflight.reachability import peers_of
 from zrun.topology.boards import Board, Reading
 from zrun_core.spine.config import JobConfig
 
-HERE = Software("3.11.7", "/venv/bin/python", "0.1.0", "c0de", "2.13.0+cu128")
+HERE = Software("3.11.7", "/venv/bin/python", "0.1.0", "c0de", "2.13.0+cu128", "CUDA 12.8")
 GB = 1 << 30
 REPORT = HostReport(
     facts=HostFacts(
@@ -90,6 +90,9 @@ SOFTWARE = {
         "torch": "2.12.0"
     },
     "/venv/bin/python has no torch: install 2.13.0+cu128 there": {"torch": None},
+    "torch 2.13.0+cu128 for CPUs there, for CUDA 12.8 here: install the same build for /venv": {
+        "torch_for": "CPUs"
+    },
     "zrun 0.2.0 there, 0.1.0 here: install the same": {"zrun": "0.2.0", "zrun_code": "x"},
     "its zrun has other code: install the same version": {"zrun_code": "x"},
     "Python 3.12.1 there, 3.11.7 here: name one that is the same everywhere in launch.python": {
@@ -132,7 +135,7 @@ PROBLEMS = {
         "gpus": (),
         "driver": None,
     },
-    "its driver 470 serves CUDA 11.4, and torch 2.13.0+cu128 needs 12: update": {
+    "its driver 470 serves CUDA 11.4, and torch 2.13.0+cu128 needs CUDA 12.8: update": {
         "driver": Driver("470", (11, 4))
     },
     "GPU 1 is in use, 60.0 GiB of 80.0 GiB are taken: end pid 7, 8, or": {

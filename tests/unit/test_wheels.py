@@ -48,6 +48,8 @@ class Torch:
         self._patch.setattr(torch.version, "cuda", cuda)
         self._patch.setattr(torch.version, "hip", hip)
         self._patch.setattr(torch.cuda, "device_count", lambda: devices)
+        if devices:
+            self._patch.setattr(torch.cuda, "init", lambda: None)
 
     def has_nccl(self, there: bool) -> None:
         self._patch.setattr(dist, "is_nccl_available", lambda: there)
@@ -77,8 +79,8 @@ def board(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fake: Torch) -> None:
 
 WHEEL = (
     "torch 2.13.0+cpu is a wheel for CPUs, without CUDA and ROCm: pip install --force-reinstall "
-    "torch==2.13.0 --index-url https://download.pytorch.org/whl/cu130 (or another one that "
-    "https://pytorch.org/get-started names for the driver, or for ROCm)"
+    "torch==2.13.0 --index-url https://download.pytorch.org/whl/cu130 (cu126 for NVIDIA's drivers "
+    "before 580; https://pytorch.org/get-started names others, and ROCm's)"
 )
 
 
@@ -98,6 +100,25 @@ def test_a_driver_that_is_too_old_is_quoted(fake: Torch) -> None:
         "torch 2.13.0+cu130 finds no GPU: The NVIDIA driver on your system is too old (found "
         "11040)."
     )
+
+
+def test_a_driver_that_is_too_old_is_quoted_where_its_library_counts_the_boards(
+    fake: Torch,
+) -> None:
+    fake.says("2.13.0", cuda="13.0", devices=8)
+    fake.has_nccl(True)
+    fake.cannot_begin("The NVIDIA driver on your system is too old (found 12040).\nPlease update")
+    wrong = (
+        "torch 2.13.0 cannot use the GPUs here: The NVIDIA driver on your system is too old (found "
+        "12040)."
+    )
+    assert accelerator.why_not(GPU, 8) == wrong
+    with pytest.raises(PreflightError, match=r"^device: cuda, but torch 2.13.0 cannot use the"):
+        rendezvous.join(0, 1, GPU, LimitsConfig())
+    for device in ("cuda", "auto"):
+        with pytest.raises(PreflightError) as caught:
+            run._find_device(device, 0)
+        assert str(caught.value) == f'init(): {wrong}; init(device="cpu") trains without'
 
 
 def test_a_rank_without_a_device_of_its_own_is_told_how_many_there_are(fake: Torch) -> None:
@@ -253,11 +274,12 @@ def test_all_names_of_others_are_lower_case_kinds() -> None:
 # Variables
 
 
-@pytest.mark.parametrize("value", ["", "-1"])
+@pytest.mark.parametrize("value", ["", "-1", "-1,0", " ", "NoDevFiles", "none"])
 @pytest.mark.parametrize("name", ["CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"])
 def test_who_hides_gpus_wants_none(name: str, value: str) -> None:
     assert visible_devices.are_hidden({name: value})
     assert not visible_devices.are_hidden({name: "0"})
+    assert not visible_devices.are_hidden({name: "0,-1"})
     assert not visible_devices.are_hidden({})
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import re
 import resource
 import secrets
 import socket
@@ -16,6 +17,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,11 @@ from zrun.topology.boards import Health, Reading
 from zrun.topology.machine import drivers_open, read_machine
 
 TOKEN_PREFIX = ".zrun-token-"
+# Lines such as "cuda: Optional[str] = '13.0'", of which the first two numbers count, or None.
+_VERSION_LINE = re.compile(
+    r"^(cuda|hip|xpu)\b[^=\n]*=\s*(?:['\"](\d+(?:\.\d+)?)[^'\"\n]*['\"]|None)", re.MULTILINE
+)
+_TARGETS = {"cuda": "CUDA", "hip": "ROCm"}
 _MAX_FILES = 500  # of a job's code that are compared
 _MAX_FOLDERS = 2000  # that are searched for them
 _NOT_CODE = {"node_modules", "runs", "site-packages", "venv"}
@@ -37,6 +44,7 @@ class Software:
     zrun: str  # version
     zrun_code: str  # digest of every file of ours
     torch: str | None  # version, from its metadata: importing it would take two seconds
+    torch_for: str | None = None  # what it computes on: see `torch_target`
 
 
 @dataclass(frozen=True)
@@ -161,6 +169,7 @@ def software() -> Software:
         zrun=metadata.version("zrun"),
         zrun_code=own_code(),
         torch=version_of("torch"),
+        torch_for=torch_target(),
     )
 
 
@@ -170,6 +179,28 @@ def version_of(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
+
+
+def torch_target() -> str | None:
+    """Return what the installed torch computes on; None where that is not known.
+
+    "CUDA 13.0", "ROCm 7.1", "Intel's GPUs", or "CPUs", as its `version.py` says, which is read and
+    not run. PyPI's wheels have no label such as "+cu130" in their version.
+    """
+    try:
+        found = find_spec("torch")
+        if found is None or found.origin is None:
+            return None
+        text = Path(found.origin).with_name("version.py").read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return None
+    values = dict(_VERSION_LINE.findall(text))
+    if "cuda" not in values:
+        return None  # another layout
+    for name, target in _TARGETS.items():
+        if values.get(name):
+            return f"{target} {values[name]}"
+    return "Intel's GPUs" if values.get("xpu") else "CPUs"
 
 
 def own_code() -> str:

@@ -8,11 +8,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from zrun.hosts.cluster import listed, several
-from zrun.hosts.probe import GpuState, HostReport
+from zrun.hosts.probe import GpuState, HostReport, Software
 from zrun.topology.boards import POWER_CAP
 from zrun_core.sizes import format_size
 
 _BUSY = 0.1  # share of a GPU's memory that others may hold
+# By the major version of CUDA: NVIDIA's oldest driver, and torch's index of wheels.
+_LEAST_DRIVER = {12: 525, 13: 580}
+_INDEXES = {12: "cu126", 13: "cu130"}
 
 
 @dataclass(frozen=True)
@@ -41,14 +44,7 @@ def find_gpu_problems(report: HostReport, chosen: Sequence[int] | None) -> Itera
         yield "it has no usable GPU, and no driver that answers"
     elif facts.misnamed is not None:
         yield facts.misnamed
-    wheel = re.search(r"\+cu(\d+)\d$", report.software.torch or "")
-    if wheel is not None and report.driver is not None and report.driver.cuda[0] < int(wheel[1]):
-        serves = ".".join(map(str, report.driver.cuda))
-        yield (
-            f"its driver {report.driver.version} serves CUDA {serves}, and torch "
-            f"{report.software.torch} needs {wheel[1]}: update the driver, or install a torch for "
-            "an older CUDA"
-        )
+    yield from _driver_problems(report)
     for number, state in _numbered(report):
         if chosen is not None and number not in chosen:
             continue
@@ -66,21 +62,53 @@ def find_gpu_problems(report: HostReport, chosen: Sequence[int] | None) -> Itera
             )
 
 
+def _driver_problems(report: HostReport) -> Iterator[str]:
+    """Yield why the driver does not serve torch's CUDA.
+
+    One of the same major version does, whatever the minor one: CUDA calls it minor version
+    compatibility.
+    """
+    software, driver = report.software, report.driver
+    needed = re.match(r"CUDA (\d+)", software.torch_for or "")
+    if needed is None or driver is None or driver.cuda[0] >= int(needed[1]):
+        return
+    least = _LEAST_DRIVER.get(int(needed[1]))
+    advice = "update the driver" if least is None else f"update the driver to {least} or newer"
+    if driver.cuda[0] in _INDEXES:
+        advice += f", or {_install(software, _INDEXES[driver.cuda[0]])}"
+    yield (
+        f"its driver {driver.version} serves CUDA {driver.cuda[0]}.{driver.cuda[1]}, and torch "
+        f"{software.torch} needs {software.torch_for}: {advice}"
+    )
+
+
 def _wheel_notes(report: HostReport) -> Iterator[str]:
-    """Yield why torch computes on none of these GPUs, as far as its version says.
+    """Yield why torch computes on none of these GPUs, as far as its files say.
 
     Ranks ask torch itself, and say so in the end.
     """
-    torch = report.software.torch or ""
-    release, _, label = torch.partition("+")
-    made_for = {"cpu": "CPUs", "xpu": "Intel's GPUs"}.get(label)
-    if made_for is not None:
-        yield (
-            f"torch {torch} is a wheel for {made_for}, without CUDA and ROCm: "
-            f"{report.software.executable} -m pip install --force-reinstall torch=={release} "
-            "--index-url https://download.pytorch.org/whl/cu130 (or another one that "
-            "https://pytorch.org/get-started names for its driver)"
-        )
+    software, driver = report.software, report.driver
+    target = software.torch_for
+    are_rocm = any(gpu.is_rocm for gpu in report.facts.gpus)
+    wanted = "ROCm" if are_rocm else "CUDA"
+    if target is None or target.startswith(wanted):
+        return
+    advice = "install the wheel that https://pytorch.org/get-started names for its ROCm"
+    if not are_rocm:
+        newest = max(_INDEXES)
+        major = newest if driver is None else driver.cuda[0]
+        advice = _install(software, _INDEXES.get(major, _INDEXES[newest]))
+    yield f"torch {software.torch} is a wheel for {target}, without {wanted}: {advice}"
+
+
+def _install(software: Software, index: str) -> str:
+    """Return the command that installs the same release of torch for other devices."""
+    release = (software.torch or "").partition("+")[0]
+    return (
+        f"{software.executable} -m pip install --force-reinstall torch=={release} --index-url "
+        f"https://download.pytorch.org/whl/{index} (or another one that "
+        "https://pytorch.org/get-started names for its driver)"
+    )
 
 
 def find_gpu_notes(report: HostReport, *, is_wanted: bool) -> Iterator[str]:

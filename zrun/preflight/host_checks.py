@@ -122,6 +122,12 @@ def _check_software(there: Software, here: Software) -> Iterator[str]:
             f"torch {there.torch} there, {here.torch} here: install the same version for "
             f"{there.executable}"
         )
+    elif there.torch_for != here.torch_for and None not in (there.torch_for, here.torch_for):
+        # of one version, from two indexes
+        yield (
+            f"torch {there.torch} for {there.torch_for} there, for {here.torch_for} here: install "
+            f"the same build for {there.executable}"
+        )
 
 
 def _check_code(

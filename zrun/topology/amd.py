@@ -31,6 +31,7 @@ from zrun.topology.boards import (
 
 _KFD = "/dev/kfd"  # the compute driver's file
 _MIB = 1 << 20
+_MOMENT_S = 0.2  # that a driver may be busy
 _XGMI = 2  # of amdsmi_topo_get_link_type
 # GB/s in one direction over one xGMI link, by the start of the architecture, as RCCL reckons.
 _LINK_RATES = {"gfx95": 48.0, "gfx94": 48.0, "gfx90a": 36.0}
@@ -214,10 +215,24 @@ class AmdMonitor:
                 what = f"uncorrectable errors of its memory ({now - before}, ECC)"
                 found.append(Fault(uuid, None, what, _RESET, is_fatal=False))
             self._errors[uuid] = before if now is None else now
-            if _unique_id(self._source, handle) is None:
+            if self._is_gone(handle):
                 self._lost.add(uuid)
                 found.append(Fault(uuid, None, "the GPU is gone", _REBOOT, is_fatal=True))
         return found
+
+    def _is_gone(self, handle: Any) -> bool:
+        """Return whether a GPU answers nothing, and again nothing after a moment.
+
+        Its rank is ended then, and amdsmi has no error of its own for a GPU that is lost: one call
+        that fails, as of a driver that is busy, is not enough.
+        """
+        for again in range(2):
+            if again:
+                time.sleep(_MOMENT_S)
+            memory = self._source.ask("amdsmi_get_gpu_vram_usage", handle)
+            if memory is not None or _unique_id(self._source, handle) is not None:
+                return False
+        return True
 
     def _count(self, uuid: str) -> int | None:
         errors = self._source.ask("amdsmi_get_gpu_total_ecc_count", self._handles[uuid])
@@ -313,7 +328,9 @@ def _processes(told: Any) -> tuple[int, ...] | None:
     if told is None:
         return None
     pids = [_number(_mapping(each).get("pid")) for each in told]
-    return tuple(pid for pid in pids if pid)
+    if None in pids:
+        return None  # of an older version, whose list has handles
+    return tuple(filter(None, pids))
 
 
 def _ancestor(a: Board, b: Board) -> int | None:

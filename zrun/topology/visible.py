@@ -10,13 +10,14 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from zrun_core.spine.visible_devices import HIDING
+
 CUDA = "CUDA_VISIBLE_DEVICES"
 # ROCm's driver leaves what the first names; HIP counts those anew, and takes CUDA's variable where
 # its own is not set.
 ROCR = "ROCR_VISIBLE_DEVICES"
 HIP = "HIP_VISIBLE_DEVICES"
 
-_HIDDEN = {"", "-1", "none", "void", "NoDevFiles"}  # ways to ask for no GPU
 _SHOWN = 4  # GPUs in a message
 _OLD_MIG = re.compile(r"MIG-GPU-[0-9a-f-]+/\d+/\d+")
 _ROCM_UUID = re.compile(r"GPU-[0-9a-f]{16}")  # those of NVIDIA have dashes
@@ -79,7 +80,7 @@ def _chosen(variable: str, wanted: str, gpus: Sequence[NamedGpu]) -> Visible:
     As CUDA and torch read it: the first entry says which of both it is. A number of a GPU in MIG
     mode is its first slice.
     """
-    if wanted.strip() in _HIDDEN:
+    if wanted.strip() in HIDING:
         return Visible(())
     library = "ROCm" if any(gpu.is_rocm for gpu in gpus) else "CUDA"
     entries = [entry.strip() for entry in wanted.split(",")]

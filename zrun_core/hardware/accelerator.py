@@ -56,6 +56,8 @@ def why_not(device: torch.device, num_ranks: int = 1) -> str | None:
         return _why_none()
     if device.index is not None and device.index >= count:
         return f"{device} is not there: torch {torch.__version__} finds {count} here"
+    if (failure := _init_failure()) is not None:
+        return f"torch {torch.__version__} cannot use the GPUs here: {failure}"
     if num_ranks > 1 and not dist.is_nccl_available():
         return _why_no_nccl()
     return None
@@ -70,14 +72,24 @@ def _why_none() -> str:
         why = "is a wheel for CPUs" if other is None else f"is one for {other}"
         return (
             f"{wheel} {why}, without CUDA and ROCm: pip install --force-reinstall "
-            f"torch=={release} --index-url https://download.pytorch.org/whl/cu130 (or another one "
-            "that https://pytorch.org/get-started names for the driver, or for ROCm)"
+            f"torch=={release} --index-url https://download.pytorch.org/whl/cu130 (cu126 for "
+            "NVIDIA's drivers before 580; https://pytorch.org/get-started names others, and ROCm's)"
         )
+    if (failure := _init_failure()) is not None:
+        return f"{wheel} finds no GPU: {failure}"
+    return f"{wheel} finds no GPU that this process may use: see CUDA_VISIBLE_DEVICES"
+
+
+def _init_failure() -> str | None:
+    """Say why torch cannot begin to use GPUs; None: it has begun.
+
+    The driver's library counts boards for torch, also where the driver is too old for it.
+    """
     try:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:
-        return f"{wheel} finds no GPU: {str(error).partition(chr(10))[0]}"
-    return f"{wheel} finds no GPU that this process may use: see CUDA_VISIBLE_DEVICES"
+        return str(error).partition("\n")[0]
+    return None
 
 
 def _why_no_nccl() -> str:

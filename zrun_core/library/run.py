@@ -362,6 +362,8 @@ def _find_device(device: str, local_rank: int) -> torch.device:
         )
     accelerator.prefer_expandable_segments()
     chosen = accelerator.device_at(local_rank)
+    if (why_not := accelerator.why_not(chosen)) is not None:
+        raise PreflightError(f'init(): {why_not}; init(device="cpu") trains without')
     accelerator.set_device(chosen)
     return chosen
 

@@ -4,8 +4,9 @@
 No other module names `torch.cuda`. Streams, the current device and waits for all of a device are
 those of `torch.accelerator` and `torch.Stream`, which torch has for every kind of accelerator. The
 rest is CUDA's, which ROCm has by the same names: events that the host waits for without spinning
-(`torch.Event` ignores `blocking`), statistics of memory, generators, host memory that is pinned
-where it lies.
+(`torch.Event` ignores `blocking`), generators, host memory that is pinned where it lies, why there
+is no device. So are statistics of memory, which `torch.accelerator` has too, by the same names, of
+allocators that are registered with it.
 
 [Note: waits]
 Whoever waits, a stream for a stream or the host for a device, does so by a function of this module,

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import zrun_core
+from zrun_core.errors import PreflightError
 from zrun_core.hardware import accelerator
 from zrun_core.library.run import Run
 from zrun_core.models.gpt import gpt
@@ -101,6 +102,8 @@ def _join(asked: DeviceCheck) -> Run:
         device = torch.device("cpu")
         if asked.device == "cuda":
             device = accelerator.device_at(int(os.environ["LOCAL_RANK"]))
+            if (why_not := accelerator.why_not(device, size)) is not None:
+                raise PreflightError(why_not)
             accelerator.set_device(device)
         dist.init_process_group(
             accelerator.backend_name(device),

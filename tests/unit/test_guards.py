@@ -78,18 +78,22 @@ def samples_of(rank: int, micro: int | None) -> str:
     return f"samples of rank {rank}, micro-batch {micro}"
 
 
+def losses_of() -> list[float]:
+    return [1.0]
+
+
 GOOD, BAD = numbers(skipped=False, norm=1.0), numbers()
 
 
 def test_without_a_scale_three_in_a_row_end_the_run_and_name_the_rank():
     numeric, progress, _, ear = guard(precision="bf16")
     found = [
-        numeric.see(progress, step, each, [1.0], samples_of)
+        numeric.see(progress, step, each, losses_of, samples_of)
         for step, each in enumerate([BAD, BAD, GOOD, BAD, BAD], start=1)
     ]
     assert found == [None] * 5
     assert progress.skips_in_a_row == 2
-    why = numeric.see(progress, 6, BAD, [1.0], samples_of)
+    why = numeric.see(progress, 6, BAD, losses_of, samples_of)
     assert why is not None
     assert "step 6: 3 steps in a row were skipped" in why
     assert "the gradient of blocks.1.down.weight (layer blocks.1.down) is nan on rank 1 (" in why
@@ -102,9 +106,9 @@ def test_without_a_scale_three_in_a_row_end_the_run_and_name_the_rank():
 
 def test_a_good_step_puts_an_end_to_looking():
     numeric, progress, sharded, _ = guard()
-    numeric.see(progress, 1, BAD, [1.0], samples_of)
+    numeric.see(progress, 1, BAD, losses_of, samples_of)
     assert sharded.inspects
-    numeric.see(progress, 2, GOOD, [1.0], samples_of)
+    numeric.see(progress, 2, GOOD, losses_of, samples_of)
     assert not sharded.inspects
     assert sharded.num_looks == 1
 
@@ -115,9 +119,9 @@ def test_a_good_step_puts_an_end_to_looking():
 def test_what_one_skip_may_end_is_looked_at_from_the_start(guards, inspects):
     numeric, progress, sharded, _ = guard(guards=guards)
     assert sharded.inspects == inspects
-    numeric.see(progress, 1, GOOD, [1.0], samples_of)
+    numeric.see(progress, 1, GOOD, losses_of, samples_of)
     assert sharded.inspects == inspects
-    why = numeric.see(progress, 2, BAD, [1.0], samples_of)
+    why = numeric.see(progress, 2, BAD, losses_of, samples_of)
     if guards == {"max_nonfinite": 1}:
         assert why is not None
         assert why.startswith("step 2: it was skipped: the gradient of blocks.1.down.weight")
@@ -135,7 +139,7 @@ def test_what_one_skip_may_end_is_looked_at_from_the_start(guards, inspects):
 def test_advice_leaves_out_what_would_not_help(clip, size, advice):
     numeric, progress, sharded, _ = guard(guards={"max_nonfinite": 1}, optim={"clip": clip})
     sharded.culprit = Culprit("w", None if size else "inf", None, size=size)
-    why = numeric.see(progress, 1, BAD, [1.0], samples_of)
+    why = numeric.see(progress, 1, BAD, losses_of, samples_of)
     assert why is not None
     assert advice in why
 
@@ -145,7 +149,7 @@ def test_an_overflow_of_fp16_is_told_once_and_the_scale_has_time():
     scale, why = 65536.0, None
     for step in range(1, 21):
         assert why is None
-        why = numeric.see(progress, step, numbers(scale=scale), [1.0], samples_of)
+        why = numeric.see(progress, step, numbers(scale=scale), losses_of, samples_of)
         scale /= 2 if step < 5 else 1
     assert len(ear.heard) == 1
     assert sharded.num_looks == 2
@@ -161,14 +165,14 @@ def test_an_overflow_of_fp16_is_told_once_and_the_scale_has_time():
 def test_what_no_scale_can_help_ends_soon_in_fp16_too(bad):
     numeric, progress, _, _ = guard(precision="fp16")
     assert [
-        numeric.see(progress, step, bad, [1.0], samples_of) is None for step in range(1, 4)
+        numeric.see(progress, step, bad, losses_of, samples_of) is None for step in range(1, 4)
     ] == [True, True, False]
 
 
 def test_a_step_without_samples_says_nothing():
     numeric, progress, sharded, _ = guard()
-    numeric.see(progress, 1, BAD, [1.0], samples_of)
-    numeric.see(progress, 2, numbers(weight=0.0, loss=0.0, norm=NAN), [0.0], samples_of)
+    numeric.see(progress, 1, BAD, losses_of, samples_of)
+    numeric.see(progress, 2, numbers(weight=0.0, loss=0.0, norm=NAN), losses_of, samples_of)
     assert progress.skips_in_a_row == 1
     assert sharded.num_looks == 1
 

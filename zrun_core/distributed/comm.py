@@ -54,6 +54,7 @@ from zrun_core.distributed.transport import (
     message_tag,
 )
 from zrun_core.errors import PEER_IS_GONE, HangError, PeerError
+from zrun_core.hardware import accelerator
 from zrun_core.hardware.clock import Waits
 from zrun_core.spine.flight_recorder import FlightRecorder, listed
 
@@ -224,7 +225,7 @@ class Comm:
     def read(self, tensor: torch.Tensor) -> list[float]:
         """Return the numbers of a tensor [n] that other ranks have a part in. The host waits."""
         with self.waiting():
-            numbers: list[float] = tensor.tolist()
+            numbers: list[float] = accelerator.fetch(tensor).tolist()
         return numbers
 
     @property

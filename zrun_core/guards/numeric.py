@@ -131,7 +131,7 @@ class NumericGuard:
         progress: Progress,
         step: int,
         totals: StepTotals,
-        losses: Sequence[float],
+        losses_of: Callable[[], Sequence[float]],
         samples_of: SamplesOf,
         *,
         is_late: bool = False,
@@ -142,7 +142,7 @@ class NumericGuard:
             progress: counts the skips in a row.
             step: its number, for the message.
             totals: of the step, over all ranks.
-            losses: of this rank's micro-batches.
+            losses_of: returns those of this rank's micro-batches, for which the host waits.
             samples_of: names the samples that were read.
             is_late: the next step's gradient is there already, so only the unit can be named.
 
@@ -160,7 +160,7 @@ class NumericGuard:
         # An overflow that a smaller scale may cure is told once: fp16 begins with a few of them.
         if must_stop or progress.unrecoverable_skips or not self._has_told_overflow:
             self._has_told_overflow = True
-            culprit = self._sharded.find_nonfinite(losses, is_late=is_late)
+            culprit = self._sharded.find_nonfinite(losses_of(), is_late=is_late)
             cause = _describe(culprit, samples_of)
             if must_stop:
                 return self._why_stop(progress, step, totals.scale, cause, culprit)

@@ -198,6 +198,22 @@ def synchronize(device: torch.device) -> None:
     torch.accelerator.synchronize(device)
 
 
+def fetch(values: torch.Tensor) -> torch.Tensor:
+    """Return `values` in the host's memory, when the device has computed them.
+
+    The thread sleeps meanwhile. Whoever means to wait for numbers asks for them here: `item`,
+    `tolist` and `bool` wait too, but do not look like it.
+
+    Args:
+        values: few, of any device.
+    """
+    if not is_accelerator(values.device):
+        return values
+    on_host = values.to("cpu", non_blocking=True)  # to pinned memory
+    Event(values.device).wait_on_host()
+    return on_host
+
+
 class Event:
     """A point in the work of a stream. It is a `Work`, and a `Transfer`, which is over there."""
 

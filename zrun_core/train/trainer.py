@@ -28,6 +28,7 @@ from zrun_core.guards.batches import BatchDigest, BatchGuard
 from zrun_core.guards.numeric import NumericGuard
 from zrun_core.guards.oom import MemoryGuard
 from zrun_core.guards.replicas import ReplicaGuard
+from zrun_core.hardware import accelerator
 from zrun_core.optim.lr import Schedule
 from zrun_core.spine.events import Emitter
 from zrun_core.spine.spec import RunSpec
@@ -495,11 +496,14 @@ class Trainer:
             reader = self.spec.plan.ranks[rank].dp
             return self.loader.samples_of(samples, reader, micro)
 
+        def losses_of() -> list[float]:
+            return accelerator.fetch(torch.stack(list(losses))).tolist() if losses else []
+
         problem = self._numeric.see(
             self.progress,
             issued.step,
             totals,
-            [float(loss) for loss in losses] if totals.skipped else [],
+            losses_of,
             samples_of,
             is_late=late,
         )

@@ -137,7 +137,7 @@ class OnHost:
     ) -> Transfer:
         part = self._used[start : start + source.numel()]
         if not accumulate:
-            self._coming.wait_on_host()  # the worker may still add to what was there
+            self._coming.wait()  # the worker may still add to what was there
             if look is not None:
                 look(source)
             self._coming = self._tiers.copy_down(source, part, self._kind)

@@ -50,7 +50,7 @@ NOT_NOTICED |= dict.fromkeys(
         "hardware/clock.py seconds_between: end.wait_on_host()",
         "zero/home_elsewhere.py OnHost.at: self._tiers.wait_on_host(self._loading, Tier.HOST)",
         "zero/home_elsewhere.py OnHost._arrived: self._tiers.wait_on_host(self._coming, Tier.HOST)",
-        "zero/home_elsewhere.py OnHost.store: self._coming.wait_on_host()",
+        "zero/home_elsewhere.py OnHost.store: self._coming.wait()",
         "zero/home_elsewhere.py OnDisk.load: self._merging.wait_on_host()",
         "zero/sharded_model.py ShardedModel.step: self.updates.wait()",
         "zero/unit.py FlatUnit.values_changed: self.update_side.wait_for_arrival()",

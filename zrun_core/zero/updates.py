@@ -119,9 +119,11 @@ class Updates:
                 # The host does not wait: the device divides, and skips by itself.
                 grad_scale = divisor.masked_fill(skipped, 1.0)
                 optimizer.step(lr, has_grad, grad_scale, skipped.float())
-            elif not bool(skipped):
-                is_one = float(divisor) == 1.0
-                optimizer.step(lr, has_grad, None if is_one else divisor, None)
+            else:  # one wait for both numbers
+                decision = _decision_of(divisor, skipped)()
+                if not decision.skipped:
+                    is_one = decision.grad_scale is None
+                    optimizer.step(lr, has_grad, None if is_one else divisor, None)
         if self._tiers is not None:
             self.step_counts = self._tiers.take_counts()
         if optimizer.starts_updates:

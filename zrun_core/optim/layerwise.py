@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from zrun_core.distributed.named_vector import sent_to
 from zrun_core.optim.chunked import Chunk, Chunked, ParamRange, split_by_range
 
 
@@ -36,8 +37,12 @@ class RangeNorms(NamedTuple):
 
     def to(self, device: torch.device) -> RangeNorms:
         """Return them on `device`, where norms of all units are summed."""
-        params = [each.to(device) for each in self.params]
-        return RangeNorms(self.ranges, params, [each.to(device) for each in self.updates])
+        norms = [*self.params, *self.updates]
+        if not norms or norms[0].device.type == device.type:
+            return self
+        sent = sent_to(device, torch.stack(norms)).unbind()
+        count = len(self.params)
+        return RangeNorms(self.ranges, list(sent[:count]), list(sent[count:]))
 
 
 class LayerWise(Chunked):

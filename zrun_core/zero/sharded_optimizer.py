@@ -24,6 +24,7 @@ import torch
 
 from zrun_core.distributed.comm import Comm
 from zrun_core.distributed.transport import Group
+from zrun_core.hardware import accelerator
 from zrun_core.memory.arena import Ring
 from zrun_core.memory.layout import ParamSlot, Piece
 from zrun_core.memory.state_policy import DISK_SLOTS
@@ -319,12 +320,15 @@ class ShardedOptimizer:
         """Propose and apply. See [Note: layer-wise optimizers]."""
         borrowed: list[torch.Tensor] = []
         counted: list[RangeNorms] = []
+        scale_on_host = grad_scale
+        if grad_scale is not None and self._updates_elsewhere:
+            scale_on_host = accelerator.fetch(grad_scale)
         for update, of_unit in updates:
             update.begin_update()
             grad, scratch = self._fp32_grad(update.unit)
             if scratch is not None:
                 borrowed.append(scratch)
-            scale = None if grad_scale is None else grad_scale.to(grad.device)
+            scale = scale_on_host if grad.device.type == "cpu" else grad_scale
             norms = update.propose(grad, of_unit, lr=lr, grad_scale=scale, found_inf=found_inf)
             is_replicated = self._tensor.axis in update.unit.layout.replicated_over
             if self._tensor.index == 0 or not is_replicated:

@@ -28,8 +28,10 @@ from dataclasses import dataclass
 import torch
 import xxhash
 
+from zrun_core.distributed.named_vector import sent_to
 from zrun_core.distributed.transport import Group
 from zrun_core.errors import DivergedError
+from zrun_core.hardware import accelerator
 from zrun_core.spine.spec import LaunchPlan
 from zrun_core.zero.sharded_model import ShardedModel
 from zrun_core.zero.unit import FlatUnit, Values
@@ -38,12 +40,24 @@ _CHUNK_WORDS = 1 << 24  # that a device digests at a time: 128 MiB of scratch
 _ODD = -7046029254386353131  # 0x9E3779B97F4A7C15, the golden ratio's bits, as a signed number
 
 
-def digest(flat: torch.Tensor) -> int:
-    """Return 64 bits of a contiguous 1-D tensor's memory, as a signed number."""
+def digest(flat: torch.Tensor) -> int | torch.Tensor:
+    """Return 64 bits of a contiguous 1-D tensor's memory, as a signed number.
+
+    That of a device's memory is 0-d int64 there: `_read` reads many at once.
+    """
     raw = flat.detach().view(torch.uint8)
     if flat.device.type == "cpu":
         return _signed(xxhash.xxh3_64_intdigest(raw.numpy().data))
-    return int(device_digest(raw))
+    return device_digest(raw)
+
+
+def _read(digests: Sequence[int | torch.Tensor]) -> list[int]:
+    """Return digests as numbers, for which the host waits once."""
+    on_device = [each for each in digests if isinstance(each, torch.Tensor)]
+    if not on_device:
+        return [each for each in digests if isinstance(each, int)]
+    numbers = iter(accelerator.fetch(torch.stack(on_device)).tolist())
+    return [each if isinstance(each, int) else next(numbers) for each in digests]
 
 
 def device_digest(raw: torch.Tensor) -> torch.Tensor:
@@ -90,7 +104,7 @@ class _Replica:
         finally:
             self.unit.drop_values()
 
-    def digest(self) -> int:
+    def digest(self) -> int | torch.Tensor:
         with self.values() as (flat, _):
             return digest(flat)
 
@@ -133,7 +147,7 @@ class ReplicaGuard:
         self._sharded.settle_updates()
         replicas = self._replicas()
         packed = struct.pack(f"<{len(counters)}d", *counters.values())
-        digests = [replica.digest() for replica in replicas]
+        digests = _read([replica.digest() for replica in replicas])
         own = [_signed(xxhash.xxh3_64_intdigest(packed))]
         for axis in self._axes:
             pairs = zip(digests, replicas, strict=True)
@@ -180,10 +194,10 @@ class ReplicaGuard:
         """Return the numbers of every rank of `group`, by rank."""
         rows = torch.zeros(group.size, len(own), dtype=torch.int64)
         rows[group.index] = torch.tensor(own, dtype=torch.int64)
-        on_device = rows.view(-1).to(self._comm.device)
+        on_device = sent_to(self._comm.device, rows.view(-1))
         summed = self._comm.all_reduce_small(on_device, group, name="replicas")
         with self._comm.waiting():
-            everyones = summed.view(group.size, -1).tolist()
+            everyones = accelerator.fetch(summed).view(group.size, -1).tolist()
         return dict(zip(group.ranks, everyones, strict=True))
 
     def _group(self, axis: str) -> Group:
@@ -219,7 +233,8 @@ class ReplicaGuard:
     def _name_replica(self, step: int, replicas: Sequence[_Replica], axis: str) -> str:
         """Say which unit differs along `axis`, on which ranks: then which tensor of it."""
         along = [replica for replica in replicas if axis in replica.axes]
-        table = self._exchange([replica.digest() for replica in along], self._group(axis))
+        digests = _read([replica.digest() for replica in along])
+        table = self._exchange(digests, self._group(axis))
         for place, replica in enumerate(along):
             if odd := _odd_ones(table, place, self._holders(axis)):
                 return self._name_tensor(step, replica, odd, axis)
@@ -227,11 +242,11 @@ class ReplicaGuard:
 
     def _name_tensor(self, step: int, replica: _Replica, odd: list[int], axis: str) -> str:
         layout = replica.unit.layout
-        own = [0] * len(layout.slots)
+        own: list[int | torch.Tensor] = [0] * len(layout.slots)
         with replica.values() as (flat, start):
             for piece in layout.pieces(start, start + flat.numel()):
                 own[piece.index] = digest(flat[piece.start : piece.stop])
-        table = self._exchange(own, self._group(axis))
+        table = self._exchange(_read(own), self._group(axis))
         for place, slot in enumerate(layout.slots):
             if again := _odd_ones(table, place, self._holders(axis)):
                 who = self._begin(step, again)

@@ -11,6 +11,7 @@ from zrun_core.data.loader import BatchLoader
 from zrun_core.data.marks import differences
 from zrun_core.data.order import shifts
 from zrun_core.errors import CheckpointError
+from zrun_core.hardware import accelerator
 from zrun_core.spine.config import JobConfig
 from zrun_core.spine.events import Emitter
 from zrun_core.telemetry.progress import Progress
@@ -77,7 +78,7 @@ class SavedState:
             "samples": progress.samples,
             "tokens": progress.tokens,
             "lr": lr,
-            "loss scale": float(self._scaler.scale),
+            "loss scale": float(accelerator.fetch(self._scaler.scale)),
             "seed": self._job.seed,
             **self._loader.shared(),
         }

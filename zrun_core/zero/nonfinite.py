@@ -27,6 +27,8 @@ import torch
 
 from zrun_core.distributed.comm import Comm
 from zrun_core.distributed.mesh import Mesh
+from zrun_core.distributed.named_vector import sent_to
+from zrun_core.hardware import accelerator
 from zrun_core.memory.layout import UnitLayout
 from zrun_core.memory.tensors import TIED
 from zrun_core.zero.unit import FlatUnit
@@ -244,7 +246,7 @@ class Inspector:
         """
         bad = []
         for units, norms in self.norms:
-            finite = torch.isfinite(norms).tolist()
+            finite = accelerator.fetch(torch.isfinite(norms)).tolist()
             bad += [
                 self._number(unit)
                 for unit, is_finite in zip(units, finite, strict=True)
@@ -275,10 +277,10 @@ class Inspector:
         table = torch.zeros(self._world.size, len(row), dtype=torch.float64)
         table[self._world.index] = torch.tensor(row, dtype=torch.float64)
         summed = self._comm.all_reduce_small(
-            table.view(-1).to(self._comm.device), self._world, name="skipped step"
+            sent_to(self._comm.device, table.view(-1)), self._world, name="skipped step"
         )
         with self._comm.waiting():
-            rows: list[list[float]] = summed.view(-1, len(row)).tolist()
+            rows: list[list[float]] = accelerator.fetch(summed).view(-1, len(row)).tolist()
         return rows
 
     def _largest(self) -> _Found | None:

@@ -53,6 +53,7 @@ def run(
     *,
     more: dict[str, str] | None = None,
     joins: bool = True,
+    timeout_s: float = TIMEOUT_S,
     **settings: Any,
 ) -> list[Ended]:
     """Run a script on every rank; return how each ended, once all have.
@@ -65,6 +66,7 @@ def run(
         size: number of ranks.
         more: variables of their environment.
         joins: false: the script calls `join` itself.
+        timeout_s: after which ranks are ended.
         settings: of the simulated GPUs.
     """
     source = _HEAD + ("join()\n" if joins else "") + textwrap.dedent(script)
@@ -84,7 +86,7 @@ def run(
             )
             for rank, (output, error) in enumerate(outputs)
         ]
-        deadline = time.monotonic() + TIMEOUT_S
+        deadline = time.monotonic() + timeout_s
         try:
             for process in ranks:
                 process.wait(max(0.0, deadline - time.monotonic()))

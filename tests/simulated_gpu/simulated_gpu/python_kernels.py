@@ -57,3 +57,12 @@ def _mse_loss(x: torch.Tensor, y: torch.Tensor, reduction: int = 1) -> torch.Ten
 
 
 _aten.impl("mse_loss", _mse_loss, "CUDA")
+
+
+def _in_place(*_: object, **__: object) -> None:
+    pass
+
+
+# torch has no shapes for these: it returns nothing, and the host need not wait to know that.
+for _name in ("_fused_adagrad_", "_fused_adagrad_.tensor_lr"):
+    _aten.impl(_name, _in_place, "Meta")

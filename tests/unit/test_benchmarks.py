@@ -445,7 +445,7 @@ def test_quick_fills_in_only_what_was_not_given() -> None:
     assert step.parse([]).rounds >= 4
 
 
-@pytest.mark.parametrize("name", ["step", "comm", "limits", "gpu"])
+@pytest.mark.parametrize("name", ["step", "comm", "limits", "gpu", "launches"])
 def test_help(name: str) -> None:
     done = subprocess.run(
         [sys.executable, str(BENCHMARKS / f"{name}.py"), "--help"],

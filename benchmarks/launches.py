@@ -5,7 +5,8 @@
     python benchmarks/launches.py --show bench-launches.json
 
 What is counted holds for any GPU: kernels and operators that a rank's host gives to its device, and
-how often it waits for it. A collective is one kernel. Two times on a core are told too, of the
+how often it waits for it. A collective is one kernel; an operator on a list of tensors that is not
+fused is one for each of them, on CUDA one for many. Two times on a core are told too, of the
 threads that queue the work (the one that trains, and autograd's): most of such a time is the
 simulated device's, which takes far longer for a launch than a driver does, so only the differences
 of systems say something. Speed of a GPU is none of it.

@@ -72,11 +72,11 @@ test-devices: .venv/simulated-gpu/ready
 
 test-simulated-gpu: .venv/simulated-gpu/ready
 	.venv/bin/python -m pytest -q tests/simulated_gpu
-	$(SIMULATED),devices=1 -m pytest -q tests/gpu
+	$(SIMULATED),devices=2 -m pytest -q tests/gpu
 	$(SIMULATED),devices=8 -m pytest -q tests/dist/test_devices.py
 
 # A state of its sources, and of torch, is compiled once. Where there can be none, its tests say why.
-.venv/simulated-gpu/ready: .venv/ready $(wildcard tests/simulated_gpu/device/*)
+.venv/simulated-gpu/ready: .venv/ready $(wildcard tests/simulated_gpu/device/*) tests/scenarios/fake_nvml.c
 	tests/simulated_gpu/install-compiler
 	PYTHONPATH=tests/simulated_gpu .venv/bin/python -m simulated_gpu --build
 	touch $@

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -90,6 +94,28 @@ def test_a_process_sees_the_devices_that_it_may_see() -> None:
     said = run(script, more={"CUDA_VISIBLE_DEVICES": "1"}, devices=2)
     assert said.splitlines() == ["1 True", settings.uuid(1).removeprefix("GPU-")]
     assert run(script, more={"CUDA_VISIBLE_DEVICES": "7"}, devices=2) == "0 False"
+
+
+def test_nvml_has_a_board_for_each_device_of_a_command() -> None:
+    script = """
+        import torch
+        from zrun.topology.nvml import read_machine
+        found = [board.uuid for board in read_machine().devices]
+        of = torch.cuda.get_device_properties
+        print(found == [f"GPU-{of(number).uuid}" for number in range(torch.cuda.device_count())])
+        print(len(found), {board.memory_bytes for board in read_machine().devices})
+        """
+    command = [sys.executable, "-m", "simulated_gpu", f"devices=3,memory={5 << 30}", "-c"]
+    home = str(settings.STARTUP.parent)
+    paths = os.pathsep.join(filter(None, [home, os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(
+        [*command, textwrap.dedent(script)],
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.stdout.splitlines() == ["True", f"3 {{{5 << 30}}}"], done.stderr
 
 
 def test_another_sitecustomize_runs_too(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """Run Python with simulated GPUs: `python -m simulated_gpu devices=2,seed=7 script.py arguments`.
 
-Also `python -m simulated_gpu -m pytest tests/gpu`. Settings are those of SIMULATED_GPU. With
-`--build` it only compiles the device, if that is not done yet and can be.
+Also `python -m simulated_gpu -m pytest tests/gpu`. Settings are those of SIMULATED_GPU. NVML tells
+of a board for each device, so that `zrun train` finds them. With `--build` it only compiles the
+device, if that is not done yet and can be.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 
-from simulated_gpu import build, settings
+from simulated_gpu import boards, build, settings
 
 
 def main(arguments: list[str]) -> None:
@@ -24,7 +25,8 @@ def main(arguments: list[str]) -> None:
     chosen = {}
     if arguments and not arguments[0].startswith("-") and "=" in arguments[0]:
         chosen = settings.read(arguments.pop(0))
-    os.execve(sys.executable, [sys.executable, *arguments], settings.environment(**chosen))
+    environment = boards.added_to(settings.environment(**chosen), **chosen)
+    os.execve(sys.executable, [sys.executable, *arguments], environment)
 
 
 main(sys.argv[1:])

@@ -24,6 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 SOURCES = Path(__file__).resolve().parents[1] / "device"
+NVML = SOURCES.parents[1] / "scenarios" / "fake_nvml.c"
 MODULE = "simulated_gpu_device"
 TORCH = "2.13."  # whose interfaces the sources implement
 FLAGS = [
@@ -86,7 +87,12 @@ def _digest(sources: Iterable[Path]) -> str:
 def library() -> Path:
     """Where the library is, or will be."""
     home = os.environ.get("SIMULATED_GPU_BUILD") or Path(sys.prefix) / "simulated-gpu"
-    return Path(home) / _digest(SOURCES.iterdir()) / f"{MODULE}.so"
+    return Path(home) / _digest([*SOURCES.iterdir(), NVML]) / f"{MODULE}.so"
+
+
+def nvml_library() -> Path:
+    """Where NVML's stand-in is, or will be, in a folder of its own."""
+    return library().parent / "nvml" / "libnvidia-ml.so.1"
 
 
 @contextlib.contextmanager
@@ -144,6 +150,9 @@ def _compile(target: Path) -> None:
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         sources = sorted(SOURCES.glob("*.cpp"), key=lambda path: -path.stat().st_size)
         objects = list(pool.map(compile_one, sources))
+    nvml_library().parent.mkdir(exist_ok=True)
+    shared = ["-shared", "-fPIC", "-Wl,-soname,libnvidia-ml.so.1"]
+    run("-x", "c", *shared, NVML, "-o", nvml_library())
     made = target.with_suffix(".new")
     libraries = [f"-L{folder / 'lib'}", "-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python"]
     run("-shared", *objects, *libraries, f"-Wl,-rpath,{folder / 'lib'}", "-o", made)
@@ -155,5 +164,6 @@ def _forget_old(home: Path) -> None:
     for each in [*home.glob("*/*.so"), *home.glob("objects/*.o")]:
         if time.time() - each.stat().st_mtime > KEPT_S:
             each.unlink()
+            shutil.rmtree(each.parent / "nvml", ignore_errors=True)
             with contextlib.suppress(OSError):
                 each.parent.rmdir()

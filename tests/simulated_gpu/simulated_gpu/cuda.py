@@ -196,7 +196,8 @@ def take_outside(device: Any, num_bytes: int) -> None:
 def install(settings: dict[str, Any]) -> None:
     """Give this process its devices, and `torch.cuda` the functions of this module."""
     settings = nccl_settings.take(settings)
-    _visible[:] = names.visible(settings.pop("devices", 2), os.environ.get("CUDA_VISIBLE_DEVICES"))
+    devices = settings.pop("devices", names.DEVICES)
+    _visible[:] = names.visible(devices, os.environ.get("CUDA_VISIBLE_DEVICES"))
     # Ranks with the same delays would hide what only happens when one is late.
     seed = settings.pop("seed", 1) * 1000 + int(os.environ.get("RANK", "0"))
     ext.configure(devices=len(_visible), seed=seed, **settings)

@@ -13,6 +13,8 @@ from simulated_gpu.nccl import settings as nccl
 
 VARIABLE = "SIMULATED_GPU"
 STARTUP = Path(__file__).resolve().parents[1] / "startup"
+DEVICES = 2  # where nothing says how many, and bytes of one where nothing says that
+MEMORY = 80 << 30
 NAMES: dict[str, type] = {
     "devices": int,  # of the host; CUDA_VISIBLE_DEVICES says which of them a process sees
     "delay_us": float,  # the longest delay before a kernel

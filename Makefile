@@ -10,7 +10,7 @@
 # make test-gpu     the tests that need a GPU, on those of this machine
 # make bench-gpu    zrun at each ZeRO stage beside DDP, FSDP2 and a plain loop, on all GPUs of this machine: 25 minutes at most
 # make test-devices  of the tables on simulated GPUs, the rows that make test runs: a minute
-# make test-simulated-gpu  the tests of CUDA on a simulated GPU (installs g++, as root, where it is missing): 3 minutes
+# make test-simulated-gpu  the tests of CUDA on simulated GPUs (installs g++, as root, where it is missing): 40 minutes
 # make bigger-than-memory  train a model whose states are six times the memory that it may take, through the disk: 6 minutes
 # All set up .venv first, with the versions of constraints.txt.
 

@@ -27,6 +27,8 @@ NOT_NOTICED: dict[str, str] = {
     "activations/kept.py _OnHost.given_up: self._leaving.wait()": (
         "the room's next copy down follows in the same stream; it raises the errors of a thread"
     ),
+    "distributed/communicators.py connect: comm.send(number, receiver, group, number=0, "
+    "name='connec...": "nobody changes what is sent, and torch holds it until it is",
     "stages/links.py StageLinks.flush: handle.wait()": (
         "torch holds what NCCL sends until it is sent; on CPUs others read it until then"
     ),
@@ -44,20 +46,15 @@ NOT_NOTICED: dict[str, str] = {
 
 NOT_NOTICED |= dict.fromkeys(
     (
-        "activations/kept.py DiskKeeper._pass: transfer.wait_on_host()",
-        "activations/kept.py _OnHost.given_up: self._coming[1].wait()",
-        "activations/kept.py _OnDisk.get: coming.wait_on_host()",
-        "hardware/clock.py seconds_between: end.wait_on_host()",
         "zero/home_elsewhere.py OnHost.at: self._tiers.wait_on_host(self._loading, Tier.HOST)",
-        "zero/home_elsewhere.py OnHost._arrived: self._tiers.wait_on_host(self._coming, Tier.HOST)",
+        "zero/home_elsewhere.py OnHost.at: self._tiers.wait_on_host(self._coming, Tier.HOST)",
+        "zero/home_elsewhere.py OnHost.load: self._tiers.wait(self._coming, Tier.HOST)",
+        "zero/home_elsewhere.py OnHost.store: self._coming.wait()",
         "zero/home_elsewhere.py OnHost.store: self._coming.wait()",
         "zero/home_elsewhere.py OnDisk.load: self._merging.wait_on_host()",
-        "zero/sharded_model.py ShardedModel.step: self.updates.wait()",
-        "zero/unit.py FlatUnit.values_changed: self.update_side.wait_for_arrival()",
         "zero/unit_grad.py UnitGrad._wait_for_reader: self._unit.update_side.wait()",
         "zero/unit_grad.py UnitGrad.norms: self._away.settle()",
         "zero/updates.py Updates.make: self._reading_ahead.wait()",
-        "tensor_parallel/tensor_comm.py TensorComm.begin_reduce_scatter.wait: sent.wait()",
     ),
     _NOT_YET,
 )
@@ -71,6 +68,7 @@ NOT_REACHED: dict[str, str] = {
     "_exchange_all(outgoing, received, gro...": _CPU,
     "distributed/comm.py Comm.settle: self.wait_for(unread)": _CPU,
     "guards/watchdog.py": _HOST,
+    "library/device_check.py": "of `zrun doctor --gpu`, which test_boards.py runs",
     "plan/trace/trace_process.py": _HOST,
     "tensor_parallel/column_grads.py _Begin.backward: wait()": (
         "in the scenarios no region of columns has two inputs with gradients"
@@ -98,6 +96,9 @@ NOT_REACHED: dict[str, str] = {
     ),
     "zero/home_elsewhere.py OnDisk.drop: self._coming.wait_on_host()": (
         "for updates that were read ahead for, and are not made"
+    ),
+    "zero/home_elsewhere.py OnHost.stored: self._coming.wait_on_host()": (
+        "who looks between two steps has waited for what they store"
     ),
     "zero/home_elsewhere.py OnDisk.stored: self._merging.wait_on_host()": (
         "for gradients on a disk, which no save has"

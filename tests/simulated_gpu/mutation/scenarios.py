@@ -149,6 +149,8 @@ SCENARIOS: dict[str, Scenario] = {
     "gradients too, bf16": _job(1, zero=2, offload=HOST, precision="bf16"),
     "all on the host": _job(2, zero=3, offload=ALL_ON_HOST),
     "all on the host, bf16": _job(1, zero=3, offload=ALL_ON_HOST, precision="bf16"),
+    "parameters on the host": _job(2, zero=3, offload={"param": "host"}),
+    "parameters on the disk": _job(1, zero=3, offload={"param": "disk"}),
     "all on the disk": _job(2, zero=3, offload=ALL_ON_DISK),
     "all on the disk, bf16": _job(1, zero=3, offload=ALL_ON_DISK, precision="bf16"),
     "delayed": _job(
@@ -167,6 +169,10 @@ SCENARIOS: dict[str, Scenario] = {
         1, model=DEEP, activations={"checkpoint": "full", "offload": "disk"}
     ),
     "saves": _job(1, zero=1, checkpoint={"every": 1}),
+    "saves of the host": _job(1, zero=3, offload=ALL_ON_HOST, checkpoint={"every": 1}),
+    "saves of parameters on the host": _job(
+        1, zero=3, offload={"param": "host"}, checkpoint={"every": 1}
+    ),
     "saves of the disk": _job(1, zero=3, offload=ALL_ON_DISK, checkpoint={"every": 1}),
     "pipeline": _job(2, {"dp": 1, "pp": 2}, model=gpt(), data=PLAIN, parallel={"pp": 2}, zero=1),
     "tied pipeline": _job(
@@ -205,7 +211,7 @@ def play(name: str, site: tuple[Any, ...] | None, seed: int, folder: str) -> dic
     """
     torch.manual_seed(0)
     simulated_gpu.configure(seed=seed + world()[0])
-    getattr(simulated_gpu, "clear_races", list)()  # of devices that name them
+    simulated_gpu.clear_races()
     error, result = "", ""
     with disturbed(None if site is None else Site(*site), seed) as reached:
         try:
@@ -213,5 +219,9 @@ def play(name: str, site: tuple[Any, ...] | None, seed: int, folder: str) -> dic
         except Exception as caught:
             error = f"{type(caught).__name__}: {caught}".splitlines()[0]
     digest = hashlib.sha256(result.encode()).hexdigest()
-    races = getattr(simulated_gpu, "races", list)()
-    return {"result": digest, "reached": reached, "races": races, "error": error}
+    return {
+        "result": digest,
+        "reached": reached,
+        "races": simulated_gpu.races(),
+        "error": error,
+    }

@@ -1,6 +1,6 @@
 """Draw the streams of a step as a timeline: what is beside what, by the order of the host.
 
-    python benchmarks/timeline.py                    docs/timeline.svg: a minute
+    python benchmarks/timeline.py                    docs/timeline.svg: two minutes
 
 Two ranks train a GPT of 470 million parameters on simulated GPUs, whose large kernels do nothing: a
 trace is all that is wanted. It is replayed with the rates of two L40S, as the planner knows them: a

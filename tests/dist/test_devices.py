@@ -1,6 +1,6 @@
 """GPUs over NCCL train what CPUs do, to the bit: simulated ones, whose kernels are the CPU's.
 
-`make test-simulated-gpu` runs all of it, `make test` what is marked `covering`. Kernels come late
+`make test-simulated-gpu` runs all of it, `make test` those marked `covering`. Kernels come late
 there, at random, so whoever does not wait for one computes with other numbers.
 """
 

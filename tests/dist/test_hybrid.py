@@ -120,6 +120,7 @@ def test_the_same_through_sockets_and_where_parts_start_in_one_order(ranks, stag
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.sample(3)
 def test_a_gradient_that_comes_late_is_summed_over_the_copies_too(ranks, stage):
     expected, group = plain(Twice), 2 if stage else None
     for case in (("memory", 1), ("memory", 3), ("sockets", 1), ("backend", 3)):

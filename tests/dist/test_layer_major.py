@@ -177,6 +177,7 @@ NEAR = {  # a weight, or a tensor, that several slices use
 
 
 @pytest.mark.parametrize(("size", "stage"), [(1, 0), (2, 2), (2, 3)])
+@pytest.mark.sample(3)
 def test_layers_first_is_the_same_with_two_gathers_per_step(ranks, tmp_path, size, stage):
     jobs = {
         name: {**keys, "zero": {**keys["zero"], "stage": stage}}

@@ -118,6 +118,7 @@ def hybrid(stage: int, micros: int, accumulate: int) -> list[float]:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.sample(2)
 def test_copies_count_once_where_more_gradients_come_than_declared(ranks, stage):
     plain = train_plain(build(), data(4, batch=16))
     for accumulate in (1, 2, 3):

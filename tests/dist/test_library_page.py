@@ -109,6 +109,7 @@ def test_one_rank_gets_the_same_losses(ranks, scripts: Path, tmp_path: Path) -> 
     )
 
 
+@pytest.mark.thorough
 def test_the_gan_learns_the_circle(ranks, scripts: Path) -> None:
     for _ in range(2):  # the second time it is loaded
         (line,) = ranks(2).run(play, str(scripts / "gan.py"))[0]

@@ -193,6 +193,7 @@ def run_through_slots(
         ("disk parameters", "bf16, clipped", 1),  # no gradient ever comes down
     ],
 )
+@pytest.mark.sample(3)
 def test_training_holds_no_slot_that_it_waits_for(
     ranks: Ranks, place: str, name: str, prefetch: int
 ) -> None:

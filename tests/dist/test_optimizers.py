@@ -224,6 +224,7 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[str], Rule]]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.sample(2)
 def test_the_papers_algorithm_at_every_stage(ranks, case):
     optim, rule_of = CASES[case]
     lr, tolerance = (

@@ -90,6 +90,7 @@ def kept_bytes(of_rank: dict[str, Any]) -> dict[str, int]:
     ("tp", "checkpoint", "blocks"),
     [(2, "full", DEPTH), (2, "every_n", DEPTH // 2), (2, "selective", DEPTH), (4, "full", DEPTH)],
 )
+@pytest.mark.sample(2)
 def test_bits_gathers_and_bytes(
     ranks: Any, tmp_path: Path, tp: int, checkpoint: str, blocks: int
 ) -> None:
@@ -101,6 +102,7 @@ def test_bits_gathers_and_bytes(
         assert kept_bytes(each) == {"device": blocks * 4 * -(-NUMEL // tp)}
 
 
+@pytest.mark.thorough
 def test_with_pipelines_and_shards_and_a_disk(ranks: Any, tmp_path: Path) -> None:
     found = with_and_without(
         ranks,

@@ -223,6 +223,7 @@ def walk_all() -> dict[tuple[str, int], tuple[list[Found], list[Found]]]:
     }
 
 
+@pytest.mark.thorough
 def test_the_order_changes_neither_bits_nor_bytes_nor_rings(ranks):
     for by_case in ranks(3).run(walk_all):
         for case, (first, second) in by_case.items():

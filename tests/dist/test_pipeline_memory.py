@@ -189,6 +189,7 @@ CASES += [("1f1b", 2, "bf16"), ("zero_bubble", 2, "bf16")]
 
 
 @pytest.mark.parametrize(("schedule", "pp", "precision"), CASES)
+@pytest.mark.sample(3)
 def test_what_waits_is_what_is_planned(
     ranks, tmp_path: Path, schedule: str, pp: int, precision: str
 ) -> None:

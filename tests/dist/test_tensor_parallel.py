@@ -223,6 +223,7 @@ FEATURES: dict[str, dict[str, Any]] = {  # what test_axes.py has not
 
 
 @pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.sample(3)
 def test_features(ranks, tmp_path: Path, alone: Any, feature: str) -> None:
     keys = small(**{"model": gpt(), **FEATURES[feature]})
     close = 1e-2 if "bf16" in feature else 2e-6

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from waiting import PATIENCE_S
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
@@ -20,6 +21,7 @@ def run(script: str, *arguments: str) -> str:
     return result.stdout
 
 
+@pytest.mark.thorough
 def test_checkpoint_benchmark(tmp_path: Path) -> None:
     out = run("checkpoint.py", "--dir", str(tmp_path), "--json", str(tmp_path / "bench.json"))
     measured = json.loads((tmp_path / "bench.json").read_text())
@@ -40,6 +42,7 @@ def test_checkpoint_benchmark(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["bench.json"]
 
 
+@pytest.mark.thorough
 def test_corruption_table() -> None:
     """Every fault is found, on every system where it can be."""
     rows = dict(re.split(r"\s{2,}", line)[:2] for line in run("corruption.py").splitlines()[2:])

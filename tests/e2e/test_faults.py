@@ -102,6 +102,7 @@ def workers(folder: Path) -> dict[int, int]:
         ),
     ],
 )
+@pytest.mark.sample(2)
 def test_a_rank_that_no_longer_moves_is_found_from_outside(
     tmp_path, fault, stage, says, python, waits_in
 ):
@@ -138,6 +139,7 @@ def test_a_rank_that_no_longer_moves_is_found_from_outside(
         ("exit", "SystemExit"),
     ],
 )
+@pytest.mark.sample(3)
 def test_a_rank_that_ends_is_named(tmp_path, fault, words):
     done = zrun(tmp_path, fault)
     assert done.returncode == 5, done.stderr
@@ -151,6 +153,7 @@ def test_a_rank_that_ends_is_named(tmp_path, fault, words):
         )
 
 
+@pytest.mark.thorough
 def test_numbers_that_stay_wrong_end_the_run_with_a_name(tmp_path):
     done = zrun(tmp_path, "nan", precision="bf16", zero=2, checkpoint={"every": 100})
     assert done.returncode == 7, done.stderr

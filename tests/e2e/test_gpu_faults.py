@@ -171,6 +171,7 @@ def test_memory_errors_are_counted_where_no_event_comes(library: Path, tmp_path:
     assert "reported 2 uncorrectable errors of its memory (ECC)" in said
 
 
+@pytest.mark.thorough
 def test_sensors_are_recorded_and_heat_is_told(library: Path, tmp_path: Path) -> None:
     with running(tmp_path, library, {"0": "steps_then_hang", "1": "fail_when_told"}) as run:
         run.await_ranks()

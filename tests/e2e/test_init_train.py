@@ -28,6 +28,7 @@ def zrun(folder: Path, *arguments: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.thorough
 def test_a_module_of_torch_trains_and_decays_over_its_epochs(tmp_path: Path) -> None:
     length = ["steps=null", "epochs=1", "lr=cosine", "batch={global: 600, micro: 600}"]
     losses, rates = losses_and_rates(tmp_path, "torch", *length)
@@ -38,6 +39,7 @@ def test_a_module_of_torch_trains_and_decays_over_its_epochs(tmp_path: Path) -> 
     )
 
 
+@pytest.mark.thorough
 def test_a_model_of_transformers_is_tried_in_few_steps(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     trial = ["--smoke", "10", "eval.samples=8", "eval.every=1", "checkpoint=1"]

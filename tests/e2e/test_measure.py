@@ -67,6 +67,7 @@ def measure(folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.thorough
 def test_a_trial_scales_the_estimate_and_leaves_nothing_or_fails_as_a_run_does(folder):
     done = measure(folder)
     assert done.returncode == 0, done.stderr

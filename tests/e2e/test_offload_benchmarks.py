@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from waiting import PATIENCE_S
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
@@ -19,6 +20,7 @@ def run(script: str, *arguments: str) -> str:
     return result.stdout
 
 
+@pytest.mark.thorough
 def test_a_step_with_states_on_disk(tmp_path: Path) -> None:
     results = tmp_path / "results.json"
     run("offload.py", "--quick", "--parts", "step", "--dir", "/var/tmp", "--json", str(results))
@@ -35,6 +37,7 @@ def test_a_step_with_states_on_disk(tmp_path: Path) -> None:
         assert turn["update_s"] > 0
 
 
+@pytest.mark.thorough
 def test_a_gpu_s_cases_on_a_cpu(tmp_path: Path) -> None:
     results = tmp_path / "results.jsonl"
     arguments = ("--smoke", "--cases", "ceilings,split", "--steps", "1", "--dir", "/var/tmp")

@@ -13,6 +13,7 @@ from waiting import PATIENCE_S
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "step.py"
 
 
+@pytest.mark.thorough
 def test_quick(tmp_path: Path) -> None:
     results = tmp_path / "results.json"
     command = [

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from waiting import PATIENCE_S
 
 JOB = {
@@ -76,6 +77,7 @@ def test_what_does_not_fit_is_refused_and_trains_as_it_is_told_to(tmp_path, monk
     assert re.search(line, checked.stdout)
 
 
+@pytest.mark.thorough
 def test_one_rank_that_has_too_little_memory_is_told_to_use_its_disk(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     job = JOB | {"slots": 1, "limits": {"memory": "760MiB"}}

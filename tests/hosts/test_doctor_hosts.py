@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import faults
+import pytest
 from rig import Rig
 
 from zrun.preflight.calibration import Calibration
@@ -31,6 +32,7 @@ def doctor(rig: Rig, folder: Path, hostfile: str, *argv: str) -> subprocess.Comp
     )
 
 
+@pytest.mark.thorough
 def test_hosts_are_looked_at_and_measured(rig: Rig, tmp_path: Path) -> None:
     (tmp_path / "fast").mkdir()
     done = doctor(

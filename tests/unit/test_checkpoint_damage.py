@@ -514,6 +514,7 @@ def _mutate(raw: Any, chance: random.Random) -> None:
         return
 
 
+@pytest.mark.thorough
 def test_manifest_fuzz(
     folder: CheckpointFolder, audited: list[tuple[str, tuple[Any, ...]]]
 ) -> None:

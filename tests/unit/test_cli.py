@@ -683,6 +683,7 @@ def test_check_of_a_cluster_that_is_not_there(zrun: Zrun, warm: None) -> None:
     assert [stage["blocks"] for stage in report["memory"]["stages"]] == [[[0, 2]], [[2, 4]]]
 
 
+@pytest.mark.thorough
 def test_estimate_of_divided_inputs(zrun: Zrun, warm: None) -> None:
     Path("deep.yaml").write_text(ON_FOUR.replace("hosts: hostfile\n", ""))
     given = ["estimate", "deep.yaml", "parallel={tp: 2}", "activations.checkpoint=full", "--json"]

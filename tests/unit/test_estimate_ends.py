@@ -110,6 +110,7 @@ def test_ctrl_c_ends_an_estimate(folder: Path) -> None:
     wait_for(are_gone(found))
 
 
+@pytest.mark.thorough
 def test_an_estimate_that_took_too_long_says_what_was_under_way(folder: Path) -> None:
     command = [sys.executable, "-m", "zrun", "estimate", "job.yaml", "--patience", "10"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)

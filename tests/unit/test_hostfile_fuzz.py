@@ -170,6 +170,7 @@ def _check(entry: HostEntry) -> None:
     assert argv[-3:-1] == ["--", entry.name]
 
 
+@pytest.mark.thorough
 def test_damaged_host_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     rng = random.Random(0)

@@ -10,6 +10,8 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from zrun.job.load import load_job
 from zrun_core.errors import JobError
 from zrun_core.spine.config import JobConfig
@@ -168,6 +170,7 @@ _DAMAGES: tuple[Callable[[bytes, random.Random], bytes], ...] = (
 )
 
 
+@pytest.mark.thorough
 def test_damaged_files(tmp_path: Path) -> None:
     rng = random.Random(0)
     path = tmp_path / "job.yaml"

@@ -74,6 +74,7 @@ def test_a_linear_model_to_the_byte() -> None:
         ("skips", ("none",)),
     ],
 )
+@pytest.mark.sample(2)
 def test_blocks_that_did_not_run_are_written_out(
     style: str, policies: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -380,6 +381,7 @@ def test_and_one_that_hangs(cache: Path) -> None:
 
 
 @pytest.mark.usefixtures("warm")
+@pytest.mark.thorough
 def test_data_that_never_come_leave_what_the_parameters_tell(cache: Path) -> None:
     asked = job("plan_models.py:Deep", data="plan_models.py:Hangs")
     profile = trace_in_subprocess(asked, HERE, micros=(4,), timeout_s=7)

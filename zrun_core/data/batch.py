@@ -89,6 +89,11 @@ def _move(tensor: Tensor, device: torch.device) -> Tensor:
     return pinned.to(device, non_blocking=True)
 
 
+def copied(batch: Any) -> Any:
+    """Return a batch whose tensors and containers a forward may change."""
+    return map_tensors(torch.clone, batch)
+
+
 def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
     """Apply `change` to every tensor in `value`, in order.
 

@@ -4,11 +4,12 @@ The *model's* stream is the process's own: the generators of Python, of numpy if
 torch on the CPU and on the rank's GPU. Ranks that differ in their place along `tensor` alone draw
 the same from it.
 
-Two others take its place for a while, and leave it where it was. *data* is in force while samples
-are read and made batches; *inside* in a region where the ranks along `tensor` hold different parts
-of one activation. Each of them begins anew whenever it is taken, from a key and a number that is
-the same the next time: the position in the data, or one drawn from the model's stream. So there is
-nothing else to remember of them than their keys.
+Others take its place for a while, and leave it where it was. *data* is in force while samples are
+read and made batches; *inside* in a region where the ranks along `tensor` hold different parts of
+one activation; those of *forwards* where all stages of a pipeline must draw alike. Each of them
+begins anew whenever it is taken, from a key and a number that is the same the next time: the
+position in the data, the micro-batch, or one drawn from the model's stream. So there is nothing
+else to remember of them than their keys.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ class Streams:
     Attributes:
         data: in force while samples are read and made batches. Each sample begins numbers of its
             own there: see `data.samples.Batches`.
+        forwards: of micro-batches, the same at each place along the pipeline and along `tensor`.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class Streams:
         else:
             self._seed = _key("model", job_seed, dp, pp)
         self.data = ScopedStream(_key("data", job_seed, dp), device)
+        self.forwards = ForwardStreams(_key("forward", job_seed, dp), device)
         self._inside = _key("inside", job_seed, dp, pp, tp)
 
     def begin(self) -> None:
@@ -130,7 +133,11 @@ class Streams:
     def capture(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """Return what `capture` says of the model's stream, and the keys of the others."""
         tensors, numbers = capture(self._device)
-        keys = {"data": {"key": self.data.key}, "inside": {"key": self._inside}}
+        keys = {
+            "data": {"key": self.data.key},
+            "inside": {"key": self._inside},
+            "forward": {"key": self.forwards.key},
+        }
         return tensors, {**numbers, **keys}
 
     def restore(self, tensors: Mapping[str, torch.Tensor], numbers: Mapping[str, Any]) -> None:
@@ -143,6 +150,8 @@ class Streams:
             self.data.key = _checked_key(numbers["data"])
         if "inside" in numbers:
             self._inside = _checked_key(numbers["inside"])
+        if "forward" in numbers:
+            self.forwards.key = _checked_key(numbers["forward"])
 
 
 class ScopedStream:
@@ -155,16 +164,49 @@ class ScopedStream:
     @contextmanager
     def at(self, number: int) -> Iterator[None]:
         """Draw from this stream, as it begins at `number`; afterwards the model's goes on."""
-        before = _Position.now(self._device)
-        try:
+        with kept_position(self._device):
             self.begin(number)
             yield
-        finally:
-            before.return_to()
 
     def begin(self, number: int) -> None:
         """Begin it anew at `number`, within `at`."""
         seed(mix(self.key, number), self._device)
+
+
+class ForwardStreams:
+    """The streams of a micro-batch's forward: one for each call of a block, one for the rest.
+
+        model(batch)     of_micro(step, number)   masks, noise, labels: the same on every stage
+          block k        of_call(k)               dropout: the same whoever runs the block, and when
+
+    So neither the stage of a block, nor what runs before it on this rank, nor the order in which
+    micro-batches take turns changes what is drawn.
+    """
+
+    def __init__(self, key: int, device: torch.device) -> None:
+        self.key = key
+        self._device = device
+        self._seed = key  # of the micro-batch
+
+    @contextmanager
+    def of_micro(self, step: int, number: int) -> Iterator[None]:
+        """Draw what a forward draws outside of its blocks; afterwards the model's stream goes on.
+
+        Args:
+            step: that the micro-batch belongs to, from 1; 0: to an evaluation.
+            number: of it there.
+        """
+        self._seed = _key("micro", self.key, step, number)
+        with kept_position(self._device):
+            seed(self._seed, self._device)
+            yield
+
+    @contextmanager
+    def of_call(self, number: int) -> Iterator[None]:
+        """Draw what call `number` of a block draws; afterwards the micro-batch's stream goes on."""
+        with kept_position(self._device):
+            seed(mix(self._seed, 1 + number), self._device)
+            yield
 
 
 class TurnStream:
@@ -214,6 +256,16 @@ class _Position:
             sys.modules["numpy"].random.set_state(self.numpy)
         for generator, state in self.of_torch:
             generator.set_state(state)
+
+
+@contextmanager
+def kept_position(device: torch.device) -> Iterator[None]:
+    """Leave the stream in force where it is, whatever is drawn inside."""
+    before = _Position.now(device)
+    try:
+        yield
+    finally:
+        before.return_to()
 
 
 def _draw() -> int:
@@ -291,7 +343,7 @@ def check(
         )
         if _ON_DEVICE in tensors and accelerator.is_accelerator(device):
             torch.Generator(device).set_state(tensors[_ON_DEVICE])
-        for name in ("data", "inside"):
+        for name in ("data", "inside", "forward"):
             if name in numbers:
                 _checked_key(numbers[name])
     except (LookupError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:

@@ -26,6 +26,7 @@ from zrun_core.errors import JobError, UserCodeError
 from zrun_core.spine.tracebacks import raised_at
 from zrun_core.stages.flow import Leaf, ModelFlow, NodeCall, OutsideUse
 from zrun_core.stages.ghosts import run_on_zeros
+from zrun_core.stages.left_numbers import LeftNumbers
 from zrun_core.stages.node_calls import Node, install_nodes, walking
 from zrun_core.telemetry.metrics import flops_of
 from zrun_core.zero.auto_wrap import repeated_blocks
@@ -62,18 +63,52 @@ def follow(
     nodes = install_nodes(model, blocks)
     try:
         with kept_buffers(model), fake_parameters(model, dtype, device) as fakes:
-            walk = _FollowingWalk(
-                {fake.untyped_storage()._cdata: names[key] for key, fake in fakes.items()}
-            )
-            with walking(walk), walk:
+            params = {fake.untyped_storage()._cdata: names[key] for key, fake in fakes.items()}
+            walk = _FollowingWalk(params, model)
+            with walking(walk), walk, walk.left.noting_writes():
                 loss = forward()
             walk.end(loss)
+            if walk.left.is_any_written:
+                _refuse_numbers_left(walk, forward)
     except (UserCodeError, RuntimeError, TypeError, ValueError) as error:
         raise _without_values(error) from error
     finally:
         for node in nodes:
             vars(node.module).pop("_call_impl", None)
     return walk.flow(list(names.values()), [name for name, _ in blocks])
+
+
+def _refuse_numbers_left(walk: _FollowingWalk, forward: Callable[[], object]) -> None:
+    """Run one forward more.
+
+    Raises:
+        JobError: a number that a node has left as an attribute is read outside of it.
+    """
+    reading = _ReadingWalk()
+    walk.left.is_in_node = lambda: reading.is_in_node
+    with walking(reading), walk.left.noting_reads():
+        forward()
+    if walk.left.first_read:
+        raise JobError(
+            f"{_PP}: a block writes a number to {walk.left.first_read}, which is read outside of "
+            "it, where a stage has those of its own blocks alone: return it from the block as a "
+            "tensor, or write pp: 1"
+        )
+
+
+class _ReadingWalk:
+    """Knows while a node runs."""
+
+    is_in_node = False
+
+    def call(self, node: Node, args: Any, kwargs: dict[str, Any]) -> Any:
+        self.is_in_node = True
+        try:
+            return node.run(args, kwargs)
+        except RuntimeError as error:
+            return run_on_zeros(node, lambda *a, **k: node.run(a, k), args, kwargs, error)
+        finally:
+            self.is_in_node = False
 
 
 def _without_values(error: Exception) -> JobError:
@@ -115,12 +150,14 @@ _NONE: _Sources = frozenset()
 class _FollowingWalk(TorchDispatchMode):
     """Follows the tensors of one forward, by their memory: views are made of the same."""
 
-    def __init__(self, params: Mapping[int, str]) -> None:
+    def __init__(self, params: Mapping[int, str], model: nn.Module) -> None:
         """
         Args:
             params: by storage, the name of a parameter.
+            model: whose forward it is.
         """
         super().__init__()  # type: ignore[no-untyped-call]
+        self.left = LeftNumbers(model, lambda: self._running is not None)
         self._params = params
         self._blocks: list[str] = []
         self._calls: list[NodeCall] = []
@@ -157,9 +194,8 @@ class _FollowingWalk(TorchDispatchMode):
             self._uses[name].add(self._segment)
         self._running = number
         try:
-            output = node.run(args, kwargs)
-        except RuntimeError as error:
-            output = self._run_on_zeros(node, args, kwargs, error)
+            with self.left.noting_changes(node.module):
+                output = self._run_on_fakes(node, args, kwargs)
         finally:
             self._running = None
         if _hands_on(args, kwargs, output):
@@ -174,6 +210,12 @@ class _FollowingWalk(TorchDispatchMode):
         if node.is_block:
             self._segment += 1
         return output
+
+    def _run_on_fakes(self, node: Node, args: Any, kwargs: dict[str, Any]) -> Any:
+        try:
+            return node.run(args, kwargs)
+        except RuntimeError as error:
+            return self._run_on_zeros(node, args, kwargs, error)
 
     def _run_on_zeros(
         self, node: Node, args: Any, kwargs: dict[str, Any], error: RuntimeError

@@ -18,8 +18,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from zrun_core.data.batch import map_tensors
+from zrun_core.distributed.rng import kept_position
 from zrun_core.stages.node_calls import Node
 from zrun_core.stages.valueless import Valueless, ValuelessMode
+from zrun_core.user_code.trial import kept_attributes
 from zrun_core.zero.module_hooks import tensors_in
 
 T = TypeVar("T")
@@ -73,7 +75,7 @@ class Ghosts:
             signature = None
         template, shapes = self._handed_out.get(signature, (None, None))
         if template is None or shapes != _shapes(template):  # it may have been changed in place
-            with torch.no_grad():
+            with torch.no_grad(), kept_position(self._device):
                 template = map_tensors(self._as_fake, self._run(node, args, kwargs))
             if signature is not None and _follows_from_shapes(template):
                 self._handed_out[signature] = (template, _shapes(template))
@@ -115,7 +117,7 @@ class Ghosts:
                 param = dict.__getitem__(module._parameters, key)  # without unsharding it
                 if param is not None:
                     stand_ins.append((module, key, self.fake_like(param, param.dtype)))
-        with _in_place_of_attributes(stand_ins):
+        with kept_attributes(node.module), _in_place_of_attributes(stand_ins):
             try:
                 return node.forward(*args, **kwargs)
             except RuntimeError as error:

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
+from zrun_core.distributed.rng import ForwardStreams
 from zrun_core.errors import UserCodeError
 
 _here = threading.local()  # `walk`: of the pass that this thread runs
@@ -26,6 +27,20 @@ class Walk(Protocol):
     """Takes over the calls of nodes."""
 
     def call(self, node: Node, args: Any, kwargs: dict[str, Any]) -> Any: ...
+
+
+class DrawingWalk:
+    """Runs all nodes, each of which draws from a stream of its own."""
+
+    def __init__(self, draws: ForwardStreams) -> None:
+        self._draws = draws
+        self._num_calls = 0
+
+    def call(self, node: Node, args: Any, kwargs: dict[str, Any]) -> Any:
+        number = self._num_calls
+        self._num_calls += 1
+        with self._draws.of_call(number):
+            return node.run(args, kwargs)
 
 
 class Node:

@@ -11,6 +11,12 @@ positions, labels) each of them computes; so the hidden states are all that is s
 Tensors without values are fake tensors: no memory, no time, and whatever is made of one has no
 value either. So a mistake about what crosses a border cannot become a wrong number.
 
+[Note: what a forward draws]
+Noise that is drawn before a border may be compared with a prediction behind it, so each stage draws
+the same outside of nodes: from a stream of the micro-batch, which nodes do not move, as they draw
+from streams of their own. Where values are dropped of a tensor that has none, as many numbers are
+drawn as the stage that has them draws: see `Valueless`.
+
 [Note: parameters of other stages]
 They are removed from their modules, as if there were none: nothing of them is gathered, saved or
 counted. In their place is an attribute of the same name, a fake tensor.
@@ -29,6 +35,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from zrun_core.data.batch import map_tensors
+from zrun_core.distributed.rng import ForwardStreams
 from zrun_core.errors import UserCodeError
 from zrun_core.pipeline.split import Split
 from zrun_core.stages.flow import Leaf, ModelFlow
@@ -113,6 +120,7 @@ class Stage:
         index: of the stage.
         chunks: that it has.
         own_blocks: of these chunks.
+        nodes: modules of all nodes of the model.
         borders: by chunk, what crosses the border before it; and nothing after the last one.
         places: of the same, by call and place in what it returns, the place among what crosses.
         ghosts: in place of what other stages have.
@@ -159,6 +167,7 @@ class Stage:
         self.handing_on = {chunk: self._find_handing_on(chunk) for chunk in self.chunks}
         blocks = repeated_blocks(model)
         nodes = install_nodes(model, blocks)
+        self.nodes = [node.module for node in nodes]
         self.own_blocks = [
             model.get_submodule(flow.blocks[number])
             for chunk in self.chunks
@@ -220,7 +229,13 @@ class Stage:
                     vars(module)[key] = self.ghosts.mode.from_tensor(buffer)
 
     def forward(
-        self, chunk: int, call: Callable[[], Any], receive: Receive, *, may_skip: bool = False
+        self,
+        chunk: int,
+        call: Callable[[], Any],
+        receive: Receive,
+        draws: ForwardStreams,
+        *,
+        may_skip: bool = False,
     ) -> ChunkPass:
         """Run a micro-batch's forward through a chunk.
 
@@ -228,12 +243,13 @@ class Stage:
             chunk: of this stage.
             call: the user's forward, to the loss.
             receive: brings what crosses the border before the chunk.
+            draws: streams of the micro-batch.
             may_skip: `call` need not call the model. Then nothing crosses any border.
 
         Raises:
             UserCodeError: the forward calls other modules than the one that was followed.
         """
-        walk = _StageWalk(self, chunk, receive)
+        walk = _StageWalk(self, chunk, receive, draws)
         with walking(walk):
             try:
                 walk.passed.result = call()
@@ -272,8 +288,9 @@ class _StageWalk:
         num_calls: of nodes so far.
     """
 
-    def __init__(self, stage: Stage, chunk: int, receive: Receive) -> None:
+    def __init__(self, stage: Stage, chunk: int, receive: Receive, draws: ForwardStreams) -> None:
         self.passed = ChunkPass()
+        self._draws = draws
         self.is_done = False
         self._stage = stage
         self._receive = receive
@@ -300,7 +317,8 @@ class _StageWalk:
             raise self.took_another_way(f"it calls {node.name} in place of {expected}")
         seen = calls[number]
         if seen.segment in self._segments:
-            output = node.run(args, kwargs)
+            with self._draws.of_call(number):
+                output = node.run(args, kwargs)
         else:
             output = self._stage.ghosts.hand_out(node, args, kwargs)
             if number in self._arriving:

@@ -4,6 +4,9 @@ Where a ghost stands in a forward, the operations around it run on fake tensors 
 micro-batch: `tokens(x) + positions(y)`. torch computes the shape of such a result in 0.15 ms, even
 where it has seen the like. Here the result is remembered by what it depends on: of operations that
 make new tensors of such tensors and numbers alone, or write to one of them. All others are torch's.
+
+What is drawn for such a tensor, as where a dropout follows an embedding, is drawn and forgotten:
+what the forward draws next is what it is where the tensor has values.
 """
 
 from __future__ import annotations
@@ -46,6 +49,8 @@ class Valueless(FakeTensor):
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            _draw_alike(func, args, kwargs)
         effect = _effects.get(func) or _effect_of(func)
         given = None if effect is _Effect.OTHER else _traits((args, *kwargs.items()))
         mode = None if given is None else _mode_of(args)
@@ -60,6 +65,21 @@ class Valueless(FakeTensor):
                 mode.results.clear()
             mode.results[key] = (result, _traits(result))
         return args[0] if effect is _Effect.WRITES_FIRST else result
+
+
+def _draw_alike(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Draw from torch's generators as the operation does on tensors that have values."""
+
+    def with_values(value: Any) -> Any:
+        if type(value) is not Valueless:
+            return value
+        like = torch.empty_strided(
+            value.shape, value.stride(), dtype=value.dtype, device=value.device
+        )
+        return like.fill_(1)  # a probability, a weight, a spread: of each a good one
+
+    with torch.no_grad():
+        func(*map(with_values, args), **{key: with_values(arg) for key, arg in kwargs.items()})
 
 
 def _mode_of(args: Sequence[Any]) -> ValuelessMode | None:

@@ -20,6 +20,7 @@ class StepTotals(NamedTuple):
         stop: ranks that a signal asked to stop.
         end: ranks of which a hook asked for the end.
         dropped: micro-batches that did not fit in a rank's memory.
+        apart: 0 if ranks that share layers have computed the same losses: `LossGuard`.
         batches: 0 if ranks that compute the same samples have read the same: `BatchGuard`.
         written, settled, due, asked: those of `SaveConsensus`.
     """
@@ -35,6 +36,7 @@ class StepTotals(NamedTuple):
     stop: float = 0.0
     end: float = 0.0
     dropped: float = 0.0
+    apart: float = 0.0
     batches: float = 0.0
     written: float = 0.0
     settled: float = 0.0

@@ -14,7 +14,7 @@ They also note which columns of a linear's result are taken apart: see `fake_col
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -29,6 +29,7 @@ from zrun_core.spine.tracebacks import raised_at
 from zrun_core.tensor_parallel.cuts import ALONE
 from zrun_core.tensor_parallel.fake_columns import ColumnWatch, check_columns
 from zrun_core.tensor_parallel.fake_experts import found_beside_sum
+from zrun_core.tensor_parallel.fake_outside import OutsideReads
 from zrun_core.tensor_parallel.fake_sums import PRODUCTS, looks_at_tokens, summed_over
 from zrun_core.tensor_parallel.fit import counting_attributes
 from zrun_core.tensor_parallel.plan import TensorPlan
@@ -86,6 +87,8 @@ def check_on_fakes(
         return CheckedPlan(plan, _not_checked(error))
     for block, operation in whole.mixing.items():
         raise _mixes(block, operation)
+    if whole.outside.found:
+        raise _read_outside(whole.outside.found)
     for region in plan.regions:
         if region.row in whole.beside:
             raise _beside(region, whole.beside[region.row])
@@ -212,6 +215,16 @@ def _mixes(block: str, operation: str) -> JobError:
     )
 
 
+def _read_outside(found: Mapping[str, str]) -> JobError:
+    first, place = next(iter(found.items()))
+    more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+    return JobError(
+        f"parallel.tp: {first}{more} would be read outside of its module ({place}), where each "
+        "rank has a slice of it, as a penalty or a norm of weights does: make it of what modules "
+        "return, leave it out (optim.weight_decay is a penalty too), or write tp: 1"
+    )
+
+
 def _sums_less(
     model: nn.Module, plan: TensorPlan, region: Region, wanted: _Sum, found: _Sum
 ) -> JobError:
@@ -273,6 +286,7 @@ class _Watch(TorchDispatchMode):
         beside: by row of experts: what makes more of their result than a sum of parts.
         mixing: outside of regions, by block: an operation that looks at several tokens.
         columns: what is taken of what column linears make.
+        outside: reads of divided parameters outside of their modules.
     """
 
     def __init__(self, model: nn.Module, plan: TensorPlan, blocks: Sequence[str] = ()) -> None:
@@ -285,6 +299,7 @@ class _Watch(TorchDispatchMode):
         self.beside: dict[str, str] = {}
         self.mixing: dict[str, str] = {}
         self.columns = ColumnWatch()
+        self.outside = OutsideReads(model, plan)
         self._blocks = blocks
         self._block = ""  # that the forward is in
         self._model = model
@@ -317,6 +332,7 @@ class _Watch(TorchDispatchMode):
             for name in self._blocks:
                 for handle in self._hooks_of_block(name):
                     stack.callback(handle.remove)
+            stack.enter_context(self.outside.installed())
             stack.enter_context(self)
             yield
 
@@ -478,6 +494,7 @@ class _Watch(TorchDispatchMode):
             # Tokens times the weight of each one's expert: the kernels take more kinds of floats
             # than torch's rule for shapes does.
             return args[0].new_empty(*args[0].shape[:-1], args[1].shape[-1])
+        self.outside.used((args, kwargs))
         out = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
         self.columns.used(name, (args, kwargs), out)

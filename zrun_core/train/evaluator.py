@@ -109,6 +109,7 @@ class Evaluator:
         streams = rng.capture(self._device)
         values: dict[str, float] = {}
         samples = tokens = 0
+        self._runner.begin_evaluation()
         with _evaluation_mode(self._sharded.module):
             for name, data in self._held_out.sets.items():
                 sums = _Sums(self._device)

@@ -12,13 +12,16 @@ import torch
 
 from zrun_core.data.batch import MicroBatch
 from zrun_core.distributed.named_vector import NamedVector
+from zrun_core.distributed.rng import ForwardStreams
 from zrun_core.errors import OutOfMemoryError
+from zrun_core.guards.losses import LossGuard
 from zrun_core.guards.oom import MemoryGuard
 from zrun_core.hardware.clock import Waits
 from zrun_core.pipeline.actions import Action, ActionKind
 from zrun_core.pipeline.schedule import layer_major, no_pipeline
 from zrun_core.spine.spec import RunSpec
 from zrun_core.spine.tracebacks import add_location, raised_at
+from zrun_core.stages.node_calls import DrawingWalk, walking
 from zrun_core.telemetry.metrics import FlopCount, StepClock, StepPhase
 from zrun_core.telemetry.stage_fields import ActionMarks
 from zrun_core.train.rank_phase import RankPhase
@@ -48,6 +51,7 @@ class RunnerContext:
         clock: counts the seconds of the step by phase.
         phase: told what this rank does.
         memory: decides what follows where memory runs out.
+        draws: streams that forwards draw from, if the job says so.
     """
 
     spec: RunSpec
@@ -56,6 +60,7 @@ class RunnerContext:
     clock: StepClock
     phase: RankPhase
     memory: MemoryGuard
+    draws: ForwardStreams
 
 
 class MicroBatchRunner:
@@ -78,6 +83,10 @@ class MicroBatchRunner:
         self._clock = context.clock
         self._phase = context.phase
         self._memory = context.memory
+        self._draws = context.draws
+        self._draws_by_block = context.spec.job.parallel.draws_by_block
+        self._num_evaluated = 0
+        self._losses = LossGuard(context.sharded.mesh)
         self.begin_step()
 
     def begin_step(self) -> None:
@@ -123,7 +132,8 @@ class MicroBatchRunner:
             try:
                 if action.kind is ActionKind.FORWARD:
                     batch = micro_batches[action.micro]
-                    under_way[action.micro] = self._forward(batch, sums)
+                    with self._drawing(step, action.micro):
+                        under_way[action.micro] = self._forward(batch, sums)
                 elif action.micro in under_way:
                     losses.append(self._backward(under_way.pop(action.micro), boundary=is_last))
                 else:  # its forward ran out of memory
@@ -139,14 +149,29 @@ class MicroBatchRunner:
                     self._sharded.contribute_zeros(boundary=is_last)
         return losses
 
+    def begin_evaluation(self) -> None:
+        """Draw in the forwards that follow what those of each evaluation draw."""
+        self._num_evaluated = 0
+
     def evaluate(self, call: Callable[[], T]) -> T | None:
         """Return what a forward without gradients returns; None where its end is elsewhere.
 
         Args:
             call: runs the forward.
         """
-        with self._sharded.evaluation():
+        number = self._num_evaluated
+        self._num_evaluated += 1
+        with self._sharded.evaluation(), self._drawing(0, number):
             return call()
+
+    @contextmanager
+    def _drawing(self, step: int, number: int) -> Iterator[None]:
+        """Run a forward inside, which draws from streams of its own if the job says so."""
+        if not self._draws_by_block:
+            yield
+            return
+        with self._draws.of_micro(step, number), walking(DrawingWalk(self._draws)):
+            yield
 
     def _forward(self, batch: MicroBatch, sums: NamedVector) -> _UnderWay:
         """Run the forward of one micro-batch, and add its numbers to `sums`."""
@@ -168,6 +193,7 @@ class MicroBatchRunner:
 
     def _add_numbers(self, sums: NamedVector, batch: MicroBatch, loss: Loss) -> None:
         """Add the numbers of a micro-batch to those of the step."""
+        self._losses.add(loss.detached().total, sums)
         if not self._sharded.mesh.adds_samples:
             return
         if batch.num_samples:

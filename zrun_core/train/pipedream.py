@@ -20,6 +20,7 @@ import torch
 from zrun_core.data.batch import MicroBatch
 from zrun_core.data.loader import BatchLoader
 from zrun_core.distributed.named_vector import NamedVector
+from zrun_core.guards.losses import APART
 from zrun_core.pipeline.actions import Action, ActionKind
 from zrun_core.pipeline.schedule import num_flowing, version_used
 from zrun_core.spine.config import JobConfig
@@ -33,7 +34,7 @@ from zrun_core.zero.stage_steps import StageSteps, StageUpdate
 from zrun_core.zero.versions import Versions
 
 # Numbers of a step that ranks sum; square and skipped are counted once per stage.
-_COLUMNS = ("weight", "loss", "samples", "tokens", "square", "skipped")
+_COLUMNS = ("weight", "loss", "samples", "tokens", "square", "skipped", APART)
 
 
 class ReadStep(NamedTuple):
@@ -98,6 +99,9 @@ class PipeDreamRunner(PipelineRunner):
             self._run_forward(action, micro_batches[number], self.rows[number])
             return None
         return self._run_backward(action, boundary=True)
+
+    def _drawn_as(self, number: int) -> tuple[int, int]:
+        return self._step + number, 0
 
     def _share_of(self, loss: Loss, batch: MicroBatch) -> torch.Tensor:
         """Return the part of the micro-batch's loss that is differentiated here, 0-d.

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from zrun_core.data.batch import MicroBatch
+from zrun_core.data.batch import MicroBatch, copied
 from zrun_core.distributed.named_vector import NamedVector
 from zrun_core.hardware.clock import mark
 from zrun_core.pipeline.actions import Action, ActionKind
 from zrun_core.pipeline.schedule import stage_actions
 from zrun_core.stages.links import StageLinks
+from zrun_core.stages.outside import Outside, OutsideState
 from zrun_core.stages.stage import ChunkPass, Stage
 from zrun_core.stages.weight_grads import WeightGrads
 from zrun_core.telemetry.metrics import StepPhase
 from zrun_core.telemetry.stage_fields import ActionMarks
 from zrun_core.train.micro_batches import MicroBatchRunner, RunnerContext, pointing_at_forward
+from zrun_core.user_code.loss import Loss
 from zrun_core.user_code.user import user_code
 from zrun_core.zero.micro_pass import MicroPass
 from zrun_core.zero.split_backward import SplitBackward
@@ -47,7 +50,12 @@ class PipelineRunner(MicroBatchRunner):
             links: to the other stages.
         """
         super().__init__(context)
+        self._step = 0
         self._stage = stage
+        self._outside: Outside | None = None  # where forwards run more than once
+        if len(stage.chunks) > 1:
+            self._outside = Outside(context.sharded.module, stage.nodes, context.loss)
+        self._begun: dict[int, OutsideState] = {}  # by micro-batch
         self._schedule = context.spec.job.parallel.schedule
         self._links = links
         self._under_way: dict[tuple[int, int], _InChunk] = {}  # by chunk and micro-batch
@@ -72,6 +80,7 @@ class PipelineRunner(MicroBatchRunner):
         losses: list[torch.Tensor] = []
         marks: list[ActionMarks] = []
         self.marks = marks
+        self._step = step
         self._links.waits.take()
         begin = mark(self._comm.device)
         for action in actions:
@@ -105,8 +114,11 @@ class PipelineRunner(MicroBatchRunner):
         share = None
         self._phase.enter("forward")
         with self._clock.during(StepPhase.FORWARD):
-            with self._sharded.forward(self._local(chunk)) as micro:
-                passed = self._stage.forward(chunk, partial(self._loss_of, batch), receive)
+            drawing = self._draws.of_micro(*self._drawn_as(number))
+            in_chunk = self._in_chunk(chunk, number)
+            with self._sharded.forward(self._local(chunk)) as micro, drawing, in_chunk:
+                call = partial(self._loss_of, batch)
+                passed = self._stage.forward(chunk, call, receive, self._draws)
             if self._is_last(chunk):
                 self._add_numbers(sums, batch, passed.result)
                 share = self._share_of(passed.result, batch)
@@ -117,6 +129,35 @@ class PipelineRunner(MicroBatchRunner):
             passed.outputs = []
         self._under_way[chunk, number] = _InChunk(micro, passed, share, sent)
         self.waited[StepPhase.FORWARD] += self._comm.waits.take()
+
+    @contextmanager
+    def _in_chunk(self, chunk: int, number: int) -> Iterator[None]:
+        """Run inside a forward of a micro-batch, which changes the model once whatever its chunks.
+
+        Their forwards come in the order of the chunks.
+        """
+        outside = self._outside
+        if outside is None:
+            yield
+            return
+        if chunk == self._stage.chunks[0]:
+            self._begun[number] = outside.copy()
+            with outside.watched():
+                yield
+            return
+        with outside.as_of(self._begun[number]):
+            yield
+        if chunk == self._stage.chunks[-1]:
+            del self._begun[number]
+
+    def _loss_of(self, batch: MicroBatch) -> Loss:
+        if len(self._stage.chunks) > 1:  # each of them runs the forward, which may write to it
+            batch = replace(batch, batch=copied(batch.batch))
+        return super()._loss_of(batch)
+
+    def _drawn_as(self, number: int) -> tuple[int, int]:
+        """Return the step of a micro-batch, and its number there."""
+        return self._step, number
 
     def _run_backward(self, action: Action, *, boundary: bool) -> torch.Tensor | None:
         """Run a micro-batch's backward through a chunk, and send back what it makes.
@@ -171,10 +212,14 @@ class PipelineRunner(MicroBatchRunner):
 
     def evaluate(self, call: Callable[[], T]) -> T | None:
         result: T | None = None
+        number = self._num_evaluated
+        self._num_evaluated += 1
         for chunk in self._stage.chunks:
             receive = partial(self._receive, chunk, 0)
-            with self._sharded.evaluation(self._local(chunk)):
-                passed = self._stage.forward(chunk, call, receive, may_skip=True)
+            drawing = self._draws.of_micro(0, number)
+            in_chunk = self._in_chunk(chunk, -1)
+            with self._sharded.evaluation(self._local(chunk)), drawing, in_chunk:
+                passed = self._stage.forward(chunk, call, receive, self._draws, may_skip=True)
             for place, tensor in enumerate(passed.outputs):
                 self._links.send_activation(tensor, chunk, 0, place)
             result = passed.result

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from zrun_core.spine.sections.parallel import PIPEDREAMS
 from zrun_core.stages.links import StageLinks
+from zrun_core.stages.node_calls import install_nodes
 from zrun_core.stages.stage import Stage
 from zrun_core.train.micro_batches import LayerMajorRunner, MicroBatchRunner, RunnerContext
 from zrun_core.train.pipedream import PipeDreamRunner
 from zrun_core.train.pipeline_runner import PipelineRunner
+from zrun_core.zero.auto_wrap import repeated_blocks
 
 
 def make_runner(context: RunnerContext, stage: Stage | None) -> MicroBatchRunner:
@@ -26,4 +28,7 @@ def make_runner(context: RunnerContext, stage: Stage | None) -> MicroBatchRunner
         return runner(context, stage, links)
     if schedule == "layer_major":
         return LayerMajorRunner(context)
+    if context.spec.job.parallel.draws_by_block:
+        module = context.sharded.module
+        install_nodes(module, repeated_blocks(module))
     return MicroBatchRunner(context)

@@ -15,6 +15,7 @@ from zrun_core.checkpoint.checkpointer import Checkpointer
 from zrun_core.data.batch import MicroBatch
 from zrun_core.data.loader import BatchLoader
 from zrun_core.distributed.named_vector import NamedVector
+from zrun_core.distributed.rng import ForwardStreams
 from zrun_core.errors import (
     DivergedError,
     ExitCode,
@@ -25,6 +26,7 @@ from zrun_core.errors import (
     StoppedError,
 )
 from zrun_core.guards.batches import BatchDigest, BatchGuard
+from zrun_core.guards.losses import LossGuard
 from zrun_core.guards.numeric import NumericGuard
 from zrun_core.guards.oom import MemoryGuard
 from zrun_core.guards.replicas import ReplicaGuard
@@ -90,6 +92,7 @@ class Trainer:
         emitter: Emitter,
         phase: RankPhase,
         stop: StopSignals,
+        draws: ForwardStreams,
         checkpointer: Checkpointer | None = None,
         stage: Stage | None = None,
     ) -> None:
@@ -103,6 +106,7 @@ class Trainer:
             emitter: of events.
             phase: told what this rank does.
             stop: signals of this process.
+            draws: streams that forwards draw from, if the job says so.
             checkpointer: None: nothing is saved.
             stage: of a pipeline; None: there is none.
         """
@@ -126,7 +130,7 @@ class Trainer:
         self.ending = EndRequests(stop, self.hooks, self.comm, self.world, emitter, self.progress)
 
         memory = MemoryGuard(spec, sharded, emitter)
-        context = RunnerContext(spec, sharded, functions.loss, self._clock, phase, memory)
+        context = RunnerContext(spec, sharded, functions.loss, self._clock, phase, memory, draws)
         self._micro_batches = make_runner(context, stage)
         self._windows: Windows | None = None
         if isinstance(self._micro_batches, PipeDreamRunner):
@@ -176,6 +180,7 @@ class Trainer:
 
         self._replicas = ReplicaGuard(sharded, spec.plan)
         self._batches = BatchGuard(sharded.mesh, self.comm, spec.plan)
+        self._losses = LossGuard(sharded.mesh)
         self._numeric = NumericGuard(job, sharded, emitter, is_main=self.recorder.is_main)
         self._numeric_problem: str | None = None  # found within a step, which is to end first
         self.steps = StepRunner(sharded)
@@ -394,6 +399,7 @@ class Trainer:
         for step in ended:
             self.progress.steps += 1
             self.progress.micro_batches += 1
+            self._losses.check(step.totals.apart, f"step {step.issued.step}")
             if step.totals.skipped:
                 self.sharded.look_back_at(step.update.norms)
             self._count(
@@ -421,6 +427,7 @@ class Trainer:
             end=float(bool(self.hooks.wish)),
             dropped=0.0,
             **consensus._asdict(),
+            **self._losses.first_sums,
             **self._batches.first_sums,
         )
         self._batches.add(read, sums)
@@ -446,6 +453,7 @@ class Trainer:
 
         Raises:
             JobError: ranks that compute the same samples have read different ones.
+            DivergedError: ranks that share layers have computed different losses.
             HangError: the ranks gathered different modules.
             NumericError: too many steps in a row were not finite. Not within a step: it ends
                 first, since only between two steps is there a state to save.
@@ -456,6 +464,7 @@ class Trainer:
         issued = self._issued
         assert issued is not None
         self._batches.check(totals.batches, self._issued_batches, f"step {issued.step}")
+        self._losses.check(totals.apart, f"step {issued.step}")
         self.saves.update(totals)
         if not totals.agreed:
             raise modules_differ(f"step {issued.step}", "zero.leaf")

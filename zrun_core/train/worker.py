@@ -33,6 +33,7 @@ from zrun_core.checkpoint.initial_weights import load_weights
 from zrun_core.checkpoint.model_state import ModelState
 from zrun_core.checkpoint.rank_save import RunInfo
 from zrun_core.checkpoint.resume import Resumed, load_newest, restore_streams
+from zrun_core.data.batch import copied
 from zrun_core.data.loader import BatchLoader
 from zrun_core.distributed import rng
 from zrun_core.distributed.comm import Comm
@@ -71,6 +72,7 @@ from zrun_core.user_code import user
 from zrun_core.user_code.build import Built, build_once_per_host
 from zrun_core.user_code.loss import compute_loss
 from zrun_core.user_code.meta_init import build_on_meta
+from zrun_core.user_code.trial import kept_attributes
 from zrun_core.zero.graph_breaks import load_compiler
 from zrun_core.zero.sharding_config import ShardingConfig, check_model_fits
 
@@ -281,6 +283,7 @@ class Worker:
             self.emitter,
             self.phase,
             self.stop,
+            streams.forwards,
             checkpointer,
             None if parts is None else parts.stage,
         )
@@ -408,6 +411,8 @@ class Worker:
     ) -> Callable[[], object]:
         """Return what runs the loss of the first batch, by which a model is divided and cut.
 
+        It leaves no trace in the batch and in the model.
+
         Raises:
             JobError: there is none.
         """
@@ -417,8 +422,11 @@ class Worker:
         batch = batch.to(device)
 
         def forward() -> object:
-            with settings.precision.autocast(device), user.user_code("forward failed"):
-                return compute_loss(built.module, batch.batch, data.functions.loss, 1)
+            autocast = settings.precision.autocast(device)
+            failing = user.user_code("forward failed")
+            loss = data.functions.loss
+            with autocast, failing, kept_attributes(built.module, loss):
+                return compute_loss(built.module, copied(batch.batch), loss, 1)
 
         return forward
 

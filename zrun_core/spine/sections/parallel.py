@@ -83,6 +83,19 @@ class ParallelConfig(Section):
         "sequence (Korthikanti et al. 2022)",
     )
 
+    draws: Literal["auto", "stream", "block"] = Field(
+        default="auto",
+        description="where forwards draw random numbers, as for dropout. stream: one after the "
+        "other, as a plain loop does | block: each block of each micro-batch from numbers of its "
+        "own, which are the same at any pp | auto: block in a pipeline, else stream",
+        examples=["block"],
+    )
+
+    @property
+    def draws_by_block(self) -> bool:
+        """True if each block draws from a stream of its own."""
+        return self.draws == "block" or (self.draws == "auto" and self.pp > 1)
+
     @classmethod
     def expand(cls, value: Any) -> Any:
         """Return what is given, with the chunks of an interleaved pipeline."""
@@ -164,6 +177,22 @@ class ParallelConfig(Section):
         if info.data.get("tp") == 1:
             raise ValueError("tp 1 divides no layers; write tp: 2 or more, or plan: auto")
         return plan
+
+    @field_validator("draws")
+    @classmethod
+    def _require_what_stages_can(cls, draws: str, info: ValidationInfo) -> str:
+        pp = info.data.get("pp")
+        if draws == "stream" and pp not in (1, None):
+            raise ValueError(
+                f"the stages of pp {pp} draw apart from each other, and cannot draw one after the "
+                "other; write draws: block, or leave it out"
+            )
+        if draws == "block" and info.data.get("schedule") == "layer_major":
+            raise ValueError(
+                "layer_major has a stream for each micro-batch; leave draws out, or write another "
+                "schedule"
+            )
+        return draws
 
     @field_validator("sequence")
     @classmethod

@@ -1,6 +1,5 @@
 """Waits that no scenario can notice, each with the reason why it stays in the product.
 
-What begins with `OPEN` has no reason: no scenario is known to notice, and nobody has shown why.
 Two kinds, each by name of the wait (see `Site.name`). `NOT_NOTICED`: it is waited for there, and
 another wait does as well, or what it protects from is no order of a device. `NOT_REACHED`: in no
 scenario does anybody wait there for a device, the worker or the disk; by the file where that holds
@@ -13,8 +12,6 @@ from typing import NamedTuple
 
 from mutation.sites import Site
 
-OPEN = "open"
-_NOT_YET = f"{OPEN}: not noticed in four orders of delays, and not shown to be needless"
 _ERRORS = "over already: it raises the errors of what is over"
 _IN_ORDER = (
     "the worker and the copier do what they are given in order; it raises the errors of both"
@@ -40,24 +37,12 @@ NOT_NOTICED: dict[str, str] = {
     "zero/home_elsewhere.py OnHost.settle: self._coming.wait_on_host()": (
         "norms are read behind the worker's last task, which the totals of a step follow"
     ),
+    "zero/unit_grad.py UnitGrad.norms: self._away.settle()": (
+        "of a gradient on a disk the worker takes them in passing; who does not wait reads it again"
+    ),
     "zero/home_elsewhere.py OnDisk.fetch: self._merging.wait_on_host()": _IN_ORDER,
     "zero/home_elsewhere.py OnDisk.settle: self._merging.wait_on_host()": _IN_ORDER,
 }
-
-NOT_NOTICED |= dict.fromkeys(
-    (
-        "zero/home_elsewhere.py OnHost.at: self._tiers.wait_on_host(self._loading, Tier.HOST)",
-        "zero/home_elsewhere.py OnHost.at: self._tiers.wait_on_host(self._coming, Tier.HOST)",
-        "zero/home_elsewhere.py OnHost.load: self._tiers.wait(self._coming, Tier.HOST)",
-        "zero/home_elsewhere.py OnHost.store: self._coming.wait()",
-        "zero/home_elsewhere.py OnHost.store: self._coming.wait()",
-        "zero/home_elsewhere.py OnDisk.load: self._merging.wait_on_host()",
-        "zero/unit_grad.py UnitGrad._wait_for_reader: self._unit.update_side.wait()",
-        "zero/unit_grad.py UnitGrad.norms: self._away.settle()",
-        "zero/updates.py Updates.make: self._reading_ahead.wait()",
-    ),
-    _NOT_YET,
-)
 
 NOT_REACHED: dict[str, str] = {
     "checkpoint/checkpointer.py": _HOST,

@@ -20,8 +20,12 @@ from mutation.disturbed import disturbed
 from mutation.sites import Site
 from zrun_core.activations.kept import HostKeeper
 from zrun_core.hardware.clock import Waits
+from zrun_core.memory.buffers import Buffer, Kind, Tier
+from zrun_core.memory.state_policy import SlotSizes
 from zrun_core.tiers.copies import StreamCopier
 from zrun_core.tiers.host_arena import HostArena
+from zrun_core.tiers.tiers import Tiers
+from zrun_core.zero.home_elsewhere import OnHost
 
 STEPS = 3
 
@@ -70,8 +74,15 @@ def _job(size: int, dims: dict[str, int] | None = None, **keys: Any) -> Scenario
     return Scenario(size, train)
 
 
-def _loop(size: int, stage: int, **options: Any) -> Scenario:
-    """Return a user's own loop, that saves, loads, reads and writes parameters."""
+def _loop(size: int, stage: int, *, drops: bool = False, **options: Any) -> Scenario:
+    """Return a user's own loop, that saves, loads, reads and writes parameters.
+
+    Args:
+        size: of ranks.
+        stage: of ZeRO.
+        drops: it drops gradients, and computes them again.
+        options: of `zrun_core.shard`.
+    """
 
     def train(folder: str) -> Any:
         ours = zrun_core.init(threads=1, patience_s=30.0)
@@ -83,6 +94,9 @@ def _loop(size: int, stage: int, **options: Any) -> Scenario:
                 loss = model(*split(split(batch, ours.rank, ours.world_size), k, 2))
                 loss.backward()
                 found.append(ours.mean(loss.item()))
+            if drops:
+                optimizer.zero_grad()
+                model(*split(batch, ours.rank, ours.world_size)).backward()
             optimizer.step()
             if number == 0:
                 zrun_core.save(f"{folder}/saved", model, step=number)
@@ -115,6 +129,25 @@ def _abandoned(folder: str) -> list[float]:
     other = keeper.keep(second)
     other.settle()
     return [float(other.get().sum())]
+
+
+def _home(folder: str) -> list[float]:
+    """Store and load what lives on the host, where nobody else waits."""
+    numel = 1 << 14
+    sizes = SlotSizes(down=4 * numel)
+    buffers = [Buffer("gradient", Kind.GRAD, 4 * numel, Tier.HOST), *sizes.buffers()]
+    home = OnHost(Tiers(own_device(), buffers, sizes, None), Kind.GRAD, numel, torch.float32)
+    ones, twos = (torch.full((numel,), value, device=own_device()) for value in (1.0, 2.0))
+    found = []
+    home.store(ones)
+    found.append(float(home.at().sum()))
+    home.store(ones, accumulate=True)
+    home.store(twos)
+    home.settle()
+    found.append(float(home.at().sum()))
+    home.load(ones)
+    home.at().fill_(3.0)
+    return [*found, float(ones.sum())]
 
 
 def _times(folder: str) -> bool:
@@ -160,9 +193,21 @@ SCENARIOS: dict[str, Scenario] = {
         offload={**HOST, "schedule": "delayed", "delay_after": 1},
         precision="bf16",
     ),
+    "delayed, gradients on the device": _job(
+        2,
+        zero=2,
+        steps=5,
+        offload={"optimizer": "host", "grad": "device", "schedule": "delayed", "delay_after": 1},
+        precision="bf16",
+    ),
+    "partial sums on the host": _job(2, zero=1, offload=HOST, batch={"global": 6, "micro": 1}),
+    "partial sums on the disk": _job(
+        2, zero=1, offload={"optimizer": "disk", "grad": "disk"}, batch={"global": 6, "micro": 1}
+    ),
     "serial": _job(1, zero=1, offload={**HOST, "schedule": "serial"}),
     "inputs on the host": _job(1, activations={"checkpoint": "full", "offload": "host"}),
     "an abandoned input": Scenario(1, _abandoned),
+    "a home on the host": Scenario(1, _home),
     "times": Scenario(1, _times),
     "gradients too, one pass": _job(1, zero=2, offload=HOST, batch={"global": 1, "micro": 1}),
     "inputs on the disk": _job(
@@ -190,6 +235,7 @@ SCENARIOS: dict[str, Scenario] = {
     "loop": _loop(2, 3),
     "loop, parameters on the host": _loop(1, 3, offload=ALL_ON_HOST),
     "loop, all on the host": _loop(1, 3, offload=ALL_ON_HOST, precision="bf16"),
+    "loop that drops gradients": _loop(1, 3, drops=True, offload=ALL_ON_HOST),
     "loop, all on the disk": _loop(1, 3, offload=ALL_ON_DISK),
     "hybrid": _job(4, zero={"stage": 2, "shard_group": 2}),
 }

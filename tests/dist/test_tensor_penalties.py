@@ -106,6 +106,10 @@ def test_ranks_whose_losses_differ_end_in_the_first_step(
     keys = keys_of(parallel, greedy=True)
     if parallel.get("schedule") == "pipedream":
         keys |= {"batch": {"global": 2, "micro": 2}, "steps": 8, "optim": {"lr": 1e-2}}
-    found = on_axes(keys, tmp_path, ranks)
+    found = on_axes(keys, tmp_path / "checked", ranks)
+    assert {each["code"] for each in found} == {2}
+    assert ": blocks.0 computes something else than in the whole model" in found[0]["error"]
+    keys["guards"] = {"check_values": False}
+    found = on_axes(keys, tmp_path / "not checked", ranks)
     assert {each["code"] for each in found} == {10}
     assert "in step 1 ranks that share layers (parallel.tp) computed different" in found[0]["error"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import threading
@@ -157,6 +158,7 @@ def train(
     Returns:
         The attributes of a `Watch`.
     """
+    gc.collect()  # a model of an earlier case waits for its own copies when it goes
     os.environ[toys.DEVICE] = "cuda"
     rank, _ = toys.world()
     Path(folder).mkdir(parents=True, exist_ok=True)

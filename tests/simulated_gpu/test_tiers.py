@@ -142,6 +142,10 @@ def test_values_are_written_after_the_device_has_read_them() -> None:
     assert not is_the_same_afterwards
 
 
+def test_memory_goes_after_copies_that_nobody_waits_for() -> None:
+    assert on_device("races_of_memory_that_goes()", delay_us=400, races=1) == [1, 0]
+
+
 # Saves
 
 

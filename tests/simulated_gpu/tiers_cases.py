@@ -6,11 +6,13 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import simulated_gpu
 import torch
 from simulated_gpu import python_kernels
 
@@ -23,11 +25,13 @@ from zrun_core.checkpoint.shard_file import WriteItem
 from zrun_core.checkpoint.snapshot import Snapshot
 from zrun_core.distributed.mesh import Mesh
 from zrun_core.hardware import accelerator
-from zrun_core.memory.buffers import ON_DEVICE, Placement, Tier
+from zrun_core.memory.buffers import ON_DEVICE, Buffer, Kind, Placement, Tier
 from zrun_core.memory.layout import PAGE_BYTES
+from zrun_core.memory.state_policy import SlotSizes
 from zrun_core.tiers import copies, pinning
 from zrun_core.tiers.copies import StreamCopier
 from zrun_core.tiers.host_arena import HostArena
+from zrun_core.tiers.tiers import Tiers
 from zrun_core.zero.account import planned_moves
 from zrun_core.zero.sharded_model import ShardedModel
 
@@ -315,6 +319,24 @@ def values_written_after_an_evaluation() -> list[bool]:
         threading.Timer(0.5, let_go).start()  # whoever waits for the device has waited by then
         _fill(sharded, 0.0)
     return [float(behind) == before, float(evaluate()) == before]
+
+
+def races_of_memory_that_goes() -> list[int]:
+    """Drop what a copy still writes to, with and without the end of what a rank has beside it."""
+    found = []
+    for ends in (False, True):
+        buffers = [Buffer("parameters", Kind.PARAM, 1 << 20, Tier.HOST)]
+        tiers = Tiers(CUDA, buffers, SlotSizes(), None)
+        on_host = tiers.host_memory(1 << 18, torch.float32)
+        on_device = torch.empty(1 << 18, device=CUDA)
+        tiers.submit(partial(tiers.copy_up, on_host, on_device, Kind.PARAM)).wait_on_host()
+        if ends:
+            tiers.end()
+        del on_device
+        torch.cuda.synchronize()
+        found.append(len(simulated_gpu.races()))
+        simulated_gpu.clear_races()
+    return found
 
 
 def _fill(sharded: ShardedModel, value: float) -> None:

@@ -54,6 +54,7 @@ class Streams:
         data: in force while samples are read and made batches. Each sample begins numbers of its
             own there: see `data.samples.Batches`.
         forwards: of micro-batches, the same at each place along the pipeline and along `tensor`.
+        has_drawn_inside: something was drawn within a region.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class Streams:
             tp: place along tensor; it changes the stream `inside` only.
         """
         self._device = device
+        self.has_drawn_inside = False
         if pp == 0:
             self._seed = mix(job_seed, 1 + dp)  # as runs without a pipeline have always done
         else:
@@ -124,6 +126,7 @@ class Streams:
         def leave() -> None:
             pairs = zip(generators, begun, strict=True)
             has_drawn = any(not torch.equal(each.get_state(), state) for each, state in pairs)
+            self.has_drawn_inside |= has_drawn
             back = states if has_drawn else untouched
             for generator, state in zip(generators, back, strict=True):
                 generator.set_state(state)

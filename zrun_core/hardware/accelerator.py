@@ -284,6 +284,12 @@ def memory_stats(device: torch.device) -> Mapping[str, int]:
     return torch.cuda.memory_stats(device)
 
 
+def free_memory(device: torch.device) -> int:
+    """Return the bytes of a device that nobody has taken."""
+    free, _ = torch.cuda.mem_get_info(device)
+    return free
+
+
 def reset_peak_memory(device: torch.device) -> None:
     """Count the peak from here."""
     torch.cuda.reset_peak_memory_stats(device)

@@ -27,7 +27,7 @@ from zrun_core.spine.tracebacks import raised_at
 from zrun_core.stages.flow import Leaf, ModelFlow, NodeCall, OutsideUse
 from zrun_core.stages.ghosts import run_on_zeros
 from zrun_core.stages.left_numbers import LeftNumbers
-from zrun_core.stages.node_calls import Node, install_nodes, walking
+from zrun_core.stages.node_calls import Node, installed_nodes, walking
 from zrun_core.telemetry.metrics import flops_of
 from zrun_core.zero.auto_wrap import repeated_blocks
 from zrun_core.zero.fakes import fake_parameters, kept_buffers
@@ -60,9 +60,10 @@ def follow(
             "Sequential, with modules inside) to make stages of; write pp: 1"
         )
     names = {id(param): name for name, param in model.named_parameters()}
-    nodes = install_nodes(model, blocks)
+    installed = installed_nodes(model, blocks)
+    fake = fake_parameters(model, dtype, device)
     try:
-        with kept_buffers(model), fake_parameters(model, dtype, device) as fakes:
+        with installed, kept_buffers(model), fake as fakes:
             params = {fake.untyped_storage()._cdata: names[key] for key, fake in fakes.items()}
             walk = _FollowingWalk(params, model)
             with walking(walk), walk, walk.left.noting_writes():
@@ -72,9 +73,6 @@ def follow(
                 _refuse_numbers_left(walk, forward)
     except (UserCodeError, RuntimeError, TypeError, ValueError) as error:
         raise _without_values(error) from error
-    finally:
-        for node in nodes:
-            vars(node.module).pop("_call_impl", None)
     return walk.flow(list(names.values()), [name for name, _ in blocks])
 
 

@@ -11,7 +11,7 @@ the module; without a walk it is a plain call.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -29,18 +29,26 @@ class Walk(Protocol):
     def call(self, node: Node, args: Any, kwargs: dict[str, Any]) -> Any: ...
 
 
+# Is told what a node has returned: the number of the call, the node, and that.
+Watcher = Callable[[int, "Node", Any], None]
+
+
 class DrawingWalk:
     """Runs all nodes, each of which draws from a stream of its own."""
 
-    def __init__(self, draws: ForwardStreams) -> None:
+    def __init__(self, draws: ForwardStreams, watcher: Watcher | None = None) -> None:
         self._draws = draws
+        self._watcher = watcher
         self._num_calls = 0
 
     def call(self, node: Node, args: Any, kwargs: dict[str, Any]) -> Any:
         number = self._num_calls
         self._num_calls += 1
         with self._draws.of_call(number):
-            return node.run(args, kwargs)
+            output = node.run(args, kwargs)
+        if self._watcher is not None:
+            self._watcher(number, node, output)
+        return output
 
 
 class Node:
@@ -96,6 +104,23 @@ def walking(walk: Walk) -> Iterator[None]:
         yield
     finally:
         _here.walk = None
+
+
+@contextmanager
+def installed_nodes(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> Iterator[None]:
+    """Have a model's nodes installed inside, and afterwards those that were."""
+    modules = list(model.modules())
+    before = [vars(module).get("_call_impl") for module in modules]
+    for module in modules:
+        vars(module).pop("_call_impl", None)
+    install_nodes(model, blocks)
+    try:
+        yield
+    finally:
+        for module, node in zip(modules, before, strict=True):
+            vars(module).pop("_call_impl", None)
+            if node is not None:
+                vars(module)["_call_impl"] = node
 
 
 def install_nodes(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> list[Node]:

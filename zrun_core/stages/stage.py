@@ -40,7 +40,7 @@ from zrun_core.errors import UserCodeError
 from zrun_core.pipeline.split import Split
 from zrun_core.stages.flow import Leaf, ModelFlow
 from zrun_core.stages.ghosts import Ghosts
-from zrun_core.stages.node_calls import Node, install_nodes, walking
+from zrun_core.stages.node_calls import Node, Watcher, install_nodes, walking
 from zrun_core.stages.valueless import Valueless
 from zrun_core.zero.auto_wrap import repeated_blocks, running_norm_params
 from zrun_core.zero.foreign import lacks_params, remove_param
@@ -236,6 +236,7 @@ class Stage:
         draws: ForwardStreams,
         *,
         may_skip: bool = False,
+        watcher: Watcher | None = None,
     ) -> ChunkPass:
         """Run a micro-batch's forward through a chunk.
 
@@ -245,11 +246,12 @@ class Stage:
             receive: brings what crosses the border before the chunk.
             draws: streams of the micro-batch.
             may_skip: `call` need not call the model. Then nothing crosses any border.
+            watcher: is told what the nodes of this chunk return.
 
         Raises:
             UserCodeError: the forward calls other modules than the one that was followed.
         """
-        walk = _StageWalk(self, chunk, receive, draws)
+        walk = _StageWalk(self, chunk, receive, draws, watcher)
         with walking(walk):
             try:
                 walk.passed.result = call()
@@ -288,9 +290,17 @@ class _StageWalk:
         num_calls: of nodes so far.
     """
 
-    def __init__(self, stage: Stage, chunk: int, receive: Receive, draws: ForwardStreams) -> None:
+    def __init__(
+        self,
+        stage: Stage,
+        chunk: int,
+        receive: Receive,
+        draws: ForwardStreams,
+        watcher: Watcher | None,
+    ) -> None:
         self.passed = ChunkPass()
         self._draws = draws
+        self._watcher = watcher
         self.is_done = False
         self._stage = stage
         self._receive = receive
@@ -319,6 +329,8 @@ class _StageWalk:
         if seen.segment in self._segments:
             with self._draws.of_call(number):
                 output = node.run(args, kwargs)
+            if self._watcher is not None:
+                self._watcher(number, node, output)
         else:
             output = self._stage.ghosts.hand_out(node, args, kwargs)
             if number in self._arriving:

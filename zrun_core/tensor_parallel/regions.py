@@ -18,7 +18,8 @@ forgotten, by the next one that is entered.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -47,6 +48,7 @@ class Regions:
     def __init__(self, comm: TensorComm) -> None:
         self.comm = comm
         self.streams: Streams | None = None
+        self._is_watched = False
         self._leave: Callable[[], None] | None = None
 
     def install(self, model: nn.Module, region: Region, *, is_sliced: bool) -> None:
@@ -159,10 +161,22 @@ class Regions:
 
         block.forward = drawing
 
+    @contextmanager
+    def watched(self) -> Iterator[Callable[[], bool]]:
+        """Draw as in training in the forward inside; yield what says whether it has drawn."""
+        streams = self.streams
+        assert streams is not None
+        self._is_watched = True
+        streams.has_drawn_inside = False
+        try:
+            yield lambda: streams.has_drawn_inside
+        finally:
+            self._is_watched = False
+
     def enter(self, *, is_training: bool) -> None:
         """Draw from the stream of regions, unless the model is only evaluated."""
         self._leave = None  # see [Note: regions that are left early]
-        if self.streams is not None and is_training:
+        if self.streams is not None and (is_training or self._is_watched):
             self._leave = self.streams.enter_inside()
 
     def leave(self) -> None:

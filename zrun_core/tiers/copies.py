@@ -19,7 +19,8 @@ to others with the transfer that leaves it.
 Memory that a side stream still reads or writes must not be given to anybody else. On CUDA who asks
 for a copy keeps both sides until it has called `wait`: whatever the current stream does with that
 memory from then on comes after the copy. So memory is free again at a point that is the same in
-every step, which an allocator that is told by events cannot promise.
+every step, which an allocator that is told by events cannot promise. Where nobody is left who
+would wait, as when a model goes after its last step, `Tiers.end` does.
 """
 
 from __future__ import annotations
@@ -77,6 +78,10 @@ class Copier(ABC):
         return self._begin(as_bytes(source.detach()), as_bytes(target.detach()), way)
 
     @abstractmethod
+    def end(self, stream: accelerator.Stream) -> None:
+        """Have `stream` wait for all copies, behind which their memory may go to others."""
+
+    @abstractmethod
     def _begin(self, source: torch.Tensor, target: torch.Tensor, way: Way) -> Transfer:
         """Begin a copy of bytes that there are."""
 
@@ -90,6 +95,10 @@ class StreamCopier(Copier):
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._streams = {way: accelerator.new_stream(device) for way in Way}
+
+    def end(self, stream: accelerator.Stream) -> None:
+        for each in self._streams.values():
+            accelerator.wait_stream(stream, each)
 
     def _begin(self, source: torch.Tensor, target: torch.Tensor, way: Way) -> Transfer:
         stream = self._streams[way]
@@ -132,6 +141,9 @@ class ThreadCopier(Copier):
         self._threads = {
             way: ThreadPoolExecutor(1, thread_name_prefix=f"zrun-copy-{way.value}") for way in Way
         }
+
+    def end(self, stream: accelerator.Stream) -> None:
+        pass  # a copy that is under way holds both sides
 
     def _begin(self, source: torch.Tensor, target: torch.Tensor, way: Way) -> Transfer:
         try:

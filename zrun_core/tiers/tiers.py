@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from zrun_core.hardware.accelerator import is_accelerator
+from zrun_core.hardware.accelerator import Stream, current_stream, is_accelerator
 from zrun_core.hardware.clock import Waits
 from zrun_core.memory.buffers import Buffer, Kind, Tier
 from zrun_core.memory.layout import whole_pages
@@ -169,8 +169,10 @@ class Tiers:
         self._file = self._open_file(buffers)
         on_host = [each.num_bytes for each in buffers if each.tier is Tier.HOST]
         self._copier = apart
+        self._stream: Stream | None = None  # that trains
         if is_accelerator(device) and on_host:
             self._copier = StreamCopier(device)
+            self._stream = current_stream(device)
         self._arena = HostArena(sum(map(whole_pages, on_host)), device)
         self.slots = {kind: self._slots(DISK_SLOTS, size) for kind, size in sizes.disk.items()}
         self.gradients_down = self._slots(STAGING_SLOTS, sizes.down)
@@ -188,6 +190,13 @@ class Tiers:
             return Slots([], self.check)
         pieces = [self._arena.take(num_bytes, torch.uint8) for _ in range(number)]
         return Slots(pieces, self.check, self._until_computed)
+
+    def end(self) -> None:
+        """Wait for what runs beside training: nobody is left who would, and its memory is to go."""
+        if not self.worker.is_current:
+            self.worker.finish()
+        if self._copier is not None and self._stream is not None:
+            self._copier.end(self._stream)
 
     @property
     def notes(self) -> list[str]:

@@ -110,7 +110,7 @@ class Evaluator:
         values: dict[str, float] = {}
         samples = tokens = 0
         self._runner.begin_evaluation()
-        with _evaluation_mode(self._sharded.module):
+        with evaluation_mode(self._sharded.module):
             for name, data in self._held_out.sets.items():
                 sums = _Sums(self._device)
                 if not self._walk(data, sums):
@@ -310,7 +310,7 @@ def broadcast_buffers(sharded: ShardedModel) -> None:
 
 
 @contextmanager
-def _evaluation_mode(model: nn.Module) -> Iterator[None]:
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Put every module in evaluation mode, and afterwards each in the mode that it had."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()

@@ -11,6 +11,7 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from zrun_core.data.batch import MicroBatch
+from zrun_core.distributed.comm import Comm
 from zrun_core.distributed.named_vector import NamedVector
 from zrun_core.distributed.rng import ForwardStreams
 from zrun_core.errors import OutOfMemoryError
@@ -21,12 +22,13 @@ from zrun_core.pipeline.actions import Action, ActionKind
 from zrun_core.pipeline.schedule import layer_major, no_pipeline
 from zrun_core.spine.spec import RunSpec
 from zrun_core.spine.tracebacks import add_location, raised_at
-from zrun_core.stages.node_calls import DrawingWalk, walking
+from zrun_core.stages.node_calls import DrawingWalk, Watcher, installed_nodes, walking
 from zrun_core.telemetry.metrics import FlopCount, StepClock, StepPhase
 from zrun_core.telemetry.stage_fields import ActionMarks
 from zrun_core.train.rank_phase import RankPhase
 from zrun_core.user_code.loss import Loss, LossFunction, LossKind, compute_loss
 from zrun_core.user_code.user import user_code
+from zrun_core.zero.auto_wrap import repeated_blocks
 from zrun_core.zero.micro_pass import MicroPass
 from zrun_core.zero.sharded_model import ShardedModel
 
@@ -163,6 +165,27 @@ class MicroBatchRunner:
         self._num_evaluated += 1
         with self._sharded.evaluation(), self._drawing(0, number):
             return call()
+
+    def trial(self, call: Callable[[], T], watcher: Watcher) -> T | None:
+        """Return what a forward returns that is no part of training; None as of `evaluate`.
+
+        It draws by block.
+
+        Args:
+            call: runs the forward.
+            watcher: is told what the nodes that this rank runs return.
+        """
+        module = self._sharded.module
+        nodes = installed_nodes(module, repeated_blocks(module))
+        drawing = self._draws.of_micro(0, 0)
+        walk = DrawingWalk(self._draws, watcher)
+        with self._sharded.evaluation(), nodes, drawing, walking(walk):
+            return call()
+
+    @property
+    def comm(self) -> Comm:
+        """Collectives of this rank."""
+        return self._comm
 
     @contextmanager
     def _drawing(self, step: int, number: int) -> Iterator[None]:

@@ -16,6 +16,7 @@ from zrun_core.hardware.clock import mark
 from zrun_core.pipeline.actions import Action, ActionKind
 from zrun_core.pipeline.schedule import stage_actions
 from zrun_core.stages.links import StageLinks
+from zrun_core.stages.node_calls import Watcher
 from zrun_core.stages.outside import Outside, OutsideState
 from zrun_core.stages.stage import ChunkPass, Stage
 from zrun_core.stages.weight_grads import WeightGrads
@@ -211,15 +212,30 @@ class PipelineRunner(MicroBatchRunner):
         self.waited[StepPhase.BACKWARD] += self._comm.waits.take()
 
     def evaluate(self, call: Callable[[], T]) -> T | None:
-        result: T | None = None
         number = self._num_evaluated
         self._num_evaluated += 1
+        return self._without_gradients(call, number, may_skip=True)
+
+    def trial(self, call: Callable[[], T], watcher: Watcher) -> T | None:
+        return self._without_gradients(call, 0, watcher=watcher)
+
+    def _without_gradients(
+        self,
+        call: Callable[[], T],
+        number: int,
+        *,
+        may_skip: bool = False,
+        watcher: Watcher | None = None,
+    ) -> T | None:
+        result: T | None = None
         for chunk in self._stage.chunks:
             receive = partial(self._receive, chunk, 0)
             drawing = self._draws.of_micro(0, number)
             in_chunk = self._in_chunk(chunk, -1)
             with self._sharded.evaluation(self._local(chunk)), drawing, in_chunk:
-                passed = self._stage.forward(chunk, call, receive, self._draws, may_skip=True)
+                passed = self._stage.forward(
+                    chunk, call, receive, self._draws, may_skip=may_skip, watcher=watcher
+                )
             for place, tensor in enumerate(passed.outputs):
                 self._links.send_activation(tensor, chunk, 0, place)
             result = passed.result

@@ -131,11 +131,11 @@ class Trainer:
 
         memory = MemoryGuard(spec, sharded, emitter)
         context = RunnerContext(spec, sharded, functions.loss, self._clock, phase, memory, draws)
-        self._micro_batches = make_runner(context, stage)
+        self.micro_batches = make_runner(context, stage)
         self._windows: Windows | None = None
-        if isinstance(self._micro_batches, PipeDreamRunner):
+        if isinstance(self.micro_batches, PipeDreamRunner):
             stages = sharded.mesh.pipe.size
-            self._windows = Windows(job, stages, sharded, loader, self._micro_batches, self._clock)
+            self._windows = Windows(job, stages, sharded, loader, self.micro_batches, self._clock)
         evaluator = None
         if functions.held_out is not None:
             evaluator = Evaluator(
@@ -144,7 +144,7 @@ class Trainer:
                 functions.held_out,
                 phase,
                 self.ending.asked_to_stop,
-                self._micro_batches,
+                self.micro_batches,
             )
         self.evaluations = Evaluations(
             job.eval,
@@ -330,7 +330,7 @@ class Trainer:
         Args:
             micro_batches: of this rank, as many on every rank.
         """
-        passes = self._micro_batches
+        passes = self.micro_batches
         self.progress.steps += 1
         self.progress.micro_batches += len(micro_batches)
         self.phase.begin_step(self.progress.steps)

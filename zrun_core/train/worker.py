@@ -33,7 +33,7 @@ from zrun_core.checkpoint.initial_weights import load_weights
 from zrun_core.checkpoint.model_state import ModelState
 from zrun_core.checkpoint.rank_save import RunInfo
 from zrun_core.checkpoint.resume import Resumed, load_newest, restore_streams
-from zrun_core.data.batch import copied
+from zrun_core.data.batch import MicroBatch, copied
 from zrun_core.data.loader import BatchLoader
 from zrun_core.distributed import rng
 from zrun_core.distributed.comm import Comm
@@ -60,6 +60,7 @@ from zrun_core.spine.flight_recorder import FlightRecorder
 from zrun_core.spine.sections.section import Ref
 from zrun_core.spine.spec import RunSpec
 from zrun_core.spine.stop_signals import StopSignals
+from zrun_core.tensor_parallel.divide import Divided
 from zrun_core.tensor_parallel.tensor_comm import TensorComm
 from zrun_core.train import failure_note, parallelize, rendezvous
 from zrun_core.train.evaluator import HeldOut
@@ -68,6 +69,7 @@ from zrun_core.train.rank_phase import RankPhase
 from zrun_core.train.stage_building import StageParts, build_stage
 from zrun_core.train.tensor_building import divide_model, input_partition, plan_tensors
 from zrun_core.train.trainer import Trainer, UserFunctions
+from zrun_core.train.value_check import ValueCheck
 from zrun_core.user_code import user
 from zrun_core.user_code.build import Built, build_once_per_host
 from zrun_core.user_code.loss import compute_loss
@@ -218,13 +220,16 @@ class Worker:
         plan_notes: list[str] = []
         data = None
         parts = None
+        check = None
         if mesh.data.size < mesh.world.size:  # ranks have parts of the model
             self.phase.enter("data")
             data = self._open_data(mesh, device)
             self.phase.enter("build")
-            forward = self._first_forward(built, data, settings, device)
+            batch = _first_batch(data).to(device)
+            forward = self._first_forward(built, data, batch, settings, device)
             compute = settings.precision.compute
             plan, plan_notes = plan_tensors(built.module, job.parallel, forward, compute, device)
+            check = self._begin_value_check(built, data, batch, settings, mesh)
             mesh, parts = self._cut(built, forward, settings, mesh, comm)
             settings = replace(
                 settings,
@@ -289,6 +294,7 @@ class Worker:
         )
         trainer.recorder.inputs = inputs
         trainer.recorder.stage = None if parts is None else parts.facts
+        notes += _end_value_check(check, trainer, divided)
         if resumed is not None:
             trainer.state.resume(resumed)
             restore_streams(resumed, streams)
@@ -407,19 +413,17 @@ class Worker:
         return None, []
 
     def _first_forward(
-        self, built: Built, data: _Data, settings: ShardingConfig, device: torch.device
+        self,
+        built: Built,
+        data: _Data,
+        batch: MicroBatch,
+        settings: ShardingConfig,
+        device: torch.device,
     ) -> Callable[[], object]:
         """Return what runs the loss of the first batch, by which a model is divided and cut.
 
         It leaves no trace in the batch and in the model.
-
-        Raises:
-            JobError: there is none.
         """
-        batch = data.loader.peek()
-        if batch is None:
-            raise JobError("parallel: the data has no batch by which the model could be divided")
-        batch = batch.to(device)
 
         def forward() -> object:
             autocast = settings.precision.autocast(device)
@@ -429,6 +433,33 @@ class Worker:
                 return compute_loss(built.module, copied(batch.batch), loss, 1)
 
         return forward
+
+    def _begin_value_check(
+        self,
+        built: Built,
+        data: _Data,
+        batch: MicroBatch,
+        settings: ShardingConfig,
+        mesh: Mesh,
+    ) -> ValueCheck | None:
+        """Run the forward of the whole model, to compare with; None: the job does not.
+
+        Nor can it where values come from files, slice by slice.
+        """
+        job = self.spec.job
+        is_loaded = self.spec.resume is not None or job.init_from is not None
+        if not job.guards.check_values or is_loaded or job.init == "meta":
+            return None
+        check = ValueCheck(batch, data.functions.loss, settings.precision, data.streams, mesh)
+        device = torch.device(self.spec.plan.ranks[self.rank].device)
+        check.run_whole(built, device, self._free_bytes(device))
+        return check
+
+    def _free_bytes(self, device: torch.device) -> int:
+        """Return how many bytes of the device a trial may take."""
+        if device.type == "cpu":
+            return self._host_bytes()
+        return accelerator.free_memory(device)
 
     def _cut(
         self,
@@ -558,6 +589,28 @@ class Worker:
             print(error, file=sys.stderr, flush=True)
             return error.exit_code
         return failure_note.report(error, self.run_dir, self.rank, self.phase.name, self._trainer)
+
+
+def _end_value_check(
+    check: ValueCheck | None, trainer: Trainer, divided: Divided | None
+) -> list[str]:
+    """Compare what this rank's part of the model computes; return notes for the user."""
+    if check is None:
+        return []
+    regions = None if divided is None else divided.regions
+    return check.compare(trainer.micro_batches, trainer.module, regions)
+
+
+def _first_batch(data: _Data) -> MicroBatch:
+    """Return the first micro-batch.
+
+    Raises:
+        JobError: there is none.
+    """
+    batch = data.loader.peek()
+    if batch is None:
+        raise JobError("parallel: the data has no batch by which the model could be divided")
+    return batch
 
 
 def _idle_devices(device: torch.device) -> list[str]:

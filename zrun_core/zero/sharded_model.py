@@ -19,6 +19,7 @@ of each stage.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -132,6 +133,8 @@ class ShardedModel:
         self.units, self.placements, self.tiers, self._pool = build_units(
             planned.units, read, settings, mesh, comm, first_unit=first_unit, apart=apart
         )
+        if self.tiers is not None:
+            weakref.finalize(self, self.tiers.end).atexit = False
 
         compiled = self._compiled_modules()
         self.gatherer = Gatherer(self.units, comm, settings.prefetch, sees_lookups=not compiled)

@@ -26,6 +26,11 @@ class GuardsConfig(Section):
         le=10**12,
         description="optimizer steps between comparisons of replicas (exit 10); 0: never",
     )
+    check_values: bool = Field(
+        default=True,
+        description="with tp or pp, compare before the first step what the parts of the model "
+        "compute with what the whole one does (exit 2)",
+    )
     on_oom: Literal["stop", "skip"] = Field(
         default="stop",
         description="stop | skip: all ranks drop the batch for which one of them lacks memory",

@@ -1,0 +1,169 @@
+"""What a divided model computes is compared with the whole one before the first step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from runs import VOCAB, losses
+from test_pipelines import gpt
+from test_tensor_parallel import on_axes, small
+from torch import nn
+
+PLAN = {"*.up": "colwise", "*.down": "rowwise"}
+
+
+def shuffled(h: torch.Tensor) -> torch.Tensor:
+    return h.view(*h.shape[:-1], 4, -1).transpose(-1, -2).flatten(-2)
+
+
+# Operations between a column and a row linear: of each feature by itself, and of all of them.
+RIGHT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "gelu": F.gelu,
+    "squared relu": lambda h: F.relu(h).square(),
+    "dropout": lambda h: F.dropout(h, 0.1, False),
+}
+WRONG: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "times the root of the width": lambda h: h * h.size(-1) ** 0.5,
+    "over the width": lambda h: h / h.shape[-1],
+    "over the number of elements": lambda h: h / h.numel(),
+    "flipped": lambda h: h.flip(-1),
+    "rolled": lambda h: h.roll(1, -1),
+    "even, then odd": lambda h: torch.cat([h[..., ::2], h[..., 1::2]], -1),
+    "ramp": lambda h: h * torch.linspace(0, 1, h.shape[-1]),
+    "the first 20": lambda h: h * (torch.arange(h.shape[-1]) < 20),
+    "gated by one": lambda h: h * torch.sigmoid(h[..., :1]),
+    "group norm": lambda h: F.group_norm(h.transpose(1, 2), 4).transpose(1, 2),
+    "shuffled": shuffled,
+    "fft": lambda h: torch.fft.fft(h, dim=-1).real,
+    "max pool": lambda h: F.max_pool1d(h, 3, 1, 1),
+    "distances": lambda h: h * torch.cdist(h, h).mean(),
+    "looked at": lambda h: h * float(h.detach().abs().mean()),
+}
+FUNCTIONS = {**RIGHT, **WRONG}
+
+
+class Block(nn.Module):
+    def __init__(self, dim: int, function: str) -> None:
+        super().__init__()
+        self.up = nn.Linear(dim, 4 * dim)
+        self.down = nn.Linear(4 * dim, dim)
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(FUNCTIONS[self.function](self.up(x)))
+
+
+class Model(nn.Module):
+    """Its third block computes `function` between its linears, the others are right."""
+
+    def __init__(self, function: str, dim: int = 16, depth: int = 4) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, dim)
+        self.blocks = nn.ModuleList(
+            Block(dim, function if number == 2 else "gelu") for number in range(depth)
+        )
+        self.head = nn.Linear(dim, VOCAB)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+def keys_of(function: str, **keys: Any) -> dict[str, Any]:
+    model = {"call": "test_value_check.py:Model", "args": {"function": function}}
+    return small(model=model, parallel={"tp": 2, "plan": PLAN}, **keys)
+
+
+@pytest.mark.parametrize("function", WRONG)
+def test_what_mixes_or_counts_features_is_refused(ranks, tmp_path: Path, function: str) -> None:
+    found = on_axes(keys_of(function), tmp_path, ranks)
+    assert {each["code"] for each in found} == {2}, function
+    error = found[0]["error"]
+    is_by_values = "parallel.tp 2: blocks.2 computes something else than in the whole" in error
+    assert is_by_values or "with the slices of blocks.2.up" in error or "over" in error
+
+
+@pytest.mark.parametrize("function", RIGHT)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_what_is_of_each_feature_trains(
+    ranks, tmp_path: Path, function: str, precision: str
+) -> None:
+    keys = keys_of(function, precision=precision)
+    found = on_axes(keys, tmp_path / "two", ranks)
+    one = on_axes({**keys, "parallel": {}}, tmp_path / "one", ranks)
+    assert losses(found[0]) == pytest.approx(
+        losses(one[0]), rel=1e-6 if precision == "fp32" else 0.02
+    )
+    assert notes(found) == []
+
+
+def test_he_may_insist(ranks, tmp_path: Path) -> None:
+    found = on_axes(keys_of("over the width", guards={"check_values": False}), tmp_path, ranks)
+    assert len(losses(found[0])) > 0
+
+
+def notes(found: list[dict[str, Any]]) -> list[str]:
+    """What was said of a comparison that was not made."""
+    (start,) = (event for event in found[0]["events"] if event["type"] == "start")
+    return [note for note in start.get("notes", []) if "not compared before training" in note]
+
+
+class Fickle(Model):
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return super().forward(input_ids, labels) * (1 + 0.01 * (time.time() % 1))
+
+
+def test_a_model_that_differs_from_itself_is_not_compared(ranks, tmp_path: Path) -> None:
+    model = {"call": "test_value_check.py:Fickle", "args": {"function": "gelu"}}
+    found = on_axes(small(model=model, parallel={"pp": 2}), tmp_path, ranks)
+    assert notes(found) == [
+        "not compared before training with what the whole model computes: its loss differs from "
+        "one forward to the next with the same random numbers"
+    ]
+
+
+def test_numbers_that_ranks_draw_for_themselves_are_not_compared(ranks, tmp_path: Path) -> None:
+    keys = small(model="test_value_check.py:Drawing", parallel={"tp": 2, "plan": PLAN})
+    assert "ranks draw their own random numbers" in notes(on_axes(keys, tmp_path, ranks))[0]
+
+
+class Drawing(Model):
+    """Adds noise between its linears, also where it is only evaluated."""
+
+    def __init__(self) -> None:
+        super().__init__("gelu")
+        for block in self.blocks:
+            block.up.register_forward_hook(lambda _, args, out: out + torch.randn_like(out))
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        {"tp": 2},
+        {"tp": 2, "sequence": True},
+        {"pp": 2},
+        {"pp": 2, "schedule": "interleaved"},
+        {"pp": 2, "tp": 2, "sequence": True},
+    ],
+    ids=["tp", "sequence", "pp", "interleaved", "all"],
+)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_comparison_changes_nothing(
+    ranks, tmp_path: Path, parallel: dict[str, Any], stage: int
+) -> None:
+    keys = small(model=gpt(), parallel=parallel, zero=stage)
+    with_it = on_axes(keys, tmp_path / "with", ranks, dp=1)
+    without = on_axes(
+        {**keys, "guards": {"check_values": False}}, tmp_path / "without", ranks, dp=1
+    )
+    assert notes(with_it) == []
+    assert losses(with_it[0]) == losses(without[0]) != {}
+    assert [each["digest"] for each in with_it] == [each["digest"] for each in without]

@@ -1,0 +1,370 @@
+"""Compare, before the first step, what a divided model computes with what the whole one does.
+
+    rank 0, before the model is divided     all ranks, once they have their parts
+    forward of the first micro-batch        the same forward, by the runtime's own passes
+    of each node: its norm, a projection    the same, of the nodes of each rank
+
+A plan of slices that is wrong keeps all shapes as often as not, and a number that is lost between
+two stages has no shape at all. Their values tell. Both forwards begin with the same values, batch
+and random numbers, have no gradients, and leave no trace.
+
+[Note: what is compared of a node]
+Of the first tensor that it returns, the 2-norm, and the product with fixed numbers between -1 and
+1, so that features in another order are others too. Where a rank has a slice of the sequence, the
+norms of the group are added up.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from zrun_core.data.batch import MicroBatch, copied
+from zrun_core.distributed.mesh import Mesh
+from zrun_core.distributed.rng import Streams
+from zrun_core.errors import JobError, ZrunError
+from zrun_core.sizes import format_size
+from zrun_core.stages.node_calls import DrawingWalk, Node, installed_nodes, walking
+from zrun_core.tensor_parallel.regions import Regions
+from zrun_core.train.evaluator import evaluation_mode
+from zrun_core.train.micro_batches import MicroBatchRunner
+from zrun_core.user_code.build import Built
+from zrun_core.user_code.loss import LossFunction, compute_loss
+from zrun_core.user_code.trial import kept_attributes
+from zrun_core.user_code.user import user_code
+from zrun_core.zero.auto_wrap import repeated_blocks, running_norm_params
+from zrun_core.zero.fakes import kept_buffers
+from zrun_core.zero.module_hooks import tensors_in
+from zrun_core.zero.precision import Precision
+
+KEY = "guards.check_values"
+_MOST_BYTES = 0.5  # of the memory that is free: more of it than this, and nothing is compared
+# Relative differences that rounding in another order may make.
+_ROUNDING = {torch.float32: 1e-4, torch.float64: 1e-8}
+_ROUNDING_OF_HALVES = 5e-2
+
+
+class Seen(NamedTuple):
+    """What a node has returned: see [Note: what is compared of a node].
+
+    Attributes:
+        name: of the node.
+        numel: elements.
+        norm: 2-norm.
+        projection: product with fixed numbers.
+    """
+
+    name: str
+    numel: int
+    norm: float
+    projection: float
+
+
+class Watch:
+    """Notes what the nodes of a forward return, by the number of the call."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, tuple[str, int, torch.Tensor]] = {}
+
+    def __call__(self, number: int, node: Node, output: Any) -> None:
+        """Note what a call returns."""
+        first = next((t for t in tensors_in(output) if t.is_floating_point()), None)
+        if first is None or not first.numel():
+            return
+        values = first.detach().double().flatten()
+        fixed = torch.arange(len(values), dtype=torch.float64, device=values.device)
+        numbers = torch.stack([values.norm(), values @ fixed.mul_(0.7).cos_()])
+        self._seen[number] = node.name, len(values), numbers
+
+    def read(self) -> dict[int, Seen]:
+        """Return all of it."""
+        return {
+            number: Seen(name, numel, *numbers.tolist())
+            for number, (name, numel, numbers) in self._seen.items()
+        }
+
+
+@dataclass(frozen=True)
+class WholeForward:
+    """What the forward of the whole model has come to, on rank 0; elsewhere it is empty.
+
+    Attributes:
+        loss: of the micro-batch; None: it was not computed.
+        nodes: by the number of the call.
+        why_not: why it was not computed, in words for the user; "" if it was.
+    """
+
+    loss: float | None = None
+    nodes: Mapping[int, Seen] = field(default_factory=dict)
+    why_not: str = ""
+
+
+class ValueCheck:
+    """The two forwards, and their comparison.
+
+    Attributes:
+        whole: the first of them.
+    """
+
+    def __init__(
+        self,
+        batch: MicroBatch,
+        loss: LossFunction | None,
+        precision: Precision,
+        streams: Streams,
+        mesh: Mesh,
+    ) -> None:
+        """
+        Args:
+            batch: the first micro-batch of this rank, on its device.
+            loss: the user's loss function; None: the model returns its loss.
+            precision: of the run.
+            streams: of this rank.
+            mesh: its groups.
+        """
+        self._batch = batch
+        self._loss = loss
+        self._precision = precision
+        self._streams = streams
+        self._mesh = mesh
+        # Regions draw on each rank for itself, and a model in evaluation seldom draws at all.
+        self._evaluates = mesh.tensor.size > 1
+        self.whole = WholeForward()
+
+    def run_whole(self, built: Built, device: torch.device, free_bytes: int) -> None:
+        """Run the forward of the whole model; of all ranks, on rank 0.
+
+        Args:
+            built: the model, before it is divided.
+            device: that trains.
+            free_bytes: of its memory.
+        """
+        if self._mesh.world.index:
+            return
+        numel = sum(param.numel() for param in built.module.parameters())
+        num_bytes = numel * self._precision.compute.itemsize
+        if num_bytes > _MOST_BYTES * free_bytes:
+            self.whole = WholeForward(why_not=f"the whole model takes {format_size(num_bytes)}")
+            return
+        try:
+            with _with_values(built, self._precision.compute, device):
+                first, nodes = self._forward(built.module)
+                again, _ = self._forward(built.module)
+        except (ZrunError, RuntimeError, TypeError, ValueError) as error:
+            reason = str(error).splitlines()[0]
+            self.whole = WholeForward(why_not=f"on one rank its forward fails: {reason}")
+            return
+        if first != again and not (math.isnan(first) and math.isnan(again)):
+            why_not = "its loss differs from one forward to the next with the same random numbers"
+            self.whole = WholeForward(why_not=why_not)
+            return
+        self.whole = WholeForward(first, nodes)
+
+    def _forward(self, model: nn.Module) -> tuple[float, dict[int, Seen]]:
+        watch = Watch()
+        draws = self._streams.forwards
+        with ExitStack() as stack:
+            for context in self._contexts(model):
+                stack.enter_context(context)
+            stack.enter_context(installed_nodes(model, repeated_blocks(model)))
+            stack.enter_context(draws.of_micro(0, 0))
+            stack.enter_context(walking(DrawingWalk(draws, watch)))
+            loss = self._loss_of(model)
+        return float(loss), watch.read()
+
+    def _contexts(self, model: nn.Module) -> list[AbstractContextManager[Any]]:
+        """Return what a forward runs in, from the outside in."""
+        contexts: list[AbstractContextManager[Any]] = [
+            torch.no_grad(),
+            kept_attributes(model, self._loss),
+            kept_buffers(model),
+        ]
+        if self._evaluates:
+            contexts.append(evaluation_mode(model))
+        return contexts
+
+    def _loss_of(self, model: nn.Module) -> torch.Tensor:
+        batch = copied(self._batch.batch)
+        with user_code("forward failed"):
+            loss = compute_loss(model, batch, self._loss, self._batch.num_samples)
+        return loss.value.detach()
+
+    def compare(
+        self, runner: MicroBatchRunner, model: nn.Module, regions: Regions | None
+    ) -> list[str]:
+        """Run the forward with what each rank has, and compare. Collective over all ranks.
+
+        Args:
+            runner: of forwards.
+            model: what this rank has of it.
+            regions: where its activations are slices; None: nowhere.
+
+        Returns:
+            Notes for the user: why nothing was compared.
+
+        Raises:
+            JobError: the model computes something else than the whole one.
+        """
+        comm = runner.comm
+        told = comm.all_gather_bytes(
+            json.dumps([self.whole.why_not, self.whole.loss, self.whole.nodes]).encode(),
+            self._mesh.world,
+            name="whole model",
+        )
+        why_not, whole_loss, whole_nodes = json.loads(told[0])
+        if why_not:
+            return [_not_compared(why_not)]
+        watch = Watch()
+        with ExitStack() as stack:
+            for context in self._contexts(model):
+                stack.enter_context(context)
+            has_drawn = stack.enter_context(_drawing_in(regions))
+            loss = runner.trial(lambda: self._loss_of(model), watch)
+        own = [
+            None if loss is None else float(loss),
+            watch.read(),
+            self._mesh.data.index,
+            self._mesh.tensor.index,
+            has_drawn(),
+        ]
+        everyone = [
+            json.loads(each)
+            for each in comm.all_gather_bytes(
+                json.dumps(own).encode(), self._mesh.world, name="divided model"
+            )
+        ]
+        if any(drawn for *_, drawn in everyone):
+            return [_not_compared("ranks draw their own random numbers inside of its layers")]
+        same = [each for each in everyone if each[2] == 0]  # they have the batch of rank 0
+        found = _Found.of(same)
+        whole = {int(number): Seen(*seen) for number, seen in whole_nodes.items()}
+        room = _ROUNDING.get(self._precision.compute, _ROUNDING_OF_HALVES)
+        self._judge(whole, whole_loss, found, room)
+        return []
+
+    def _judge(
+        self, whole: Mapping[int, Seen], whole_loss: float, found: _Found, room: float
+    ) -> None:
+        axes = self._axes
+        for number, expected in sorted(whole.items()):
+            apart = _apart(expected, found.nodes.get(number, ()))
+            if apart > room:
+                raise JobError(
+                    f"{axes}: {expected.name} computes something else than in the whole model: of "
+                    f"what it returns for the first micro-batch, {apart:.2g} of its norm differs; "
+                    + self._advice(expected.name)
+                )
+        if found.loss is None or not math.isfinite(whole_loss):
+            return
+        apart = abs(found.loss - whole_loss) / max(abs(whole_loss), 1e-6)
+        if apart > room:
+            raise JobError(
+                f"{axes}: the loss of the first micro-batch is {found.loss:.6g}, and that of the "
+                f"whole model {whole_loss:.6g}, though its blocks return the same: what your "
+                "forward or loss computes outside of them looks at what a rank has a part of; make "
+                f"it of what modules return, or write {self._one()}; {KEY}: false trains all the "
+                "same"
+            )
+
+    @property
+    def _axes(self) -> str:
+        sizes = {"tp": self._mesh.tensor.size, "pp": self._mesh.pipe.size}
+        return " and ".join(f"parallel.{axis} {size}" for axis, size in sizes.items() if size > 1)
+
+    def _one(self) -> str:
+        return "tp: 1" if self._mesh.tensor.size > 1 else "pp: 1"
+
+    def _advice(self, name: str) -> str:
+        if self._mesh.tensor.size == 1:
+            return f"write pp: 1; {KEY}: false trains all the same"
+        return (
+            "an operation between its divided linears counts, orders or mixes features, of which "
+            "each rank has a slice: write `whole` for these linears in parallel.plan, make it of "
+            f"each feature by itself, or write tp: 1; {KEY}: false trains all the same"
+        )
+
+
+class _Found(NamedTuple):
+    """What the divided model has come to.
+
+    Attributes:
+        loss: None where no rank has one.
+        nodes: by the number of the call, as each rank that has run it has seen it.
+    """
+
+    loss: float | None
+    nodes: dict[int, list[Seen]]
+
+    @classmethod
+    def of(cls, ranks: Sequence[Any]) -> _Found:
+        """Put together what the ranks of one data-parallel place have told."""
+        losses = [loss for loss, *_ in ranks if loss is not None]
+        nodes: dict[int, list[Seen]] = {}
+        for _, seen, *_ in ranks:
+            for number, values in seen.items():
+                nodes.setdefault(int(number), []).append(Seen(*values))
+        return cls(losses[0] if losses else None, nodes)
+
+
+def _apart(expected: Seen, found: Sequence[Seen]) -> float:
+    """Return how much of the norm differs; 0 where that cannot be told."""
+    if not math.isfinite(expected.norm):
+        return 0.0
+    scale = max(expected.norm, 1e-12)
+    if found and all(seen.numel == expected.numel for seen in found):
+        norm = max(abs(seen.norm - expected.norm) for seen in found)
+        projection = max(abs(seen.projection - expected.projection) for seen in found)
+        return max(norm, projection) / scale
+    if sum(seen.numel for seen in found) == expected.numel:  # slices
+        norm = math.sqrt(math.fsum(seen.norm**2 for seen in found))
+        return abs(norm - expected.norm) / scale
+    return 0.0
+
+
+def _not_compared(why: str) -> str:
+    return f"not compared before training with what the whole model computes: {why}"
+
+
+@contextmanager
+def _with_values(built: Built, dtype: torch.dtype, device: torch.device) -> Iterator[None]:
+    """Give a built model its values, and its buffers, on the device inside."""
+    model = built.module
+    in_fp32 = running_norm_params(model)
+    made: dict[int, nn.Parameter] = {}
+    before = [
+        (module, dict(module._parameters), dict(module._buffers)) for module in model.modules()
+    ]
+    for name, param in model.named_parameters():
+        own = torch.float32 if id(param) in in_fp32 else dtype
+        value = built.read(name, param).detach().to(device, own)
+        made[id(param)] = nn.Parameter(value, requires_grad=param.requires_grad)
+    try:
+        for module, params, buffers in before:
+            module._parameters.update(
+                {key: None if p is None else made[id(p)] for key, p in params.items()}
+            )
+            module._buffers.update(
+                {key: None if b is None else b.to(device) for key, b in buffers.items()}
+            )
+        yield
+    finally:
+        for module, params, buffers in before:
+            module._parameters.update(params)
+            module._buffers.update(buffers)
+
+
+@contextmanager
+def _drawing_in(regions: Regions | None) -> Iterator[Callable[[], bool]]:
+    """Have regions draw as in training inside; yield what says whether they have drawn."""
+    if regions is None:
+        yield lambda: False
+        return
+    with regions.watched() as has_drawn:
+        yield has_drawn

@@ -30,6 +30,7 @@ from zrun_core.data.batch import MicroBatch, copied
 from zrun_core.distributed.mesh import Mesh
 from zrun_core.distributed.rng import Streams
 from zrun_core.errors import JobError, ZrunError
+from zrun_core.hardware import accelerator
 from zrun_core.sizes import format_size
 from zrun_core.stages.node_calls import DrawingWalk, Node, installed_nodes, walking
 from zrun_core.tensor_parallel.regions import Regions
@@ -157,15 +158,17 @@ class ValueCheck:
             with _with_values(built, self._precision.compute, device):
                 first, nodes = self._forward(built.module)
                 again, _ = self._forward(built.module)
-        except (ZrunError, RuntimeError, TypeError, ValueError) as error:
-            reason = str(error).splitlines()[0]
+        except (ZrunError, RuntimeError, TypeError, ValueError, MemoryError) as error:
+            reason = str(error).partition("\n")[0] or type(error).__name__
             self.whole = WholeForward(why_not=f"on one rank its forward fails: {reason}")
             return
-        if first != again and not (math.isnan(first) and math.isnan(again)):
+        if math.isfinite(first) and not math.isclose(first, again, rel_tol=self._rounding / 10):
             why_not = "its loss differs from one forward to the next with the same random numbers"
             self.whole = WholeForward(why_not=why_not)
             return
         self.whole = WholeForward(first, nodes)
+        if accelerator.is_accelerator(device):
+            accelerator.empty_cache()  # the shards need it
 
     def _forward(self, model: nn.Module) -> tuple[float, dict[int, Seen]]:
         watch = Watch()
@@ -245,21 +248,24 @@ class ValueCheck:
         same = [each for each in everyone if each[2] == 0]  # they have the batch of rank 0
         found = _Found.of(same)
         whole = {int(number): Seen(*seen) for number, seen in whole_nodes.items()}
-        room = _ROUNDING.get(self._precision.compute, _ROUNDING_OF_HALVES)
-        self._judge(whole, whole_loss, found, room)
+        self._judge(whole, whole_loss, found)
         return []
 
-    def _judge(
-        self, whole: Mapping[int, Seen], whole_loss: float, found: _Found, room: float
-    ) -> None:
-        axes = self._axes
+    @property
+    def _rounding(self) -> float:
+        """Relative difference that is none yet."""
+        return _ROUNDING.get(self._precision.compute, _ROUNDING_OF_HALVES)
+
+    def _judge(self, whole: Mapping[int, Seen], whole_loss: float, found: _Found) -> None:
+        """Raise the first difference, in the order of the calls."""
+        axes, room = self._axes, self._rounding
         for number, expected in sorted(whole.items()):
             apart = _apart(expected, found.nodes.get(number, ()))
             if apart > room:
                 raise JobError(
                     f"{axes}: {expected.name} computes something else than in the whole model: of "
                     f"what it returns for the first micro-batch, {apart:.2g} of its norm differs; "
-                    + self._advice(expected.name)
+                    + self._advice
                 )
         if found.loss is None or not math.isfinite(whole_loss):
             return
@@ -281,7 +287,8 @@ class ValueCheck:
     def _one(self) -> str:
         return "tp: 1" if self._mesh.tensor.size > 1 else "pp: 1"
 
-    def _advice(self, name: str) -> str:
+    @property
+    def _advice(self) -> str:
         if self._mesh.tensor.size == 1:
             return f"write pp: 1; {KEY}: false trains all the same"
         return (

@@ -444,11 +444,12 @@ class Worker:
     ) -> ValueCheck | None:
         """Run the forward of the whole model, to compare with; None: the job does not.
 
-        Nor can it where values come from files, slice by slice.
+        Nor can it where values come from files, slice by slice; and blocks that are compiled would
+        be compiled for it too.
         """
         job = self.spec.job
         is_loaded = self.spec.resume is not None or job.init_from is not None
-        if not job.guards.check_values or is_loaded or job.init == "meta":
+        if not job.guards.check_values or is_loaded or job.init == "meta" or job.compile:
             return None
         check = ValueCheck(batch, data.functions.loss, settings.precision, data.streams, mesh)
         device = torch.device(self.spec.plan.ranks[self.rank].device)

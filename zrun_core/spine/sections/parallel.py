@@ -83,18 +83,18 @@ class ParallelConfig(Section):
         "sequence (Korthikanti et al. 2022)",
     )
 
-    draws: Literal["auto", "stream", "block"] = Field(
-        default="auto",
+    draws: Literal["stream", "block"] | None = Field(
+        default=None,
         description="where forwards draw random numbers, as for dropout. stream: one after the "
         "other, as a plain loop does | block: each block of each micro-batch from numbers of its "
-        "own, which are the same at any pp | auto: block in a pipeline, else stream",
+        "own, which are the same at any pp | null: block in a pipeline, else stream",
         examples=["block"],
     )
 
     @property
     def draws_by_block(self) -> bool:
         """True if each block draws from a stream of its own."""
-        return self.draws == "block" or (self.draws == "auto" and self.pp > 1)
+        return self.draws == "block" or (self.draws is None and self.pp > 1)
 
     @classmethod
     def expand(cls, value: Any) -> Any:
@@ -180,7 +180,7 @@ class ParallelConfig(Section):
 
     @field_validator("draws")
     @classmethod
-    def _require_what_stages_can(cls, draws: str, info: ValidationInfo) -> str:
+    def _require_what_stages_can(cls, draws: str | None, info: ValidationInfo) -> str | None:
         pp = info.data.get("pp")
         if draws == "stream" and pp not in (1, None):
             raise ValueError(

@@ -662,6 +662,16 @@ PIPEDREAM = "parallel: {pp: 2, schedule: pipedream}"
             "1f1b, or compile: false",
         ),
         (
+            "parallel: {pp: 2, draws: stream}",
+            "parallel.draws: the stages of pp 2 draw apart from each other, and cannot draw one "
+            "after the other; write draws: block, or leave it out",
+        ),
+        (
+            "parallel: {schedule: layer_major, draws: block}",
+            "parallel.draws: layer_major has a stream for each micro-batch; leave draws out, or "
+            "write another schedule",
+        ),
+        (
             "parallel: {pp: 2}\nzero: {stage: 3, tile: 64MiB}",
             "zero.tile replaces linears of a whole model, and parallel.pp 2 leaves each rank a "
             "part of it; leave zero.tile out, or write pp: 1",

@@ -192,9 +192,11 @@ class Tiers:
         return Slots(pieces, self.check, self._until_computed)
 
     def end(self) -> None:
-        """Wait for what runs beside training: nobody is left who would, and its memory is to go."""
-        if not self.worker.is_current:
-            self.worker.finish()
+        """Have the stream that trains wait for copies, as their memory is to go.
+
+        It may be called by the collector of garbage, wherever that runs: so it waits for no thread.
+        A task that is still under way holds its memory itself.
+        """
         if self._copier is not None and self._stream is not None:
             self._copier.end(self._stream)
 

@@ -71,11 +71,6 @@ class Worker:
         future = self._pool.submit(self._run, task, self.is_in_step)
         return _Task(future, self._before_wait)
 
-    def finish(self) -> None:
-        """Wait until all tasks are over, whatever has become of them."""
-        if self._pool is not None:
-            _Task(self._pool.submit(lambda: None), self._before_wait).wait()
-
     def _run(self, task: Callable[[], None], is_of_step: bool) -> None:
         self._task_is_of_step = is_of_step
         try:

@@ -156,8 +156,8 @@ class ValueCheck:
             return
         try:
             with _with_values(built, self._precision.compute, device):
-                first, nodes = self._forward(built.module)
-                again, _ = self._forward(built.module)
+                first, nodes = self._forward(built.module, device)
+                again, _ = self._forward(built.module, device)
         except (ZrunError, RuntimeError, TypeError, ValueError, MemoryError) as error:
             reason = str(error).partition("\n")[0] or type(error).__name__
             self.whole = WholeForward(why_not=f"on one rank its forward fails: {reason}")
@@ -170,12 +170,13 @@ class ValueCheck:
         if accelerator.is_accelerator(device):
             accelerator.empty_cache()  # the shards need it
 
-    def _forward(self, model: nn.Module) -> tuple[float, dict[int, Seen]]:
+    def _forward(self, model: nn.Module, device: torch.device) -> tuple[float, dict[int, Seen]]:
         watch = Watch()
         draws = self._streams.forwards
         with ExitStack() as stack:
             for context in self._contexts(model):
                 stack.enter_context(context)
+            stack.enter_context(self._precision.autocast(device))
             stack.enter_context(installed_nodes(model, repeated_blocks(model)))
             stack.enter_context(draws.of_micro(0, 0))
             stack.enter_context(walking(DrawingWalk(draws, watch)))

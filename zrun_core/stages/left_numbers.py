@@ -75,7 +75,10 @@ class LeftNumbers:
         """Note which of it the forward inside reads outside of nodes."""
         by_module: dict[nn.Module, list[str]] = {}
         for module, name in self._written:
-            by_module.setdefault(module, []).append(name)
+            if not hasattr(
+                _of_class(module, name), "__set__"
+            ):  # else the class stores it elsewhere
+                by_module.setdefault(module, []).append(name)
         classes = {module: type(module) for module in by_module}
         for module, names in by_module.items():
             noting = {name: self._property(name) for name in names}
@@ -90,10 +93,12 @@ class LeftNumbers:
         def read(module: nn.Module) -> Any:
             if not self.is_in_node():
                 self._read[module, name] = None
-            try:
+            if name in vars(module):
                 return vars(module)[name]
-            except KeyError:
-                raise AttributeError(name) from None
+            default = _of_class(module, name)  # as of `aux = 0.0` in the class
+            if default is None:
+                raise AttributeError(name)
+            return default
 
         def write(module: nn.Module, value: Any) -> None:
             vars(module)[name] = value
@@ -106,6 +111,16 @@ class LeftNumbers:
         for module, name in self._read:
             return f"{self._names[module]}.{name}"
         return ""
+
+
+def _of_class(module: nn.Module, name: str) -> Any:
+    """Return what the user's class has under a name, None if that is nothing."""
+    for cls in type(module).__mro__:
+        found = vars(cls).get(name)
+        is_ours = isinstance(found, property) and getattr(found.fget, "__module__", "") == __name__
+        if found is not None and not is_ours:
+            return found
+    return None
 
 
 def _differs(before: Any, now: Any) -> bool:

@@ -146,6 +146,10 @@ def test_memory_goes_after_copies_that_nobody_waits_for() -> None:
     assert on_device("races_of_memory_that_goes()", delay_us=400, races=1) == [1, 0]
 
 
+def test_a_model_may_go_before_its_last_update() -> None:
+    assert on_device("races_of_a_model_that_goes_before_its_update()", delay_us=400, races=1) == 0
+
+
 # Saves
 
 

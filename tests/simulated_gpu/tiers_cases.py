@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
+import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -34,6 +37,7 @@ from zrun_core.tiers.host_arena import HostArena
 from zrun_core.tiers.tiers import Tiers
 from zrun_core.zero.account import planned_moves
 from zrun_core.zero.sharded_model import ShardedModel
+from zrun_core.zero.unit import FlatUnit
 
 CUDA = torch.device("cuda")
 WAIT_S = 20.0
@@ -337,6 +341,38 @@ def races_of_memory_that_goes() -> list[int]:
         found.append(len(simulated_gpu.races()))
         simulated_gpu.clear_races()
     return found
+
+
+def races_of_a_model_that_goes_before_its_update() -> int:
+    """Drop a model whose last update has not begun: it copies parameters to the device later."""
+    goes_on = threading.Event()
+    unit = _updated_late(goes_on)
+    gc.collect()
+    assert unit() is not None, "the update that is to come holds it"
+    goes_on.set()
+    while unit() is not None:
+        time.sleep(0.1)
+        gc.collect()
+    torch.cuda.synchronize()
+    found = len(simulated_gpu.races())
+    simulated_gpu.clear_races()
+    return found
+
+
+def _updated_late(goes_on: threading.Event) -> weakref.ref[FlatUnit]:
+    """Make a step of a model whose update waits; nothing else holds the model afterwards."""
+    place = Placement(grad=Tier.HOST, optimizer=Tier.HOST)
+    sharded = on_one_device.make_sharded(on_one_device.build(), 1, "bf16", placement=place)
+    update = sharded.optimizer._update_beside
+
+    def late(*args: Any) -> None:
+        goes_on.wait(20)
+        update(*args)
+
+    sharded.optimizer._update_beside = late  # type: ignore[method-assign]
+    (batch,) = on_one_device.batches(1)
+    on_one_device.one_step(sharded, batch)
+    return weakref.ref(sharded.units[-1])
 
 
 def _fill(sharded: ShardedModel, value: float) -> None:

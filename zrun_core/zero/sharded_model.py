@@ -19,7 +19,6 @@ of each stage.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -133,9 +132,6 @@ class ShardedModel:
         self.units, self.placements, self.tiers, self._pool = build_units(
             planned.units, read, settings, mesh, comm, first_unit=first_unit, apart=apart
         )
-        if self.tiers is not None:
-            weakref.finalize(self, self.tiers.end).atexit = False
-
         compiled = self._compiled_modules()
         self.gatherer = Gatherer(self.units, comm, settings.prefetch, sees_lookups=not compiled)
         self.reducer = Reducer(self.units, settings.states, settings.exchange, mesh, comm)

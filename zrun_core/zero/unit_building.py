@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -100,6 +101,10 @@ def build_units(
             tiers=tiers,
         )
         _fill(unit, read)
+        if tiers is not None:
+            # Of the unit, not of the model: an update that is under way holds its unit, and copies
+            # parameters to the device when the model has gone already.
+            weakref.finalize(unit, tiers.end).atexit = False
         units.append(unit)
     return BuiltUnits(units, placements, tiers, pool)
 

@@ -22,6 +22,7 @@ COMMANDS = (
     "train",
     "check",
     "estimate",
+    "verify",
     "topo",
     "doctor",
     "ps",

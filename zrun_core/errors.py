@@ -37,6 +37,7 @@ class ExitCode(IntEnum):
     SAVE = 8  # a checkpoint was not saved
     CHECKPOINT = 9  # no checkpoint, or none that can be believed
     DIVERGED = 10  # replicas that must be equal are not
+    DIFFERS = 11  # a job trains something else than a plain loop
     STOPPED = 75  # stopped on request, resumable
     INTERRUPTED = 130  # SIGINT before saving
     TERMINATED = 143  # SIGTERM before saving

@@ -77,6 +77,9 @@ def train(
         bool,
         typer.Option("--detach", help="Return once its first step is done; it goes on by itself."),
     ] = False,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="First compare the job with a plain loop: zrun verify.")
+    ] = False,
     worker: Annotated[str, typer.Option(hidden=True)] = "zrun_core.train.worker",
 ) -> None:
     """Train the model of a job.
@@ -86,12 +89,15 @@ def train(
     Exit codes: 0 done; 2 the job is wrong; 3 this machine cannot run it;
     4 workers did not start in time; 5 a worker failed; 6 a hang;
     7 the numbers went wrong; 8 a checkpoint could not be saved; 9 no valid
-    checkpoint; 10 replicas diverged; 75 stopped by a signal after saving;
-    130 or 143 stopped by a signal before saving.
+    checkpoint; 10 replicas diverged; 11 --verify: it trains something else;
+    75 stopped by a signal after saving; 130 or 143 stopped by a signal before
+    saving.
     """
     from zrun.system.signals import stoppable
     from zrun.transport.agent_process import LocalAgent
 
+    if verify and not dry_run:
+        _verify_first(job, [*(overrides or ()), *_as_overrides(slots, None)])
     detached = None
     if detach and not dry_run:
         from zrun.launch.detach import DetachedLauncher
@@ -188,6 +194,17 @@ def _load_trial(loaded: LoadedJob, steps: int, given: list[str], ui: Ui) -> Load
     if ui is not Ui.none:
         print(trial.told, file=sys.stderr)
     return load_job(loaded.path, [*given, *trial.overrides])
+
+
+def _verify_first(job: Path, overrides: list[str]) -> None:
+    """Compare the job with a plain loop; end here if it trains something else."""
+    from zrun.verification.verify import VerifyRequest
+    from zrun.verification.verify import verify as run
+
+    with _stopped_in_words():
+        code = run(VerifyRequest(job, overrides))
+    if code:
+        raise typer.Exit(code)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from types import FunctionType
 from typing import Any
 
 import torch
+import xxhash
 from torch import Tensor
 
 from zrun_core.errors import JobError
@@ -92,6 +93,20 @@ def _move(tensor: Tensor, device: torch.device) -> Tensor:
 def copied(batch: Any) -> Any:
     """Return a batch whose tensors and containers a forward may change."""
     return map_tensors(torch.clone, batch)
+
+
+def digest(batch: Any) -> str:
+    """Return a digest of the tensors of a batch: of their shapes, formats and values."""
+    found = xxhash.xxh64()
+
+    def add(tensor: Tensor) -> Tensor:
+        found.update(str((tuple(tensor.shape), tensor.dtype)).encode())
+        flat = tensor.detach().cpu().contiguous().view(-1)
+        found.update(flat.view(torch.uint8).numpy().tobytes())
+        return tensor
+
+    map_tensors(add, batch)
+    return found.hexdigest()
 
 
 def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:

@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 
@@ -66,6 +66,23 @@ class UserFunctions:
     lr_schedule: Schedule | None
 
 
+class StepWatcher(Protocol):
+    """Sees each step of a run."""
+
+    def begin_step(self, micro_batches: Sequence[MicroBatch], positions: range) -> None:
+        """See what this rank has read for a step.
+
+        Args:
+            micro_batches: of this rank.
+            positions: in the stream, of all ranks.
+        """
+        ...
+
+    def end_step(self, issued: IssuedStep, totals: StepTotals) -> None:
+        """See what the step has come to, once its updates were begun."""
+        ...
+
+
 class Trainer:
     """Runs a job on one rank.
 
@@ -80,6 +97,9 @@ class Trainer:
         RunSaves            checkpoints, with the counters and places of RunState
         EndRequests         signals, hooks and early stops that end the run
         guards              skips, memory, replicas, batches
+
+    Attributes:
+        watcher: of the steps; None: nobody watches. The totals of a step are read at once then.
     """
 
     def __init__(
@@ -191,6 +211,7 @@ class Trainer:
         self._issued_samples = range(0)  # its positions in the data
         self._issued_batches = BatchDigest()  # what this rank has read for it
         self._has_measured = False  # the memory of a step
+        self.watcher: StepWatcher | None = None
         phase.enter("start")
 
     def run(self) -> None:
@@ -331,6 +352,8 @@ class Trainer:
             micro_batches: of this rank, as many on every rank.
         """
         passes = self.micro_batches
+        if self.watcher is not None:
+            self.watcher.begin_step(micro_batches, self.loader.last_step)
         self.progress.steps += 1
         self.progress.micro_batches += len(micro_batches)
         self.phase.begin_step(self.progress.steps)
@@ -369,7 +392,7 @@ class Trainer:
             actions=passes.marks,
         )
         ends_soon = self._numeric_problem is not None or self._numeric.is_close
-        if not self.steps.reads_late or ends_soon:
+        if not self.steps.reads_late or ends_soon or self.watcher is not None:
             self._read_totals()
 
     def _run_window(self, windows: Windows) -> bool:
@@ -499,6 +522,8 @@ class Trainer:
             late: the next step's gradient is there already.
         """
         self.recorder.step(issued, totals, epoch)
+        if self.watcher is not None:
+            self.watcher.end_step(issued, totals)
         self.ending.update(totals)
 
         def samples_of(rank: int, micro: int | None) -> str:

@@ -24,10 +24,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-import xxhash
 from torch import nn
 
-from zrun_core.data.batch import MicroBatch, copied
+from zrun_core.data.batch import MicroBatch, copied, digest
 from zrun_core.distributed.mesh import Mesh
 from zrun_core.distributed.rng import Streams
 from zrun_core.errors import JobError, ZrunError
@@ -238,7 +237,7 @@ class ValueCheck:
             self._mesh.data.index,
             self._mesh.tensor.index,
             has_drawn(),
-            _digest(self._batch.batch),
+            digest(self._batch.batch),
         ]
         everyone = [
             json.loads(each)
@@ -249,7 +248,7 @@ class ValueCheck:
         if any(drawn for *_, drawn, _ in everyone):
             return [_not_compared("ranks draw their own random numbers inside of its layers")]
         same = [each for each in everyone if each[2] == 0]  # they compute the batch of rank 0
-        if len({digest for *_, digest in same}) > 1:
+        if len({read for *_, read in same}) > 1:
             return [_not_compared("ranks have read different batches")]  # the first step names them
         found = _Found.of(same)
         whole = {int(number): Seen(*seen) for number, seen in whole_nodes.items()}
@@ -338,17 +337,6 @@ def _apart(expected: Seen, found: Sequence[Seen]) -> float:
         norm = math.sqrt(math.fsum(seen.norm**2 for seen in found))
         return abs(norm - expected.norm) / scale
     return 0.0
-
-
-def _digest(batch: Any) -> str:
-    """Return a digest of the tensors of a batch."""
-    digest = xxhash.xxh64()
-    for tensor in tensors_in(batch):
-        digest.update(str((tensor.shape, tensor.dtype)).encode())
-        digest.update(
-            tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-        )
-    return digest.hexdigest()
 
 
 def _not_compared(why: str) -> str:

@@ -93,8 +93,12 @@ def import_for(path: str) -> None:
         load_compiler()
 
 
-def main() -> NoReturn:
-    """Run one rank and end the process with the contract's exit code."""
+def main(kind: type[Worker] | None = None) -> NoReturn:
+    """Run one rank and end the process with the contract's exit code.
+
+    Args:
+        kind: of the worker; None: the one that trains, and no more.
+    """
     try:
         spec, rank = _read_arguments(sys.argv[1:], os.environ)
     except JobError as error:
@@ -103,7 +107,7 @@ def main() -> NoReturn:
     _die_with_parent()
     heap.keep_freed_memory()  # where torchrun has started this process, and not the launcher
     faulthandler.enable()
-    worker = Worker(spec, rank)
+    worker = (kind or Worker)(spec, rank)
     code = ExitCode.OK
     try:
         worker.listen()
@@ -176,6 +180,7 @@ class Worker:
         self.board = FlightRecorder(board_file, rank, ranks, spec.plan.world_size)
         self.phase = RankPhase(self.board)
         self._trainer: Trainer | None = None
+        self.streams: rng.Streams | None = None  # that its model draws from, once there is one
 
     def listen(self) -> None:
         """Obey signals; SIGQUIT writes every thread's stack, even while native code is stuck."""
@@ -270,6 +275,7 @@ class Worker:
         if data is None:
             data = self._open_data(mesh, device)
         functions, dataset, streams, loader = data
+        self.streams = streams
         state.holders = (dataset, functions.collate)
         if divided is not None:
             divided.regions.streams = streams

@@ -251,6 +251,14 @@ class UnitGrad:
             self.home.drop()
         return self._norms[part]
 
+    def copied(self) -> torch.Tensor:
+        """Return a copy of the elements of the step's gradient that this rank updates, fp32."""
+        if self._away is not None:
+            self._away.settle()
+        values = self.fetch().to("cpu", torch.float32, copy=True)
+        self.home.drop()
+        return values
+
     def _keep_norms(self, grad: torch.Tensor) -> None:
         """Take the norms of the whole sum: of all of it, or of the updated range."""
         if grad.numel() == self._unit.layout.padded_numel:

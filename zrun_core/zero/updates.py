@@ -21,6 +21,9 @@ from zrun_core.zero.sharded_optimizer import Decision, ShardedOptimizer
 from zrun_core.zero.sharding_config import ShardingConfig
 from zrun_core.zero.unit import FlatUnit
 
+# Is told what the gradient is divided by, 0-d, and by unit which parameters got one on any rank.
+UpdateWatcher = Callable[[torch.Tensor, Sequence[bytes]], None]
+
 
 class Updates:
     """The updates of a model.
@@ -30,6 +33,7 @@ class Updates:
         num_made: made or skipped so far; `delay_after` counts them.
         step_counts: what the newest step has moved between tiers. The updates that a step begins
             run beside the next one, and are counted there.
+        watcher: called with the gradients that an update is about to be made of; None: nobody is.
     """
 
     def __init__(
@@ -51,6 +55,7 @@ class Updates:
         self.optimizer: ShardedOptimizer | None = None
         self.num_made = 0
         self.step_counts = TierCounts(comm.device)
+        self.watcher: UpdateWatcher | None = None
         self._units = [unit for unit in units if unit.trainable]
         self._settings = settings
         self._reducer = reducer
@@ -72,6 +77,8 @@ class Updates:
         """Begin to read what the first updates of this step need, beside the last backward."""
         if self._tiers is None or self.optimizer is None or self._before_update:
             return  # or a save reads the disk
+        if self.watcher is not None:
+            return  # it needs slots for the gradients
         if self._settings.schedule == "delayed":
             return  # a step settles the last updates first: it needs slots, and the same records
         if self.optimizer.starts_updates:
@@ -113,6 +120,8 @@ class Updates:
         self.wait_for_readers()
         self._reading_ahead.wait()  # until it has begun, and is counted
         self._reading_ahead = DONE
+        if self.watcher is not None:
+            self.watcher(divisor, has_grad)
         self.num_made += 1
         with torch.no_grad():
             if self.skips_on_device:

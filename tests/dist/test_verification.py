@@ -1,0 +1,169 @@
+"""Runs of all kinds are what a plain loop makes of the same job, and planted mistakes are found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runs import VOCAB
+from test_pipelines import gpt, small
+from test_value_check import Model
+from torch import nn
+from verifying import recorded, verdict_of
+
+from zrun_core.verification.verdict import Verdict
+
+ADAMW = {"lr": 1e-2, "weight_decay": 0.1, "no_decay": ["norm", "bias"], "clip": 0.5}
+
+
+def verified(
+    keys: dict[str, Any], folder: Path, ranks: Any, fault: Any = None, **dims: int
+) -> Verdict:
+    parallel = keys.get("parallel", {})
+    axes = {"dp": 1, **{axis: parallel[axis] for axis in ("tp", "pp") if axis in parallel}, **dims}
+    size = axes["dp"] * axes.get("tp", 1) * axes.get("pp", 1)
+    found = ranks(size).run(recorded, keys, str(folder), axes, None, fault)
+    assert {each["error"] for each in found} == {""}, found[0]["error"]
+    return verdict_of(folder)
+
+
+SPEAKER = {"model": "runs.py:Speaker", "data": {"call": "runs.py:Tokens", "shuffle": True}}
+TWO = {"dp": 2}
+RIGHT: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
+    "one rank": ({}, {}),
+    "stage 0": ({"zero": 0}, TWO),
+    "stage 3, in two units": ({"zero": {"stage": 3, "bucket": "1KiB"}}, TWO),
+    "dropout, BatchNorm, tied, frozen": ({**SPEAKER, "zero": 2}, TWO),
+    "bf16": ({"precision": "bf16", "zero": 1}, TWO),
+    "bf16, reduced in bf16": ({"precision": {"compute": "bf16", "reduce": "compute"}}, TWO),
+    "fp16": ({"precision": "fp16", "zero": 2}, TWO),
+    "pp": ({"parallel": {"pp": 2}}, {}),
+    "pp, dropout by block": ({**SPEAKER, "parallel": {"pp": 2, "schedule": "gpipe"}}, {}),
+    "interleaved": ({"model": gpt(depth=4), "parallel": {"pp": 2, "schedule": "interleaved"}}, {}),
+    "zero_bubble": ({"parallel": {"pp": 2, "schedule": "zero_bubble"}}, {}),
+    "tp": ({"parallel": {"tp": 2}}, {}),
+    "tp, bf16": ({"parallel": {"tp": 2}, "precision": "bf16"}, {}),
+    "tp, sequence": ({"parallel": {"tp": 2, "sequence": True}}, {}),
+    "host": ({"zero": 3, "offload": "host"}, TWO),
+    "recomputed": ({**SPEAKER, "activations": {"checkpoint": "full"}, "zero": 3}, TWO),
+    "layer-major": ({"parallel": {"schedule": "layer_major"}, "zero": 3}, TWO),
+    "compiled": ({"compile": True}, {}),
+    "lamb": ({"optim": {"name": "lamb", **ADAMW}, "zero": 2}, TWO),
+    "lars": ({"optim": {"name": "lars", "lr": 1e-2, "weight_decay": 0.1}, "zero": 1}, TWO),
+    "lion, bf16 moments": ({"optim": {"name": "lion", "lr": 1e-3, "moments": "bf16"}}, TWO),
+    "sgd, cosine": ({"optim": {"name": "sgd", "lr": 0.1, "args": {"momentum": 0.9}}}, TWO),
+    "server": ({"sync": "server", "zero": 0}, TWO),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_what_is_right_agrees(ranks, tmp_path: Path, name: str) -> None:
+    keys, dims = RIGHT[name]
+    verdict = verified(small(**{"optim": ADAMW, **keys}), tmp_path / "run", ranks, **dims)
+    assert verdict.agrees, (verdict.difference and verdict.difference.in_words, verdict.why_not)
+    assert verdict.steps > 2
+
+
+DP = {"zero": 1, "batch": {"global": 8, "micro": 1}}
+LAMB = {"optim": {"name": "lamb", **ADAMW}, "zero": 2, "model": gpt(dim=64)}
+HEAD = "step 1: the gradient of head.weight differs by"
+# By mistake: the job, its ranks, and what the verdict begins and ends with.
+MISTAKES: dict[str, tuple[dict[str, Any], dict[str, int], str, str]] = {
+    "summed in place of a mean": (
+        DP,
+        TWO,
+        HEAD,
+        "2 times as large, as a sum over dp (2) where a mean belongs",
+    ),
+    "one rank counts twice": (DP, TWO, HEAD, "0, 1, 2, 3 of data-parallel rank 1 counts 2 times"),
+    "a micro-batch is dropped": (DP, TWO, HEAD, "micro-batch 1 of data-parallel rank 0 is missing"),
+    "the last micro-batch alone": (DP, TWO, HEAD, "0, 1, 2 of data-parallel rank 1 is missing"),
+    "norm counted twice": (DP, TWO, "step 1: the norm of the gradient", "1.414 times"),
+    "never clipped": (DP, TWO, "step 1: the norm", "loss weights, loss scale or clipping"),
+    "a gradient is lost": (DP, TWO, HEAD, "this parameter gets no gradient"),
+    "a tied head trains untied": ({**SPEAKER, **DP}, TWO, "step 1: the gradient of embed", ""),
+    "stale parameters": (DP, TWO, "step 2: the loss differs", ""),
+    "all parameters decay": (DP, TWO, "step 1: the update of blocks", "x value: weight decay"),
+    "the rate of the next step": (DP, TWO, "step 1: the learning rate", "0.005 in the plain loop"),
+    "a shard is not updated": ({"zero": 3}, TWO, "step 1: the update of b", "it was not updated"),
+    "norms of shards": (LAMB, TWO, "step 1: the update of ", ""),
+    "two ranks read the same": (DP, TWO, "step 1: what was read differs: rank 1", ""),
+    "statistics counted twice": ({**SPEAKER, **DP}, TWO, "step 1: the buffer norm.num", ""),
+    "half the gradient at a border": (
+        {"parallel": {"pp": 2}},
+        {},
+        "step 1: the gradient",
+        "0.5 times as large",
+    ),
+    "copies of slices drift": ({"parallel": {"tp": 2}}, {}, "step 1: the gradient of blocks", ""),
+    "scaled twice": ({"precision": "fp16"}, TWO, HEAD, ""),
+    "other initial values": (DP, TWO, "step 0: the initial value of tokens.weight", ""),
+    "other draws": ({**SPEAKER, "parallel": {"draws": "block"}}, TWO, "step 1: the loss", ""),
+    "features in another order": (DP, TWO, HEAD, "the same numbers in another order"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_named(ranks, tmp_path: Path, name: str) -> None:
+    keys, dims, begin, end = MISTAKES[name]
+    verdict = verified(small(**{"optim": ADAMW, **keys}), tmp_path / "run", ranks, name, **dims)
+    assert verdict.difference is not None
+    words = verdict.difference.in_words
+    assert words.startswith(begin), words
+    assert words.endswith(end), words
+
+
+def test_a_save_goes_on_in_another_layout(ranks, tmp_path: Path) -> None:
+    keys = small(**{**SPEAKER, "zero": 2, "optim": ADAMW, "checkpoint": {"every": 2}})
+    folder, later = tmp_path / "run", tmp_path / "later"
+    ranks(2).run(recorded, keys, str(folder), {"dp": 2})
+    saved = {"folder": f"{folder}/checkpoints", "step": 2}
+    ranks(1).run(recorded, {**keys, "zero": 0}, str(later), {"dp": 1}, saved)
+    verdict = verdict_of(folder, later)
+    assert verdict.agrees, verdict
+    assert verdict.steps == 4 + 2
+
+
+def test_a_save_that_is_changed_is_named(ranks, tmp_path: Path) -> None:
+    keys = small(**{"zero": 2, "optim": ADAMW, "checkpoint": {"every": 2}})
+    folder, later = tmp_path / "run", tmp_path / "later"
+    ranks(2).run(recorded, keys, str(folder), {"dp": 2})
+    saved = {"folder": f"{folder}/checkpoints", "step": 2}
+    ranks(1).run(recorded, keys, str(later), {"dp": 1}, saved, "other initial values")
+    difference = verdict_of(folder, later).difference
+    assert difference is not None
+    assert (difference.step, difference.what, difference.name) == (2, "save", "tokens.weight")
+
+
+def test_moments_that_are_lost_are_seen_in_the_next_update(ranks, tmp_path: Path) -> None:
+    keys = small(**{"zero": 2, "optim": ADAMW, "checkpoint": {"every": 2}})
+    folder, later = tmp_path / "run", tmp_path / "later"
+    ranks(2).run(recorded, keys, str(folder), {"dp": 2})
+    saved = {"folder": f"{folder}/checkpoints", "step": 2}
+    ranks(1).run(recorded, keys, str(later), {"dp": 1}, saved, "moments are lost")
+    difference = verdict_of(folder, later).difference
+    assert difference is not None
+    assert (difference.step, difference.what) == (3, "update")
+
+
+def test_a_model_that_differs_from_itself_is_told(ranks, tmp_path: Path) -> None:
+    model = {"call": "test_value_check.py:Fickle", "args": {"function": "gelu"}}
+    verdict = verified(small(model=model), tmp_path / "run", ranks)
+    assert verdict.why_not.startswith("the model differs from itself: the loss of the first micro")
+
+
+def test_a_factory_that_differs_from_itself_is_told(ranks, tmp_path: Path) -> None:
+    verdict = verified(small(model="test_verification.py:drawn_anywhere"), tmp_path / "run", ranks)
+    assert verdict.why_not.startswith("the model's factory makes other values each time")
+
+
+def drawn_anywhere() -> nn.Module:
+    """A model whose values come from a generator that no seed sets."""
+    model = Model("gelu")
+    with torch.no_grad():
+        generator = torch.Generator()
+        generator.seed()
+        model.head.bias.copy_(torch.rand(VOCAB, generator=generator))
+    return model

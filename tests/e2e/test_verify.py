@@ -1,0 +1,135 @@
+"""`zrun verify` as a user calls it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ZRUN = [sys.executable, "-m", "zrun"]
+JOB = """
+name: small
+model: net.py:Net
+data: net.py:data
+steps: 100
+batch: {global: 16, micro: 2}
+device: cpu
+zero: 2
+optim: {lr: 1e-2, clip: 1.0}
+"""
+NET = """
+import os
+
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self, doubled: bool = False, waits: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.2), nn.ReLU(), nn.Linear(16, 1))
+        self.doubled = doubled
+        self.waits = waits
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        if self.waits and "RANK" not in os.environ:  # in the plain loop
+            import time
+
+            print("waits", flush=True)
+            time.sleep(600)
+        loss = nn.functional.mse_loss(self.layers(x), y)
+        return loss * 2 if self.doubled and os.environ.get("RANK") == "1" else loss
+
+
+def data() -> torch.utils.data.Dataset:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(64, 8, generator=generator)
+    return torch.utils.data.TensorDataset(x, x[:, :1])
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "job.yaml").write_text(JOB)
+    (tmp_path / "net.py").write_text(NET)
+    return tmp_path
+
+
+def zrun(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*ZRUN, *words], cwd=folder, capture_output=True, text=True, timeout=240, check=False
+    )
+
+
+def left_in(folder: Path) -> list[Path]:
+    return list(folder.glob("zrun-verify-*"))
+
+
+def test_a_job_is_verified_and_then_trains(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(folder))
+    ran = zrun(folder, "train", "job.yaml", "steps=3", "--verify")
+    assert ran.returncode == 0, ran.stderr
+    assert "your configuration trains what a plain loop trains: 5 steps, 4 parameters" in ran.stdout
+    assert "verify small: 2 ranks on CPUs: tp 1, dp 2, pp 1, 3 steps of 8 samples" in ran.stderr
+    assert [run.name for run in (folder / "runs").iterdir()] == ["small"]
+    assert not left_in(folder)
+
+
+def test_what_differs_is_traced_to_a_feature(folder: Path) -> None:
+    ran = zrun(
+        folder, "verify", "job.yaml", "--steps=2", "--bisect", "--json", "model.args.doubled=true",
+        "precision=bf16",
+    )  # fmt: skip
+    assert ran.returncode == 11, ran.stderr
+    found = json.loads(ran.stdout)
+    assert found["bisected"] == "it takes 2 data-parallel ranks: without, it agrees"
+    (first,) = found["passes"].values()
+    assert first["difference"]["what"] == "loss"
+    assert first["difference"]["step"] == 1
+
+
+def test_what_cannot_be_verified_is_told_in_one_line(folder: Path) -> None:
+    schedule = ["parallel.pp=2", "parallel.schedule=pipedream", "optim.clip=null", "zero=0"]
+    ran = zrun(folder, "verify", "job.yaml", *schedule)
+    assert ran.returncode == 2
+    assert ran.stderr.count("\n") == 1
+    assert "another method than a plain loop" in ran.stderr
+
+
+def test_ctrl_c_in_the_plain_loop_leaves_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(folder))
+    words = [*ZRUN, "verify", "job.yaml", "--steps=2", "model.args.waits=true"]
+    process = subprocess.Popen(words, cwd=folder, stderr=subprocess.PIPE, text=True)
+    limit = time.monotonic() + 120
+    while not (found := _plain_loops(process.pid)) and time.monotonic() < limit:
+        time.sleep(0.2)
+    assert found
+    time.sleep(3)
+    process.send_signal(signal.SIGINT)
+    _, told = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "SIGINT: stopped while a run was compared" in told
+    assert not any(Path(f"/proc/{pid}").exists() for pid in found)
+    assert not left_in(folder)
+
+
+def _plain_loops(parent: int) -> list[int]:
+    """The comparisons that a process has started."""
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            words = Path(f"/proc/{pid}/cmdline").read_bytes()
+            status = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if b"zrun_core.verification" in words and int(status[1]) == parent:
+            found.append(int(pid))
+    return found

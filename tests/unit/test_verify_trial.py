@@ -1,0 +1,154 @@
+"""What `zrun verify` makes of a job: a smaller model, few samples, the features to turn off."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from zrun.verification.bisect import Feature, bisect, features_of
+from zrun.verification.shrink import shrunk
+from zrun.verification.trial import check_method, other_layout, trial_of
+from zrun_core.errors import JobError
+from zrun_core.spine.config import JobConfig
+
+
+def job(**keys: Any) -> JobConfig:
+    given = {
+        "name": "small",
+        "model": {"call": "m.py:build", "args": {"dim": 1024, "depth": 24, "heads": 16}},
+        "data": "m.py:data",
+        "steps": 1000,
+        "batch": {"global": 64, "micro": 8},
+    }
+    return JobConfig.model_validate(given | keys)
+
+
+@pytest.mark.parametrize(
+    ("args", "tp", "blocks", "found"),
+    [
+        (
+            {"dim": 1024, "depth": 24, "heads": 16},
+            1,
+            2,
+            {("dim",): 64, ("depth",): 2, ("heads",): 1},
+        ),
+        ({"dim": 1024, "heads": 16}, 4, 2, {("dim",): 256, ("heads",): 4}),
+        ({"depth": 24}, 1, 8, {("depth",): 8}),
+        ({"depth": 2}, 1, 8, {}),
+        ({"dim": 1023, "vocab_size": 50257}, 1, 2, {}),
+        (
+            {"config": {"hidden_size": 512, "num_hidden_layers": 12, "intermediate_size": 2048}},
+            1,
+            2,
+            {
+                ("config", "hidden_size"): 64,
+                ("config", "num_hidden_layers"): 2,
+                ("config", "intermediate_size"): 256,
+            },
+        ),
+        ({"depth": True, "dropout": 0.1}, 1, 2, {}),
+    ],
+)
+def test_a_model_shrinks_by_names(
+    args: dict[str, Any], tp: int, blocks: int, found: dict[tuple[str, ...], int]
+) -> None:
+    assert shrunk(args, tp=tp, blocks=blocks) == found
+
+
+def keys_of(overrides: Sequence[str]) -> dict[str, str]:
+    return dict(each.split("=", 1) for each in overrides)
+
+
+def test_two_replicas_on_cpus_where_there_are_no_gpus() -> None:
+    trial = trial_of(job(parallel={"tp": 2}), steps=6, slots=None, gpus=0)
+    keys = keys_of(trial.overrides)
+    assert (keys["slots"], keys["device"], keys["parallel.dp"]) == ("4", "cpu", "2")
+    assert (keys["batch.micro"], keys["batch.global"], keys["steps"]) == ("2", "8", "6")
+    assert trial.told == "4 ranks on CPUs: tp 2, dp 2, pp 1, 6 steps of 8 samples"
+
+
+def test_gpus_are_used_where_there_are_enough() -> None:
+    keys = keys_of(trial_of(job(parallel={"tp": 2}), steps=6, slots=None, gpus=3).overrides)
+    assert (keys["slots"], keys["device"], keys["parallel.dp"]) == ("2", "cuda", "1")
+    keys = keys_of(trial_of(job(device="cpu"), steps=6, slots=None, gpus=8).overrides)
+    assert keys["device"] == "cpu"
+
+
+def test_a_pipeline_has_as_many_micro_batches_as_stages() -> None:
+    keys = keys_of(trial_of(job(parallel={"pp": 4}), steps=6, slots=4, gpus=0).overrides)
+    assert keys["batch.global"] == "8"
+
+
+def test_ranks_make_up_whole_replicas() -> None:
+    with pytest.raises(JobError, match=r"--slots 3: tp 2 x pp 1 need a multiple of 2"):
+        trial_of(job(parallel={"tp": 2}), steps=6, slots=3, gpus=0)
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"parallel": {"pp": 2, "schedule": "pipedream"}}, "older weights"),
+        ({"offload": {"optimizer": "host", "schedule": "delayed"}}, "a step old"),
+    ],
+)
+def test_another_method_is_told(keys: dict[str, Any], words: str) -> None:
+    with pytest.raises(JobError, match=words):
+        check_method(job(**keys))
+
+
+def test_the_other_layout_is_not_the_same() -> None:
+    assert other_layout(job(slots=2, zero=3), "step")[1] == "1 rank at stage 0"
+    assert other_layout(job(slots=1), "step")[1] == "2 ranks at stage 3"
+
+
+def test_features_of_a_job_have_keys_that_turn_them_off() -> None:
+    full = job(
+        slots=8,
+        compile=True,
+        precision="bf16",
+        zero=3,
+        parallel={"tp": 2, "pp": 2, "dp": 2, "sequence": True, "schedule": "gpipe"},
+        activations={"checkpoint": "full"},
+        offload={"optimizer": "host"},
+        optim={"clip": 1.0},
+    )
+    names = [feature.name for feature in features_of(full)]
+    assert names == [
+        "compile",
+        "activations.checkpoint full",
+        "offload",
+        "parallel.sequence",
+        "parallel.schedule gpipe",
+        "parallel.pp 2",
+        "parallel.tp 2",
+        "2 data-parallel ranks",
+        "zero 3",
+        "precision bf16",
+        "optim.clip",
+        "optim adamw",
+    ]
+    assert features_of(job(optim={"name": "sgd"})) == []
+
+
+FEATURES = [Feature(name, (f"{name}=off",)) for name in ("a", "b", "c")]
+
+
+@pytest.mark.parametrize(
+    ("needed", "words"),
+    [
+        ([{"b=off"}], "it takes b: without, it agrees"),
+        ([{"a=off"}, {"c=off"}], "it takes a and c: without, it agrees"),
+        ([{"a=off", "b=off"}], "no feature alone makes it: without a, b it agrees"),
+        ([], "it differs without any of them: look at the model, its loss and its data"),
+    ],
+)
+def test_bisection(needed: list[set[str]], words: str) -> None:
+    told: list[str] = []
+
+    def agrees(keys: Sequence[str]) -> bool:
+        return any(each <= set(keys) for each in needed)
+
+    assert bisect(FEATURES, agrees, told.append) == words
+    assert len(told) == 3

@@ -1,0 +1,169 @@
+"""What a job becomes to be verified: few steps on few ranks of this host, recorded.
+
+The keys that decide what is computed stay: stage, precision, axes, schedule, offload,
+recomputation, compile, optimizer. Batches shrink, and hooks, evaluations and saves are left out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zrun.job.smoke import smoke_of
+from zrun.verification.shrink import shrunk
+from zrun_core.errors import JobError
+from zrun_core.spine.config import JobConfig
+from zrun_core.spine.sections.parallel import PIPEDREAMS
+
+_MOST_SAMPLES = 2  # of a micro-batch
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A job that is to be verified, as keys on top of it.
+
+    Attributes:
+        overrides: of what runs, without those that shrink the model.
+        shrinks: those.
+        told: what it is, in words.
+    """
+
+    overrides: tuple[str, ...]
+    shrinks: tuple[str, ...]
+    told: str
+
+
+def check_method(job: JobConfig) -> None:
+    """Refuse what is another method than a plain loop, on purpose.
+
+    Raises:
+        JobError: the job asks for it.
+    """
+    if job.parallel.schedule in PIPEDREAMS:
+        raise JobError(
+            f"parallel.schedule: {job.parallel.schedule} updates by gradients of older weights: it "
+            "is another method than a plain loop, and nothing to verify it by; verify the rest "
+            "with parallel.schedule=1f1b"
+        )
+    if job.offload.schedule == "delayed":
+        raise JobError(
+            "offload.schedule: delayed uses parameters that are a step old: it is another method "
+            "than a plain loop, and nothing to verify it by; verify the rest with "
+            "offload.schedule=overlap"
+        )
+
+
+def trial_of(job: JobConfig, steps: int, slots: int | None, gpus: int) -> Trial:
+    """Return the trial of a job on this host.
+
+    Args:
+        job: to verify.
+        steps: of the trial.
+        slots: ranks; None: two replicas of the model, or as many as there are GPUs for.
+        gpus: of this host.
+
+    Raises:
+        JobError: the ranks do not make up whole replicas.
+    """
+    parallel = job.parallel
+    of_model = parallel.tp * parallel.pp
+    if slots is not None and slots % of_model:
+        raise JobError(
+            f"--slots {slots}: tp {parallel.tp} x pp {parallel.pp} need a multiple of {of_model}"
+        )
+    on_gpus = job.device != "cpu" and gpus >= (slots or of_model)
+    if slots is not None:
+        replicas = slots // of_model
+    elif on_gpus:
+        replicas = min(2, gpus // of_model)
+    else:
+        replicas = 2
+    if slots is None and parallel.dp == 1:
+        replicas = 1
+    ranks = replicas * of_model
+    micro, accumulation = _batch(job, replicas)
+    name = f"{job.name[:100]}-verify"
+    keys = {
+        "name": name,
+        "hosts": "null",
+        "min_hosts": "null",
+        "launch.backend": "local",
+        "slots": str(ranks),
+        "device": "cuda" if on_gpus else "cpu",
+        "parallel.dp": str(replicas),
+        "batch.micro": str(micro),
+        "batch.global": str(micro * replicas * accumulation),
+        "hooks": "{}",
+        "resume": "never",
+        "restarts": "0",
+        "checkpoint": "null",
+        "eval": "null",
+        "log.every": "1",
+    }
+    overrides = [*_few_steps(job, steps), *(f"{key}={value}" for key, value in keys.items())]
+    if isinstance(job.zero.shard_group, int) and replicas % job.zero.shard_group:
+        overrides.append("zero.shard_group=all")
+    smaller = shrunk(job.model.args, tp=parallel.tp, blocks=2 * parallel.pp * parallel.virtual)
+    shrinks = [f"model.args.{'.'.join(path)}={value}" for path, value in smaller.items()]
+    told = (
+        f"{ranks} {'ranks' if ranks > 1 else 'rank'} on {'GPUs' if on_gpus else 'CPUs'}: "
+        f"tp {parallel.tp}, dp {replicas}, pp {parallel.pp}, "
+        f"{steps} steps of {micro * replicas * accumulation} samples"
+    )
+    return Trial(tuple(overrides), tuple(shrinks), told)
+
+
+def _few_steps(job: JobConfig, steps: int) -> list[str]:
+    if job.steps is not None and job.steps <= steps:
+        return []
+    kept = ("steps=", "tokens=", "epochs=", "lr.")
+    return [each for each in smoke_of(job, steps).overrides if each.startswith(kept)]
+
+
+def _batch(job: JobConfig, replicas: int) -> tuple[int, int]:
+    """Return samples of a micro-batch, and micro-batches of a rank in a step."""
+    whole = job.batch.global_
+    if isinstance(job.batch.micro, int):
+        micro = job.batch.micro
+    else:
+        assert isinstance(whole, int)
+        micro = max(1, whole // (2 * replicas))
+    accumulation = 2
+    if isinstance(whole, int):
+        accumulation = min(2, max(1, whole // (micro * replicas)))
+    if job.parallel.pp > 1:
+        accumulation = max(2, job.parallel.pp)
+    return min(micro, _MOST_SAMPLES), accumulation
+
+
+def save_at(step: int) -> list[str]:
+    """Return the keys by which a trial saves after a step."""
+    return [f"checkpoint={{every: {step}, keep: 100}}"]
+
+
+def other_layout(job: JobConfig, checkpoint: str) -> tuple[list[str], str]:
+    """Return the keys by which a trial goes on from a save in another layout, and what that is.
+
+    Args:
+        job: as it is verified.
+        checkpoint: folder of the save.
+    """
+    draws = "block" if job.parallel.draws_by_block else "stream"
+    is_plain = job.slots == 1 and job.zero.stage == 0
+    stage, ranks = 0, 1
+    if is_plain:
+        stage = 3
+        if isinstance(job.batch.global_, int) and job.batch.global_ >= 2:
+            ranks = 2
+    keys = [
+        "checkpoint=null",
+        f"resume={checkpoint}",
+        f"parallel={{draws: {draws}}}",
+        f"zero={stage}",
+        "offload=device",
+        "activations={}",
+        "sync=ring",
+        f"slots={ranks}",
+    ]
+    if ranks == 2:
+        keys.append("batch.micro=1")
+    return keys, f"{ranks} {'ranks' if ranks > 1 else 'rank'} at stage {stage}"

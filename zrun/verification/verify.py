@@ -1,0 +1,190 @@
+"""Whether a job trains what a plain loop trains: `verify(request)`.
+
+fp32     the job in fp32: rounding is small there, and hides nothing
+         goes on from a save, in another layout
+format   the job in its own format, where that is another
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zrun.job.load import load_job
+from zrun.system.output import say
+from zrun.topology.machine import read_machine
+from zrun.verification.bisect import bisect, features_of
+from zrun.verification.passes import Found, Runner, TrialFailedError, recorded_until, trial_folder
+from zrun.verification.trial import check_method, other_layout, save_at, trial_of
+from zrun_core.checkpoint.names import step_name
+from zrun_core.errors import ExitCode
+
+STEPS = 6
+
+
+@dataclass(frozen=True)
+class VerifyRequest:
+    """What is asked.
+
+    Attributes:
+        path: of the job file.
+        overrides: "key=value", on top of it.
+        steps: of a trial.
+        slots: ranks; None: of the trial's own choice.
+        whole: the model stays as large as it is.
+        bisects: what differs is traced to a feature.
+        as_json: print JSON.
+    """
+
+    path: Path
+    overrides: Sequence[str]
+    steps: int = STEPS
+    slots: int | None = None
+    whole: bool = False
+    bisects: bool = False
+    as_json: bool = False
+
+
+class Verification:
+    """Runs the trials of a request, and tells what they come to."""
+
+    def __init__(self, request: VerifyRequest) -> None:
+        self._request = request
+        self._job = load_job(request.path, request.overrides).config
+        check_method(self._job)
+        gpus = len(read_machine().devices)
+        self._steps = min(request.steps, self._job.steps or request.steps)
+        self._trial = trial_of(self._job, self._steps, request.slots, gpus)
+        self._shrinks = () if request.whole else self._trial.shrinks
+        self._results: dict[str, Found] = {}
+
+    def run(self) -> int:
+        """Run all trials. Returns the exit code."""
+        with trial_folder() as folder:
+            self._tell_model()
+            found = self._run_passes(folder)
+            culprit = ""
+            if not found.agrees and self._request.bisects:
+                culprit = self._bisect(folder)
+        self._conclude(found, culprit)
+        return ExitCode.OK if found.agrees else ExitCode.DIFFERS
+
+    def _tell_model(self) -> None:
+        self._say(f"verify {self._job.name}: {self._trial.told}")
+        if self._shrinks:
+            names = ", ".join(each.removeprefix("model.args.") for each in self._shrinks)
+            self._say(f"the model shrinks to {names}; --whole keeps it")
+
+    def _run_passes(self, folder: Path) -> Found:
+        """Run the trials, up to one that differs, and return the last."""
+        narrow = self._job.precision.compute != "fp32"
+        wide = ("precision=fp32",) if narrow else ()
+        half = self._steps // 2
+        try:
+            found = self._pass(folder, "as fp32", wide, half)
+        except TrialFailedError:
+            if not self._shrinks:
+                raise
+            self._say("it does not run with a smaller model: as it is, then")
+            self._shrinks = ()
+            found = self._pass(folder, "as fp32", wide, half)
+        if found.agrees and narrow:
+            # What a format does shows in one step; fewer are enough where it is slow, as on CPUs.
+            steps = f"steps={max(1, half)}"
+            found = self._pass(folder, f"as {self._job.precision.compute}", [steps], None)
+        return found
+
+    def _runner(self, folder: Path) -> Runner:
+        given = [*self._request.overrides, *self._trial.overrides, *self._shrinks]
+        return Runner(self._request.path, given, folder)
+
+    def _pass(self, folder: Path, name: str, keys: Sequence[str], save: int | None) -> Found:
+        """Run one trial, and from its save another one in another layout, and compare.
+
+        Args:
+            folder: for the runs.
+            name: of the pass.
+            keys: on top of the trial's.
+            save: the step after which it saves; None: it does not.
+        """
+        folder = folder / name.replace(" ", "-")
+        folder.mkdir()
+        runner = self._runner(folder)
+        run_dirs = [runner.train([*keys, *save_at(save)] if save else keys)]
+        # Data may have ended before, or there: then nothing goes on.
+        if save and recorded_until(run_dirs[0]) > save:
+            step = run_dirs[0] / "checkpoints" / step_name(save)
+            layout, told = other_layout(runner.load(keys).config, str(step))
+            run_dirs.append(runner.train([*keys, *layout]))
+            name += f", and on from a save on {told}"
+        found = runner.compare(run_dirs)
+        self._results[name] = found
+        if found.agrees:
+            steps = found.fields["steps"]
+            self._say(f"  {name}: {steps} steps agree, worst {found.worst:.1g}")
+        return found
+
+    def _bisect(self, folder: Path) -> str:
+        """Return what feature it takes, in words."""
+        folder = folder / "bisect"
+        folder.mkdir()
+        runner = self._runner(folder)
+        # In fp32 the trial differs already, or only its own format does.
+        keys: tuple[str, ...] = ()
+        if self._job.precision.compute != "fp32" and len(self._results) == 1:
+            keys = ("precision=fp32",)
+
+        def agrees(off: Sequence[str]) -> bool:
+            return runner.compare([runner.train([*keys, *off])]).agrees
+
+        return bisect(list(features_of(runner.load(keys).config)), agrees, self._say_trial)
+
+    def _say_trial(self, text: str) -> None:
+        self._say(f"  {text}")
+
+    def _conclude(self, found: Found, culprit: str) -> None:
+        if self._request.as_json:
+            answer: dict[str, Any] = {
+                "agrees": found.agrees,
+                "trial": self._trial.told,
+                "passes": {name: dict(each.fields) for name, each in self._results.items()},
+                "bisected": culprit or None,
+            }
+            print(json.dumps(answer, indent=1))
+            return
+        notes = {note for each in self._results.values() for note in each.fields["notes"]}
+        for note in sorted(notes):
+            print(f"note: {note}")
+        if found.agrees:
+            steps = sum(each.fields["steps"] for each in self._results.values())
+            worst = max(each.worst for each in self._results.values())
+            print(
+                f"your configuration trains what a plain loop trains: {steps} steps, "
+                f"{found.fields['tensors']} parameters, worst {worst:.1g}"
+            )
+            return
+        name = list(self._results)[-1]
+        print(f"your configuration trains something else, {name}: {found.difference}")
+        if culprit:
+            print(culprit)
+        else:
+            print("to find the feature that makes it: zrun verify JOB --bisect")
+
+    def _say(self, text: str) -> None:
+        say(text, sys.stderr)
+
+
+def verify(request: VerifyRequest) -> int:
+    """Compare a job with a plain loop. Returns the exit code, that of a trial which failed too.
+
+    Raises:
+        JobError: the job is wrong, another method, or nothing can be said of it.
+    """
+    try:
+        return Verification(request).run()
+    except TrialFailedError as error:  # what it was has been said
+        return error.exit_code

@@ -48,7 +48,7 @@ RIGHT: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
     "tp, sequence": ({"parallel": {"tp": 2, "sequence": True}}, {}),
     "host": ({"zero": 3, "offload": "host"}, TWO),
     "recomputed": ({**SPEAKER, "activations": {"checkpoint": "full"}, "zero": 3}, TWO),
-    "layer-major": ({"parallel": {"schedule": "layer_major"}, "zero": 3}, TWO),
+    "layer-major": ({**SPEAKER, "parallel": {"schedule": "layer_major"}, "zero": 3}, TWO),
     "compiled": ({"compile": True}, {}),
     "lamb": ({"optim": {"name": "lamb", **ADAMW}, "zero": 2}, TWO),
     "lars": ({"optim": {"name": "lars", "lr": 1e-2, "weight_decay": 0.1}, "zero": 1}, TWO),

@@ -117,7 +117,7 @@ class Streams:
         """Begin to draw as within `inside`; return what ends it."""
         generators = _generators(self._device)
         untouched = [generator.get_state() for generator in generators]
-        number = _draw()
+        number = draw_seed()
         states = [generator.get_state() for generator in generators]
         for generator in generators:
             generator.manual_seed(mix(self._inside, number))
@@ -218,7 +218,7 @@ class TurnStream:
     def __init__(self, device: torch.device) -> None:
         """Make one that begins with a number drawn from the stream in force."""
         self._device = device
-        self._first = _draw()
+        self._first = draw_seed()
         self._position: _Position | None = None
 
     @contextmanager
@@ -271,7 +271,7 @@ def kept_position(device: torch.device) -> Iterator[None]:
         before.return_to()
 
 
-def _draw() -> int:
+def draw_seed() -> int:
     """Return a seed, drawn from the stream in force."""
     return int(torch.empty((), dtype=torch.int64, device=CPU).random_(_RANGE))
 

@@ -130,6 +130,8 @@ class Replica:
         self.rank = rank
         self._device = device
         self._draws_by_block = job.parallel.draws_by_block
+        self._draws_by_turn = job.parallel.schedule == "layer_major"
+        self._turns: list[int] = []  # seeds of the micro-batches of a step, where they take turns
         torch.manual_seed(job.seed)
         self.module = user.build_model(job.model, job_dir)
         self.module.train()
@@ -157,6 +159,20 @@ class Replica:
             for name, value in values.items():
                 self.params[name].copy_(value)
 
+    def begin_step(self, num_micro_batches: int) -> None:
+        """Draw what a step draws at its beginning: in layer-major order, seeds."""
+        if self._draws_by_turn:
+            with self._at_position():
+                self._turns = [rng.draw_seed() for _ in range(num_micro_batches)]
+
+    @contextmanager
+    def _at_position(self) -> Iterator[None]:
+        """Draw from this rank's stream, where it is."""
+        with rng.kept_position(self._device):
+            rng.restore(*self._position, self._device)
+            yield
+            self._position = rng.capture(self._device)
+
     @contextmanager
     def drawing(self, step: int, micro: int) -> Iterator[None]:
         """Draw what this rank draws in a forward."""
@@ -164,11 +180,13 @@ class Replica:
         if self._draws_by_block:
             with draws.of_micro(step, micro), walking(DrawingWalk(draws)):
                 yield
-            return
-        with rng.kept_position(self._device):
-            rng.restore(*self._position, self._device)
-            yield
-            self._position = rng.capture(self._device)
+        elif self._draws_by_turn:
+            with rng.kept_position(self._device):
+                rng.seed(self._turns[micro], self._device)
+                yield
+        else:
+            with self._at_position():
+                yield
 
     @property
     def position(self) -> Any:
@@ -244,6 +262,7 @@ class PlainLoop:
         sums: dict[str, Tensor] = {}
         parts: list[Contribution] = []
         for replica, of_rank in zip(self.replicas, batches, strict=True):
+            replica.begin_step(len(of_rank))
             for micro, (batch, num_samples) in enumerate(of_rank):
                 if not num_samples:
                     continue

@@ -65,7 +65,7 @@ class Witness:
         for unit, of_unit in zip(units, has_grad, strict=True):
             pairs = zip(unit.layout.slots, of_unit, strict=True)
             self._without_grad += [slot.part.tensor for slot, has_one in pairs if not has_one]
-            self._grads |= _ranges(GRAD, unit, unit.grad.copied(), unit.updated_range[0])
+            self._grads |= _ranges(GRAD, unit, unit.copied_grad(), unit.updated_range[0])
 
     def end_step(self, issued: IssuedStep, totals: StepTotals) -> None:
         """Write what the step has come to."""

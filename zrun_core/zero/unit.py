@@ -593,6 +593,10 @@ class FlatUnit:
         self.update_side.wait_for_arrival()
         self.mark_stale()
 
+    def copied_grad(self) -> torch.Tensor:
+        """Return a copy of the step's gradient, of what this rank updates: fp32 on the CPU."""
+        return self.grad.copied()
+
     def drop_values(self) -> None:
         """Release the memory of what was fetched to be looked at."""
         self.param.drop()

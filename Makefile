@@ -8,6 +8,7 @@
 # make test-pipelines  a table of models in pipelines, none of which may change a bit: an hour
 # make test-saves  a table of checkpoints that go on with other axes, in which nothing may change a bit: 6 minutes
 # make test-tensors  a table of models whose layers ranks divide, each compared with one process: 6 minutes
+# make test-models  3,000 random models on six layouts, each of which trains what a plain loop trains or is refused: 2 hours
 # make test-gpu     the tests that need a GPU, on those of this machine
 # make bench-gpu    zrun at each ZeRO stage beside DDP, FSDP2 and a plain loop, on all GPUs of this machine: 25 minutes at most
 # make test-devices  of the tables on simulated GPUs, the rows that make test runs: a minute
@@ -17,7 +18,7 @@
 
 PYTHON ?= python3
 
-.PHONY: train test test-all test-unit test-ranks test-e2e test-hosts test-faults test-slurm test-offload test-pipelines test-saves test-tensors test-gpu test-devices test-simulated-gpu bench-gpu bigger-than-memory lint clean
+.PHONY: train test test-all test-unit test-ranks test-e2e test-hosts test-faults test-slurm test-offload test-pipelines test-saves test-tensors test-models test-gpu test-devices test-simulated-gpu bench-gpu bigger-than-memory lint clean
 
 train: .venv/ready
 	.venv/bin/zrun train jobs/stdlib-gpt.yaml
@@ -66,6 +67,10 @@ test-saves: .venv/ready
 
 test-tensors: .venv/ready
 	.venv/bin/python tests/dist/tensor_table.py
+
+MODELS ?= 0 3000
+test-models: .venv/ready
+	.venv/bin/python tests/dist/models_table.py $(MODELS)
 
 test-gpu: .venv/ready
 	.venv/bin/python -m pytest -q tests/gpu

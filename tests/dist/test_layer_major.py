@@ -219,7 +219,7 @@ REFUSED = {
     "re-entered": "the model has no repeated blocks",
     "Twice": "encoder.0 is called a second time",
     "InPlace": "encoder.0 writes to its input in place",
-    "odd": "the backward of parts.2 was run twice",
+    "odd": "the backward of parts.1 was run twice",
     "reentrant checkpoint": "blocks.0 is called under torch.no_grad() with an input that requires",
     "Faulty": "ValueError: no such domain",
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -13,9 +14,11 @@ from torch import nn
 from toys import world
 
 from zrun_core.data.batch import MicroBatch
+from zrun_core.errors import UserCodeError
 from zrun_core.train.trainer import Trainer
 from zrun_core.user_code.loss import Loss
 from zrun_core.verification.comparison import compare
+from zrun_core.verification.no_dropout import without_dropout
 from zrun_core.verification.verdict import Verdict
 from zrun_core.verification.witness import Witness
 
@@ -26,11 +29,13 @@ def recorded(
     dims: dict[str, Any] | None = None,
     resume: dict[str, Any] | None = None,
     fault: str | None = None,
+    catches: bool = False,
 ) -> dict[str, Any]:
     """As `run`, and what each rank does is recorded.
 
     Args:
         fault: name of a mistake that is put into the run.
+        catches: also errors of the user's code are returned.
     """
     rank, _ = world()
     prepare = PoolWorker.prepare
@@ -46,8 +51,16 @@ def recorded(
     Path(run_dir).mkdir(exist_ok=True)
     if rank == 0:
         make_spec(keys, run_dir, resume, dims).write(Path(run_dir) / "spec.json")
-    with patch.object(PoolWorker, "prepare", watched):
-        return run(keys, run_dir, resume, dims=dims)
+    drops: AbstractContextManager[None] = nullcontext()
+    if (dims or {}).get("tp", 1) > 1:
+        drops = without_dropout()
+    with patch.object(PoolWorker, "prepare", watched), drops:
+        try:
+            return run(keys, run_dir, resume, dims=dims)
+        except UserCodeError as error:
+            if not catches:
+                raise
+            return {"error": f"UserCodeError: {error}", "code": int(error.exit_code)}
 
 
 def verdict_of(*run_dirs: Path) -> Verdict:

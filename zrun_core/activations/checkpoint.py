@@ -21,6 +21,7 @@ from torch.utils.checkpoint import (
 
 from zrun_core.activations.kv_cache import refuse_cache
 from zrun_core.activations.offloaded_inputs import OffloadedInputs
+from zrun_core.activations.recomputed_call import RecomputedForward
 from zrun_core.errors import JobError
 from zrun_core.spine.sections.activations import ActivationsConfig
 from zrun_core.zero.auto_wrap import repeated_blocks
@@ -30,7 +31,11 @@ _EXPENSIVE = {"mm", "addmm", "bmm", "baddbmm", "convolution"}
 
 
 def apply_checkpointing(
-    model: nn.Module, config: ActivationsConfig, inputs: OffloadedInputs | None = None
+    model: nn.Module,
+    config: ActivationsConfig,
+    inputs: OffloadedInputs | None = None,
+    *,
+    compiles: bool = False,
 ) -> ExitStack:
     """Have the repeated blocks of `model` recompute as `config` asks, not as the model would.
 
@@ -38,6 +43,8 @@ def apply_checkpointing(
         model: the user's module, before it is sharded.
         config: which blocks, and what they keep.
         inputs: moves what they are recomputed from; None: it stays on the device.
+        compiles: blocks are compiled with their recomputation, and what they change beside their
+            outputs is part of the graph.
 
     Returns:
         a stack that undoes it when it is closed.
@@ -64,10 +71,13 @@ def apply_checkpointing(
     for name, block in blocks[::every]:
         own = {key: value for key, value in vars(block).items() if key == "forward"}
         undo.callback(_put_back, block, own)
-        if inputs is None:
+        forward = RecomputedForward(block, block.forward, options)
+        if inputs is not None:
+            block.forward = inputs.checkpointed(name, forward)
+        elif compiles:
             block.forward = functools.partial(checkpoint, block.forward, **options)
         else:
-            block.forward = inputs.checkpointed(name, block.forward, options)
+            block.forward = forward
         guard = functools.partial(refuse_cache, name)
         undo.callback(block.register_forward_pre_hook(guard, with_kwargs=True).remove)
     return undo

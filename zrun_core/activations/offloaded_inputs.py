@@ -36,6 +36,7 @@ from torch.utils.checkpoint import checkpoint
 
 from zrun_core.activations.kept import Keeper, Kept, has_no_gaps
 from zrun_core.activations.partition import Partition
+from zrun_core.activations.recomputed_call import RecomputedForward
 from zrun_core.errors import UserCodeError
 from zrun_core.memory.buffers import Tier
 from zrun_core.memory.tier_traffic import Move
@@ -73,29 +74,19 @@ class OffloadedInputs:
         """Reason why it is slower than it might be, for the user; empty if there is none."""
         return self._keeper.note
 
-    def checkpointed(
-        self, name: str, forward: Callable[..., Any], options: Mapping[str, Any]
-    ) -> Callable[..., Any]:
-        """Return `forward` recomputed in backward, from an input that was elsewhere meanwhile.
+    def checkpointed(self, name: str, recomputed: RecomputedForward) -> Callable[..., Any]:
+        """Return a forward that is recomputed from an input that was elsewhere meanwhile.
 
         Args:
             name: of the block, for messages.
-            forward: of the block.
-            options: of torch's `checkpoint`.
+            recomputed: its forward.
         """
-        return functools.partial(self._call, name, forward, options)
+        return functools.partial(self._call, name, recomputed)
 
-    def _call(
-        self,
-        name: str,
-        forward: Callable[..., Any],
-        options: Mapping[str, Any],
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
+    def _call(self, name: str, recomputed: RecomputedForward, *args: Any, **kwargs: Any) -> Any:
         place = _place_of_input(args, kwargs) if torch.is_grad_enabled() else None
         if place is None:
-            return checkpoint(forward, *args, **options, **kwargs)
+            return recomputed(*args, **kwargs)
         tensor = args[place] if isinstance(place, int) else kwargs[place]
         handle = self._begin(name, tensor)
         # torch finds the device, whose random state it keeps, by a tensor among the arguments.
@@ -106,7 +97,8 @@ class OffloadedInputs:
         else:
             kwargs[place] = handle
         try:
-            output = checkpoint(_run, forward, place, mark, *args, **options, **kwargs)
+            forward = recomputed.call()
+            output = checkpoint(_run, forward, place, mark, *args, **recomputed.options, **kwargs)
             handle.refuse_change_in_forward()
             return output
         finally:

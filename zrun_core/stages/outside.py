@@ -1,11 +1,12 @@
 """What a forward changes outside of nodes, on a stage that runs it once for each of its chunks.
 
-Counters of the model itself, of its loss and the like belong to the micro-batch, not to the chunk:
-the forward through the first chunk changes them, and those through the others begin with what that
-one began with, and leave no trace.
+Counters of the model itself, of its loss and the like belong to the micro-batch, not to the chunk.
+What the forward through one chunk has changed, those through later chunks begin with as that one
+did, and leave as they found it; what only they change, since they go further, stays.
 
     chunk 0   micro 0: calls 0 -> 1     micro 1: calls 1 -> 2
     chunk 2                                                       micro 0: 0 -> 1, then 2 again
+                                                                           losses 0 -> 1
 """
 
 from __future__ import annotations
@@ -17,18 +18,22 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from zrun_core.user_code.trial import Attributes, AttributesCopy
+from zrun_core.errors import JobError
+from zrun_core.user_code.trial import Attributes, AttributesCopy, as_in, joined
 
 
 class OutsideState(NamedTuple):
     """State of what is outside of nodes.
 
     Attributes:
-        attributes: of modules and of the loss.
+        attributes: of modules and of the loss, as they were: all, or those that forwards of the
+            micro-batch have changed.
+        after: the same as these forwards have left them.
         buffers: values of those that forwards change, by place.
     """
 
     attributes: AttributesCopy
+    after: AttributesCopy
     buffers: dict[int, torch.Tensor]
 
 
@@ -52,34 +57,78 @@ class Outside:
             if buffer is not None
         ]
         self._changing = set(range(len(self._buffers)))  # all of them, until a forward has run
+        self._begun: dict[int, OutsideState] = {}  # by micro-batch
 
-    def copy(self) -> OutsideState:
-        """Return what it is now."""
-        buffers = {place: self._buffers[place].clone() for place in self._changing}
-        return OutsideState(self._attributes.copy(), buffers)
+    def _copied_buffers(self) -> dict[int, torch.Tensor]:
+        return {place: self._buffers[place].clone() for place in self._changing}
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
-        """Look at which buffers the forward inside changes, and copy no other from now on."""
-        before = [buffer._version for buffer in self._buffers]
+    def first(self, micro: int) -> Iterator[None]:
+        """Run the forward of a micro-batch through its first chunk inside.
+
+        Which buffers it changes is seen, and no other is copied from now on.
+        """
+        attributes = self._attributes.copy()
+        buffers = self._copied_buffers()
+        versions = [buffer._version for buffer in self._buffers]
         yield
-        versions = zip(before, self._buffers, strict=True)
+        pairs = zip(versions, self._buffers, strict=True)
         self._changing = {
-            place for place, (version, buffer) in enumerate(versions) if buffer._version != version
+            place for place, (version, buffer) in enumerate(pairs) if buffer._version != version
         }
+        after = self._attributes.changed(attributes)
+        self._begun[micro] = OutsideState(as_in(attributes, after), after, buffers)
 
     @contextmanager
-    def as_of(self, state: OutsideState) -> Iterator[None]:
-        """Begin a forward inside with an earlier state, and undo what it changes."""
-        now = self.copy()
-        self._put_back(state)
+    def later(self, micro: int, *, is_last: bool) -> Iterator[None]:
+        """Run the forward of a micro-batch through a later chunk inside.
+
+        Args:
+            micro: number of the micro-batch.
+            is_last: no chunk comes after this one.
+
+        Raises:
+            JobError: it changes a number further on that an earlier chunk has changed.
+        """
+        state = self._begun[micro]
+        now = as_in(self._attributes.copy(), state.attributes)
+        buffers = self._copied_buffers()
+        self._attributes.put_back_only(state.attributes)
+        self._put_back(state.buffers)
+        begun = self._attributes.copy()
         try:
             yield
+            changed = self._attributes.changed(begun)
+            _refuse_numbers(state.after, changed)
+            if not is_last:
+                new = [
+                    {key: each for key, each in own.items() if key not in known}
+                    for own, known in zip(changed, state.attributes, strict=True)
+                ]
+                self._begun[micro] = OutsideState(
+                    joined(state.attributes, as_in(begun, new)),
+                    joined(state.after, new),
+                    state.buffers,
+                )
         finally:
-            self._put_back(now)
+            self._attributes.put_back_only(now)
+            self._put_back(buffers)
+        if is_last:
+            del self._begun[micro]
 
-    def _put_back(self, state: OutsideState) -> None:
-        self._attributes.put_back(state.attributes)
+    def _put_back(self, buffers: dict[int, torch.Tensor]) -> None:
         with torch.no_grad():
             for place in self._changing:
-                self._buffers[place].copy_(state.buffers[place])
+                self._buffers[place].copy_(buffers[place])
+
+
+def _refuse_numbers(after: AttributesCopy, changed: AttributesCopy) -> None:
+    """Refuse a number that both sides of a border change: the next micro-batch comes between."""
+    for known, now in zip(after, changed, strict=True):
+        for name, (value, _) in now.items():
+            if name in known and isinstance(value, int | float) and known[name][0] != value:
+                raise JobError(
+                    f"parallel.schedule: interleaved: forward changes the number `{name}` before "
+                    "and after a border between stages, where other micro-batches come between: "
+                    "count in one place, or write schedule: 1f1b"
+                )

@@ -191,6 +191,9 @@ def _replace_params(
 
     Returns:
         By name of a replaced one, its module, and the ones of that module before.
+
+    Raises:
+        JobError: a hook on one does not make of a slice what it makes of the whole gradient.
     """
     whole: dict[str, tuple[nn.Module, dict[str, nn.Parameter]]] = {}
     made: dict[int, nn.Parameter] = {}
@@ -201,6 +204,7 @@ def _replace_params(
             part = table.get(name)
             if param is None or part is None or part.local_shape == tuple(param.shape):
                 continue  # or a tied one, under another name than its first
+            _check_hooks(name, param, part)
             of_module[key] = param
             whole[name] = module, of_module
             made[id(param)] = _local(param, part)
@@ -209,6 +213,25 @@ def _replace_params(
             if param is not None and id(param) in made:
                 module._parameters[key] = made[id(param)]
     return whole
+
+
+def _check_hooks(name: str, param: nn.Parameter, part: TensorPart) -> None:
+    """Give the hooks of a parameter a gradient that is drawn, whole and this rank's part of it."""
+    generator = torch.Generator().manual_seed(0)
+    for hook in (param._backward_hooks or {}).values():
+        grad = torch.randn(part.shape, generator=generator)
+        of_whole = hook(grad.clone())
+        of_part = hook(_cut(grad, part).clone())
+        if of_whole is None or of_part is None:
+            continue  # it looks on
+        expected = _cut(of_whole, part)
+        if not torch.allclose(of_part, expected, rtol=1e-4, atol=1e-6):
+            raise JobError(
+                f"parallel.tp: a hook on {name} makes something else of a slice of its gradient "
+                "than of the whole, as a norm or a mean of it does, and each rank has a slice: "
+                "have it change each element by itself, or write `whole` for this module in "
+                "parallel.plan, or tp: 1"
+            )
 
 
 def _divide_vocabulary(

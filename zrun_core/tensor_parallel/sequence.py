@@ -12,6 +12,7 @@ step sums them (`Reducer.sum_shared`).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -93,6 +94,42 @@ def slice_between(model: nn.Module, blocks: Sequence[str], comm: TensorComm) -> 
 
     model.get_submodule(first).register_forward_pre_hook(split, with_kwargs=True)
     model.get_submodule(last).register_forward_hook(join)
+
+
+@contextmanager
+def order_checked(model: nn.Module, blocks: Sequence[str]) -> Iterator[None]:
+    """Check, in forwards inside, that slices begin with the first block and end with the last one.
+
+    Args:
+        model: that they are of.
+        blocks: names of those between which sequences will be slices, in order of registration.
+
+    Raises:
+        JobError: a forward calls the first one after others, others after the last one, or one of
+            both twice.
+    """
+    if not blocks:
+        yield
+        return
+    first, last = blocks[0], blocks[-1]
+    is_inside = False
+
+    def check(name: str, module: nn.Module, args: Any) -> None:
+        nonlocal is_inside
+        if is_inside == (name == first):
+            raise JobError(
+                f"parallel.sequence: forward calls {name} before {first}, after {last}, or again, "
+                "and sequences are slices from the first block to the last as they are "
+                "registered: register blocks in the order in which they are called, once each, "
+                "or write sequence: false"
+            )
+        is_inside = name != last
+
+    with ExitStack() as stack:
+        for name in blocks:
+            hook = functools.partial(check, name)
+            stack.callback(model.get_submodule(name).register_forward_pre_hook(hook).remove)
+        yield
 
 
 @contextmanager

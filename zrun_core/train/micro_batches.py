@@ -273,7 +273,7 @@ class LayerMajorRunner(MicroBatchRunner):
             JobError: the model has no repeated blocks.
         """
         super().__init__(context)
-        self._passes = self._sharded.use_slices()
+        self._passes = self._sharded.use_slices(self._loss)
 
     def order(self, micro_batches: int) -> tuple[Action, ...]:
         return layer_major(self._passes.num_slices, micro_batches)

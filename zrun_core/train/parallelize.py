@@ -257,7 +257,7 @@ def transform(
             "no gradients, as in model.generate"
         )
     if inputs is None:
-        apply_checkpointing(model, activations)
+        apply_checkpointing(model, activations, compiles=compile)
     if compile:
         compile_blocks(model)
     if inputs is not None:

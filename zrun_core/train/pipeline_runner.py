@@ -17,7 +17,7 @@ from zrun_core.pipeline.actions import Action, ActionKind
 from zrun_core.pipeline.schedule import stage_actions
 from zrun_core.stages.links import StageLinks
 from zrun_core.stages.node_calls import Watcher
-from zrun_core.stages.outside import Outside, OutsideState
+from zrun_core.stages.outside import Outside
 from zrun_core.stages.stage import ChunkPass, Stage
 from zrun_core.stages.weight_grads import WeightGrads
 from zrun_core.telemetry.metrics import StepPhase
@@ -56,7 +56,6 @@ class PipelineRunner(MicroBatchRunner):
         self._outside: Outside | None = None  # where forwards run more than once
         if len(stage.chunks) > 1:
             self._outside = Outside(context.sharded.module, stage.nodes, context.loss)
-        self._begun: dict[int, OutsideState] = {}  # by micro-batch
         self._schedule = context.spec.job.parallel.schedule
         self._links = links
         self._under_way: dict[tuple[int, int], _InChunk] = {}  # by chunk and micro-batch
@@ -142,14 +141,11 @@ class PipelineRunner(MicroBatchRunner):
             yield
             return
         if chunk == self._stage.chunks[0]:
-            self._begun[number] = outside.copy()
-            with outside.watched():
+            with outside.first(number):
                 yield
             return
-        with outside.as_of(self._begun[number]):
+        with outside.later(number, is_last=chunk == self._stage.chunks[-1]):
             yield
-        if chunk == self._stage.chunks[-1]:
-            del self._begun[number]
 
     def _loss_of(self, batch: MicroBatch) -> Loss:
         if len(self._stage.chunks) > 1:  # each of them runs the forward, which may write to it

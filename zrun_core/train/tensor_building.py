@@ -15,7 +15,7 @@ from zrun_core.spine.sections.parallel import ParallelConfig
 from zrun_core.tensor_parallel.divide import Divided, divide, spans
 from zrun_core.tensor_parallel.fake_check import check_on_fakes
 from zrun_core.tensor_parallel.plan import TensorPlan, plan_model
-from zrun_core.tensor_parallel.sequence import lengths_checked
+from zrun_core.tensor_parallel.sequence import lengths_checked, order_checked
 from zrun_core.tensor_parallel.tensor_comm import TensorComm
 from zrun_core.train.stage_building import StageParts
 from zrun_core.zero.auto_wrap import repeated_blocks
@@ -63,7 +63,8 @@ def plan_tensors(
         return None, []
     blocks = [name for name, _ in repeated_blocks(model)] if parallel.sequence else []
     first = [span[0] for span in spans([blocks])]  # in front of which sequences are whole
-    with lengths_checked(model, first, parallel.tp):
+    spanned = next(iter(spans([blocks])), [])
+    with lengths_checked(model, first, parallel.tp), order_checked(model, spanned):
         checked = check_on_fakes(model, plan, forward, dtype, device, blocks)
     return checked.plan, [checked.note] if checked.note else []
 

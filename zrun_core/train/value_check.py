@@ -20,7 +20,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -47,9 +47,10 @@ from zrun_core.zero.precision import Precision
 
 KEY = "guards.check_values"
 _MOST_BYTES = 0.5  # of the memory that is free: more of it than this, and nothing is compared
-# Relative differences that rounding in another order may make.
-_ROUNDING = {torch.float32: 1e-4, torch.float64: 1e-8}
-_ROUNDING_OF_HALVES = 5e-2
+# Relative differences that rounding in another order may make, in fp32; and what halves may differ
+# by, as many times what the format makes of the whole model's forward, and more.
+_ROUNDING = 1e-4
+_TIMES_FORMAT, _MORE_IN_HALVES = 3.0, 2e-3
 
 
 class Seen(NamedTuple):
@@ -60,12 +61,14 @@ class Seen(NamedTuple):
         numel: elements.
         norm: 2-norm.
         projection: product with fixed numbers.
+        allowed: of its norm, what slices may differ by; of the whole model only.
     """
 
     name: str
     numel: int
     norm: float
     projection: float
+    allowed: float = _ROUNDING
 
 
 class Watch:
@@ -98,11 +101,13 @@ class WholeForward:
 
     Attributes:
         loss: of the micro-batch; None: it was not computed.
+        allowed: relative difference of the loss that rounding may make.
         nodes: by the number of the call.
         why_not: why it was not computed, in words for the user; "" if it was.
     """
 
     loss: float | None = None
+    allowed: float = _ROUNDING
     nodes: Mapping[int, Seen] = field(default_factory=dict)
     why_not: str = ""
 
@@ -156,27 +161,51 @@ class ValueCheck:
             return
         try:
             with _with_values(built, self._precision.compute, device):
-                first, nodes = self._forward(built.module, device)
-                again, _ = self._forward(built.module, device)
+                first, nodes = self._forward(built.module, device, self._precision)
+                again, _ = self._forward(built.module, device, self._precision)
+            allowed, nodes = self._with_rounding(built, device, first, nodes)
         except (ZrunError, RuntimeError, TypeError, ValueError, MemoryError) as error:
             reason = str(error).partition("\n")[0] or type(error).__name__
             self.whole = WholeForward(why_not=f"on one rank its forward fails: {reason}")
             return
-        if math.isfinite(first) and not math.isclose(first, again, rel_tol=self._rounding / 10):
+        if math.isfinite(first) and not math.isclose(first, again, rel_tol=_ROUNDING / 10):
             why_not = "its loss differs from one forward to the next with the same random numbers"
             self.whole = WholeForward(why_not=why_not)
             return
-        self.whole = WholeForward(first, nodes)
+        self.whole = WholeForward(first, allowed, nodes)
         if accelerator.is_accelerator(device):
             accelerator.empty_cache()  # the shards need it
 
-    def _forward(self, model: nn.Module, device: torch.device) -> tuple[float, dict[int, Seen]]:
+    def _with_rounding(
+        self, built: Built, device: torch.device, loss: float, nodes: Mapping[int, Seen]
+    ) -> tuple[float, dict[int, Seen]]:
+        """Return by how much the loss and each node may differ, by a forward in fp32.
+
+        Stages of a pipeline compute with whole layers: no bit of theirs differs.
+        """
+        if self._precision.compute == torch.float32 or self._mesh.tensor.size == 1:
+            return _ROUNDING, dict(nodes)
+        wide = replace(self._precision, compute=torch.float32)
+        with _with_values(built, wide.compute, device):
+            in_fp32, nodes_in_fp32 = self._forward(built.module, device, wide)
+        found = {}
+        for number, seen in nodes.items():
+            apart = 0.0
+            if number in nodes_in_fp32:
+                apart = _apart(nodes_in_fp32[number], [seen])
+            found[number] = seen._replace(allowed=_TIMES_FORMAT * apart + _MORE_IN_HALVES)
+        of_loss = abs(loss - in_fp32) / max(abs(in_fp32), 1e-6)
+        return _TIMES_FORMAT * of_loss + _MORE_IN_HALVES, found
+
+    def _forward(
+        self, model: nn.Module, device: torch.device, precision: Precision
+    ) -> tuple[float, dict[int, Seen]]:
         watch = Watch()
         draws = self._streams.forwards
         with ExitStack() as stack:
             for context in self._contexts(model):
                 stack.enter_context(context)
-            stack.enter_context(self._precision.autocast(device))
+            stack.enter_context(precision.autocast(device))
             stack.enter_context(installed_nodes(model, repeated_blocks(model)))
             stack.enter_context(draws.of_micro(0, 0))
             stack.enter_context(walking(DrawingWalk(draws, watch)))
@@ -218,20 +247,22 @@ class ValueCheck:
         """
         comm = runner.comm
         told = comm.all_gather_bytes(
-            json.dumps([self.whole.why_not, self.whole.loss, self.whole.nodes]).encode(),
+            json.dumps(
+                [self.whole.loss, self.whole.allowed, self.whole.nodes, self.whole.why_not]
+            ).encode(),
             self._mesh.world,
             name="whole model",
         )
-        why_not, whole_loss, whole_nodes = json.loads(told[0])
+        whole_loss, allowed, whole_nodes, why_not = json.loads(told[0])
         if why_not:
-            return [_not_compared(why_not)]
+            return [not_compared(why_not)]
         watch = Watch()
         with ExitStack() as stack:
             for context in self._contexts(model):
                 stack.enter_context(context)
             has_drawn = stack.enter_context(_drawing_in(regions))
             loss = runner.trial(lambda: self._loss_of(model), watch)
-        own = [
+        seen = [
             None if loss is None else float(loss),
             watch.read(),
             self._mesh.data.index,
@@ -242,30 +273,27 @@ class ValueCheck:
         everyone = [
             json.loads(each)
             for each in comm.all_gather_bytes(
-                json.dumps(own).encode(), self._mesh.world, name="divided model"
+                json.dumps(seen).encode(), self._mesh.world, name="divided model"
             )
         ]
         if any(drawn for *_, drawn, _ in everyone):
-            return [_not_compared("ranks draw their own random numbers inside of its layers")]
+            return [not_compared("ranks draw their own random numbers inside of its layers")]
         same = [each for each in everyone if each[2] == 0]  # they compute the batch of rank 0
         if len({read for *_, read in same}) > 1:
-            return [_not_compared("ranks have read different batches")]  # the first step names them
+            return [not_compared("ranks have read different batches")]  # the first step names them
         found = _Found.of(same)
         whole = {int(number): Seen(*seen) for number, seen in whole_nodes.items()}
-        self._judge(whole, whole_loss, found)
+        self._judge(whole, whole_loss, allowed, found)
         return []
 
-    @property
-    def _rounding(self) -> float:
-        """Relative difference that is none yet."""
-        return _ROUNDING.get(self._precision.compute, _ROUNDING_OF_HALVES)
-
-    def _judge(self, whole: Mapping[int, Seen], whole_loss: float, found: _Found) -> None:
+    def _judge(
+        self, whole: Mapping[int, Seen], whole_loss: float, allowed: float, found: _Found
+    ) -> None:
         """Raise the first difference, in the order of the calls."""
-        axes, room = self._axes, self._rounding
+        axes = self._axes
         for number, expected in sorted(whole.items()):
             apart = _apart(expected, found.nodes.get(number, ()))
-            if apart > room:
+            if apart > expected.allowed:
                 raise JobError(
                     f"{axes}: {expected.name} computes something else than in the whole model: of "
                     f"what it returns for the first micro-batch, {apart:.2g} of its norm differs; "
@@ -274,7 +302,7 @@ class ValueCheck:
         if found.loss is None or not math.isfinite(whole_loss):
             return
         apart = abs(found.loss - whole_loss) / max(abs(whole_loss), 1e-6)
-        if apart > room:
+        if apart > allowed:
             raise JobError(
                 f"{axes}: the loss of the first micro-batch is {found.loss:.6g}, and that of the "
                 f"whole model {whole_loss:.6g}, though its blocks return the same: what your "
@@ -339,7 +367,8 @@ def _apart(expected: Seen, found: Sequence[Seen]) -> float:
     return 0.0
 
 
-def _not_compared(why: str) -> str:
+def not_compared(why: str) -> str:
+    """Return the note of a run whose model is not compared."""
     return f"not compared before training with what the whole model computes: {why}"
 
 

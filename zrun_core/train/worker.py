@@ -69,7 +69,7 @@ from zrun_core.train.rank_phase import RankPhase
 from zrun_core.train.stage_building import StageParts, build_stage
 from zrun_core.train.tensor_building import divide_model, input_partition, plan_tensors
 from zrun_core.train.trainer import Trainer, UserFunctions
-from zrun_core.train.value_check import ValueCheck
+from zrun_core.train.value_check import ValueCheck, not_compared
 from zrun_core.user_code import user
 from zrun_core.user_code.build import Built, build_once_per_host
 from zrun_core.user_code.loss import compute_loss
@@ -225,7 +225,7 @@ class Worker:
         plan_notes: list[str] = []
         data = None
         parts = None
-        check = None
+        check: ValueCheck | str | None = None
         if mesh.data.size < mesh.world.size:  # ranks have parts of the model
             self.phase.enter("data")
             data = self._open_data(mesh, device)
@@ -447,20 +447,32 @@ class Worker:
         batch: MicroBatch,
         settings: ShardingConfig,
         mesh: Mesh,
-    ) -> ValueCheck | None:
-        """Run the forward of the whole model, to compare with; None: the job does not.
-
-        Nor can it where values come from files, slice by slice; and blocks that are compiled would
-        be compiled for it too.
-        """
-        job = self.spec.job
-        is_loaded = self.spec.resume is not None or job.init_from is not None
-        if not job.guards.check_values or is_loaded or job.init == "meta" or job.compile:
-            return None
+    ) -> ValueCheck | str:
+        """Run the forward of the whole model, to compare with; or return why it is not."""
+        why_not = self._why_not_compared()
+        if why_not:
+            return why_not
         check = ValueCheck(batch, data.functions.loss, settings.precision, data.streams, mesh)
         device = torch.device(self.spec.plan.ranks[self.rank].device)
         check.run_whole(built, device, self._free_bytes(device))
         return check
+
+    def _why_not_compared(self) -> str:
+        """Return why the whole model's forward is not run; "" if it is.
+
+        It cannot be where values come from files, slice by slice; and blocks that are compiled
+        would be compiled for it too.
+        """
+        job = self.spec.job
+        if not job.guards.check_values:
+            return "guards.check_values is false"
+        if self.spec.resume is not None:
+            return "the values are those of a checkpoint"
+        if job.init_from is not None:
+            return "the values are those of init_from"
+        if job.init == "meta":
+            return "init: meta never makes it whole"
+        return "compile: true" if job.compile else ""
 
     def _free_bytes(self, device: torch.device) -> int:
         """Return how many bytes of the device a trial may take."""
@@ -599,11 +611,19 @@ class Worker:
 
 
 def _end_value_check(
-    check: ValueCheck | None, trainer: Trainer, divided: Divided | None
+    check: ValueCheck | str | None, trainer: Trainer, divided: Divided | None
 ) -> list[str]:
-    """Compare what this rank's part of the model computes; return notes for the user."""
+    """Compare what this rank's part of the model computes; return notes for the user.
+
+    Args:
+        check: or why there is none; None: this rank has all of the model.
+        trainer: of the model.
+        divided: the slices of its layers that this rank has; None: it has all.
+    """
     if check is None:
         return []
+    if isinstance(check, str):
+        return [not_compared(check)]
     regions = None if divided is None else divided.regions
     return check.compare(trainer.micro_batches, trainer.module, regions)
 

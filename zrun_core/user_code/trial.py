@@ -1,4 +1,4 @@
-"""Forwards of the user's code that are no part of training, and leave nothing behind."""
+"""What forwards of the user's code change of attributes: put back, or kept for each micro-batch."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from typing import Any
 from torch import nn
 
 _CONTAINERS = (list, dict, set, deque)
+_PLAIN = (bool, int, float, str, bytes)
+_ABSENT: tuple[Any, Any] = (object(), None)  # of an attribute that is not there
 # By owner and name: the value, and a copy of it if it is a container.
 AttributesCopy = list[dict[str, tuple[Any, Any]]]
 _OF_MODULES = frozenset(vars(nn.Module())) - {"training"}  # parameters, buffers, hooks, modules
@@ -53,6 +55,28 @@ class Attributes:
         """Return what they are now."""
         return [_attributes(owner) for owner in self._owners]
 
+    def changed(self, before: AttributesCopy) -> AttributesCopy:
+        """Return those that are others than at a `copy`, as they are now."""
+        found: AttributesCopy = []
+        for owner, was in zip(self._owners, before, strict=True):
+            now = _attributes(owner)
+            own = {key: now.get(key, _ABSENT) for key in now.keys() | was.keys()}
+            found.append(
+                {key: each for key, each in own.items() if not _is_same(each, was.get(key))}
+            )
+        return found
+
+    def put_back_only(self, values: AttributesCopy) -> None:
+        """Give some their values, as `changed` or `as_in` returned them."""
+        for owner, attributes in zip(self._owners, values, strict=True):
+            for key, (value, content) in attributes.items():
+                if value is _ABSENT[0]:
+                    owner.pop(key, None)
+                    continue
+                owner[key] = value
+                if content is not None:
+                    _refill(value, content)
+
     def put_back(self, values: AttributesCopy) -> None:
         """Make them what they were at a `copy`."""
         for owner, attributes in zip(self._owners, values, strict=True):
@@ -62,6 +86,39 @@ class Attributes:
                 owner[key] = value
                 if content is not None:
                     _refill(value, content)
+
+
+def as_in(values: AttributesCopy, keys: AttributesCopy) -> AttributesCopy:
+    """Return of `values` those attributes that `keys` has."""
+    return [
+        {key: was.get(key, _ABSENT) for key in wanted}
+        for was, wanted in zip(values, keys, strict=True)
+    ]
+
+
+def joined(first: AttributesCopy, second: AttributesCopy) -> AttributesCopy:
+    """Return the attributes of both; those of `second` count."""
+    return [one | other for one, other in zip(first, second, strict=True)]
+
+
+def _is_same(now: tuple[Any, Any], was: tuple[Any, Any] | None) -> bool:
+    if was is None:
+        return False
+    value, content = now
+    if value is not was[0]:
+        is_plain = type(value) is type(was[0]) and isinstance(value, _PLAIN)
+        return is_plain and bool(value == was[0])
+    if content is None:
+        return True
+    return len(content) == len(was[1]) and all(
+        each is other for each, other in zip(_items(content), _items(was[1]), strict=True)
+    )
+
+
+def _items(container: Any) -> list[Any]:
+    if isinstance(container, dict):
+        return [item for pair in container.items() for item in pair]
+    return list(container)
 
 
 def _attributes(owner: dict[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -189,14 +189,18 @@ class ShardedModel:
             accumulate,
         )
 
-    def use_slices(self) -> SlicedPasses:
+    def use_slices(self, loss: object = None) -> SlicedPasses:
         """Let the micro-batches of a step go through the model slice by slice.
+
+        Args:
+            loss: the user's loss function, which may have attributes.
 
         Raises:
             JobError: the model has no repeated blocks.
         """
         return SlicedPasses(
             self.module,
+            loss,
             self.gatherer,
             self.reducer,
             lambda: self.settings.precision.autocast(self.comm.device),

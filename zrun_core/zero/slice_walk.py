@@ -29,6 +29,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from zrun_core.distributed.rng import TurnStream
 from zrun_core.errors import JobError
+from zrun_core.user_code.turns import OwnAttributes
 from zrun_core.zero.micro_pass import MicroPass
 from zrun_core.zero.module_hooks import tensors_in
 from zrun_core.zero.parked_call import ParkedCall
@@ -89,6 +90,7 @@ class Walk:
         self.call = ParkedCall(functools.partial(self._forward, call), f"micro-batch {number}")
         self.slices = slices
         self._stream = TurnStream(slices.device)
+        self._attributes = OwnAttributes(slices.turns)
         self._starts: list[int] = []  # of slices that it went through: number of the next node
         self._started: list[int] = []  # these slices
         self._cuts: list[_Cut] = []
@@ -104,7 +106,7 @@ class Walk:
 
     def go_on(self) -> None:
         """Run its forward to the next border, or to the end."""
-        with self._stream.turn():
+        with self._stream.turn(), self._attributes.turn():
             self.call.go_on()
 
     def cross(self, block: nn.Module, inputs: Any) -> Any:

@@ -20,6 +20,8 @@ from torch import nn
 from zrun_core.errors import JobError
 from zrun_core.hardware import accelerator
 from zrun_core.pipeline.actions import Action, ActionKind
+from zrun_core.user_code.trial import Attributes
+from zrun_core.user_code.turns import Turns
 from zrun_core.zero.auto_wrap import repeated_blocks
 from zrun_core.zero.gather import Gatherer
 from zrun_core.zero.micro_pass import MicroPass, PassKind
@@ -36,18 +38,28 @@ class SlicedPasses:
         num_slices: of the model.
         forward_context: returns the context of a forward.
         device: of this rank.
+        turns: attributes that forwards write while others come between.
         is_lost: the step's gradients are made of zeros: see `drop`.
     """
 
     def __init__(
         self,
         module: nn.Module,
+        loss: object,
         gatherer: Gatherer,
         reducer: Reducer,
         forward_context: Callable[[], AbstractContextManager[object]],
         device: torch.device,
     ) -> None:
         """Register a hook on each block of `module`, before those of its units.
+
+        Args:
+            module: the model.
+            loss: the user's loss function, which may have attributes.
+            gatherer: of its units.
+            reducer: of their gradients.
+            forward_context: as above.
+            device: as above.
 
         Raises:
             JobError: it has no repeated blocks.
@@ -62,6 +74,7 @@ class SlicedPasses:
         self.num_slices = 1 + len(self._names)
         self.forward_context = forward_context
         self.device = device
+        self.turns = Turns(Attributes(module.modules(), loss), KEY, INSTEAD)
         self._gatherer = gatherer
         self._reducer = reducer
         self._order: dict[int, int] = {}  # by identity of a block, its slice: as first called
@@ -121,6 +134,7 @@ class SlicedPasses:
             self._abandon()
             raise
         self._walks = []
+        self.turns.end_step()
         self._gatherer.end_pass()
 
     def forward(self, action: Action) -> None:

@@ -1,0 +1,93 @@
+"""Attributes of a model while forwards of several micro-batches take turns.
+
+What a forward writes to an attribute is its own until it ends: noise that it adds in front of the
+blocks, and that its loss reads, is not that of the micro-batch which came between.
+
+    micro-batch 0   self.noise = a  |                    |  loss reads a
+    micro-batch 1                   |  self.noise = b    |                  |  loss reads b
+
+A counter goes from one micro-batch to the next in the part of the forward that counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from zrun_core.errors import JobError
+from zrun_core.user_code.trial import Attributes, AttributesCopy, as_in, joined
+
+
+class Turns:
+    """The attributes that are looked at: all in the first step, then those that it has changed."""
+
+    def __init__(self, attributes: Attributes, key: str, instead: str) -> None:
+        """
+        Args:
+            attributes: of the model, and of its loss.
+            key: of the job, for messages.
+            instead: what the user can write.
+        """
+        self.attributes = attributes
+        self.key = key
+        self.instead = instead
+        self.has_changed = False  # something, in a turn of the first step
+        self._is_first_step = True
+
+    @property
+    def are_watched(self) -> bool:
+        """False if no forward of the first step has changed any."""
+        return self._is_first_step or self.has_changed
+
+    def end_step(self) -> None:
+        """Know from now on whether forwards change any."""
+        self._is_first_step = False
+
+
+class OwnAttributes:
+    """What the forward of one micro-batch has written so far."""
+
+    def __init__(self, turns: Turns) -> None:
+        self._turns = turns
+        self._own: AttributesCopy | None = None  # None: nothing, before its first turn
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Go on with the forward inside.
+
+        Raises:
+            JobError: it changes a number again that it has changed in an earlier turn, so that the
+                next micro-batch has begun with another.
+        """
+        if not self._turns.are_watched:
+            yield
+            return
+        attributes = self._turns.attributes
+        others = attributes.copy()
+        if self._own is not None:
+            attributes.put_back_only(self._own)
+        begun = attributes.copy()
+        yield
+        changed = attributes.changed(begun)
+        if self._own is None:
+            self._own = changed
+        else:
+            self._refuse_numbers(self._own, changed)
+            mine = joined(self._own, changed)
+            kept = [
+                {key: each for key, each in own.items() if key not in now}
+                for own, now in zip(self._own, changed, strict=True)
+            ]
+            attributes.put_back_only(as_in(others, kept))
+            self._own = mine
+        self._turns.has_changed |= any(changed)
+
+    def _refuse_numbers(self, own: AttributesCopy, changed: AttributesCopy) -> None:
+        for mine, now in zip(own, changed, strict=True):
+            for name, (value, _) in now.items():
+                if name in mine and isinstance(value, int | float):
+                    raise JobError(
+                        f"{self._turns.key}: forward changes the number `{name}` of a module "
+                        "before and after a border, where other micro-batches come between: count "
+                        f"in one place, or {self._turns.instead}"
+                    )

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from zrun_core.library.saving import finish as finish
     from zrun_core.library.saving import load as load
     from zrun_core.library.saving import save as save
+    from zrun_core.library.verifying import Verified as Verified
+    from zrun_core.library.verifying import verify as verify
 
 _HOMES = {
     "init": "library.run",
@@ -39,6 +41,8 @@ _HOMES = {
     "finish": "library.saving",
     "load": "library.saving",
     "Loaded": "library.saving",
+    "verify": "library.verifying",
+    "Verified": "library.verifying",
     "ZrunError": "errors",
 }
 
@@ -47,6 +51,7 @@ __all__ = [
     "Loaded",
     "Optimizer",
     "Run",
+    "Verified",
     "ZrunError",
     "evaluation",
     "finish",
@@ -57,6 +62,7 @@ __all__ = [
     "optimizer",
     "save",
     "shard",
+    "verify",
 ]
 
 

@@ -118,6 +118,12 @@ class DivergedError(ZrunError):
     exit_code = ExitCode.DIVERGED
 
 
+class DiffersError(ZrunError):
+    """A model trains something else than a plain one."""
+
+    exit_code = ExitCode.DIFFERS
+
+
 class OutOfMemoryError(ZrunError):
     """A rank ran out of memory."""
 

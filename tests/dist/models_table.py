@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # zrun without installing it
 
+import torch
 from fuzzed_models import idioms_of
 from pool import RankPool
 from test_tensor_parallel import small
@@ -145,6 +146,7 @@ def main() -> None:
     parser.add_argument("last", type=int)
     parser.add_argument("--layouts", nargs="*", default=list(LAYOUTS))
     arguments = parser.parse_args()
+    torch.set_num_threads(1)  # as the ranks do
     folder = Path(tempfile.mkdtemp(prefix="models-"))
     pools = {size: RankPool(size) for size in (1, 2)}
     kinds: dict[str, Counter[str]] = {layout: Counter() for layout in arguments.layouts}

@@ -25,6 +25,7 @@ FOUND = [
     (59, "layer-major, offload"),  # an order of samples
     (17, "tp"),  # in bf16, a maximum over features was within what was allowed
     (21, "tp"),  # a hook saw the slice of a gradient
+    (66, "tp"),  # a hook on a weight was lost
     (42, "sequence"),  # blocks in another order than that of registration
 ]
 

@@ -217,6 +217,12 @@ def _replace_params(
 
 def _check_hooks(name: str, param: nn.Parameter, part: TensorPart) -> None:
     """Give the hooks of a parameter a gradient that is drawn, whole and this rank's part of it."""
+    if param._post_accumulate_grad_hooks:
+        raise JobError(
+            f"parallel.tp: {name} has a hook that runs once its gradient is there, and each rank "
+            "has a slice of it: use Tensor.register_hook, write `whole` for this module in "
+            "parallel.plan, or tp: 1"
+        )
     generator = torch.Generator().manual_seed(0)
     for hook in (param._backward_hooks or {}).values():
         grad = torch.randn(part.shape, generator=generator)
@@ -270,6 +276,7 @@ def _local(param: nn.Parameter, part: TensorPart) -> nn.Parameter:
         hollow.untyped_storage().resize_(0)
     local = nn.Parameter(hollow, requires_grad=param.requires_grad)
     vars(local).update(vars(param))
+    local._backward_hooks = param._backward_hooks  # torch keeps them beside `vars`
     return local
 
 

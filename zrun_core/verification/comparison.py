@@ -130,6 +130,8 @@ class _RunComparison:
         self.spec = RunSpec.read(run_dir / "spec.json")
         self._ranks = self.spec.plan.world_size
         self._device = torch.device(device or self.spec.plan.ranks[0].device)
+        # Of a CPU: sums have the bits of the ranks then.
+        torch.set_num_threads(self.spec.plan.ranks[0].threads)
         self._dtype = DTYPES[self.spec.job.precision.compute]
         job_dir = Path(self.spec.job_dir)
         user.add_to_path(job_dir)

@@ -54,11 +54,19 @@ RIGHT: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
     "lars": ({"optim": {"name": "lars", "lr": 1e-2, "weight_decay": 0.1}, "zero": 1}, TWO),
     "lion, bf16 moments": ({"optim": {"name": "lion", "lr": 1e-3, "moments": "bf16"}}, TWO),
     "sgd, cosine": ({"optim": {"name": "sgd", "lr": 0.1, "args": {"momentum": 0.9}}}, TWO),
+    "writes to its batch, counts": (
+        {
+            "model": {"call": "test_trials.py:Writer", "args": {"writes": "inputs"}},
+            "loss": "test_trials.py:Weighted",
+        },
+        TWO,
+    ),
     "server": ({"sync": "server", "zero": 0}, TWO),
 }
 
 
 @pytest.mark.parametrize("name", RIGHT)
+@pytest.mark.sample(2)
 def test_what_is_right_agrees(ranks, tmp_path: Path, name: str) -> None:
     keys, dims = RIGHT[name]
     verdict = verified(small(**{"optim": ADAMW, **keys}), tmp_path / "run", ranks, **dims)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset, default_collate
 
-from zrun_core.data.batch import to_device
+from zrun_core.data.batch import copied, to_device
 from zrun_core.distributed import rng
 from zrun_core.spine.sections.section import Ref
 from zrun_core.spine.spec import RunSpec
@@ -291,9 +291,8 @@ class PlainLoop:
             param.grad = None
         with replica.drawing(step, micro):
             with self._autocast():
-                total, weight = plain_loss(
-                    replica.module, to_device(batch, self._device), replica.loss_fn, num_samples
-                )
+                own = to_device(copied(batch), self._device)  # forward may write to it
+                total, weight = plain_loss(replica.module, own, replica.loss_fn, num_samples)
             (total * factor).backward()
         grads = {}
         for name, param in replica.params.items():

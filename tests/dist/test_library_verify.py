@@ -27,6 +27,45 @@ class Ranked(Speaker):
         return super().forward(**batch) * self.factor
 
 
+class Talkative(Speaker):
+    """Returns its loss, and by itself what the loss is made of, twice."""
+
+    def forward(self, **batch: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = self.embed(batch["input_ids"])
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(x)
+        flat = logits.flatten(0, 1), batch["labels"].flatten()
+        return {"loss": torch.nn.functional.cross_entropy(*flat), "logits": logits, "again": logits}
+
+
+def scaled() -> tuple[int, str]:
+    """Steps of a model that returns more than its loss, in fp16, of which one is dropped."""
+    run = start()
+    model = zrun_core.shard(Talkative, precision="fp16", zero=2)
+    optimizer = zrun_core.optimizer(model, "adamw", lr=1e-2)
+    scaler = zrun_core.GradScaler(init_scale=128.0)
+    data = Tokens()
+    try:
+        with zrun_core.verify(model, Talkative) as seen:
+            for step in range(3):
+                rows = [data[4 * step + 2 * run.rank + i] for i in range(2)]
+                batch = torch.utils.data.default_collate(rows)
+                scaler.scale(model(**batch)["loss"]).backward()
+                optimizer.zero_grad()
+                outputs = model(**batch)
+                scaler.scale(outputs["loss"] + 0.01 * outputs["logits"].mean()).backward()
+                scaler.step(optimizer)
+                scaler.update()
+    except zrun_core.ZrunError as error:
+        return seen.steps, str(error)
+    return seen.steps, ""
+
+
+def test_outputs_that_are_made_of_each_other_and_a_scaler(ranks) -> None:
+    assert set(ranks(2).run(scaled)) == {(3, "")}
+
+
 def loop(fault: str, **options: Any) -> tuple[int, float, str]:
     """Two steps of two calls each; the steps that agreed, the worst difference, and the error."""
     run = start()

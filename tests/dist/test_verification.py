@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from runs import VOCAB
+from runs import VOCAB, Plain
 from test_pipelines import gpt, small
 from test_value_check import Model
 from torch import nn
@@ -99,6 +99,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], dict[str, int], str, str]] = {
     "norms of shards": (LAMB, TWO, "step 1: the update of ", ""),
     "two ranks read the same": (DP, TWO, "step 1: what was read differs: rank 1", ""),
     "statistics counted twice": ({**SPEAKER, **DP}, TWO, "step 1: the buffer norm.num", ""),
+    "a buffer is not a number": ({**SPEAKER, **DP}, TWO, "step 1: the buffer norm.running_var", ""),
     "half the gradient at a border": (
         {"parallel": {"pp": 2}},
         {},
@@ -143,6 +144,60 @@ def test_a_save_that_is_changed_is_named(ranks, tmp_path: Path) -> None:
     difference = verdict_of(folder, later).difference
     assert difference is not None
     assert (difference.step, difference.what, difference.name) == (2, "save", "tokens.weight")
+
+
+def test_buffers_that_are_lost_are_seen_at_once(ranks, tmp_path: Path) -> None:
+    keys = small(**{**SPEAKER, "zero": 2, "optim": ADAMW, "checkpoint": {"every": 2}})
+    folder, later = tmp_path / "run", tmp_path / "later"
+    ranks(2).run(recorded, keys, str(folder), {"dp": 2})
+    saved = {"folder": f"{folder}/checkpoints", "step": 2}
+    ranks(1).run(recorded, keys, str(later), {"dp": 1}, saved, "statistics are lost")
+    difference = verdict_of(folder, later).difference
+    assert difference is not None
+    assert (difference.step, difference.what, difference.name) == (2, "save", "norm.running_mean")
+
+
+def test_steps_that_are_all_skipped_prove_nothing(ranks, tmp_path: Path) -> None:
+    precision = {"compute": "fp16", "loss_scale": {"init": 2.0**100}}
+    keys = small(precision=precision, guards={"max_nonfinite": 100})
+    assert verified(keys, tmp_path / "run", ranks).why_not.startswith("every step was skipped")
+
+
+class Walked(torch.utils.data.IterableDataset[Any]):
+    """Tokens in an order that is drawn, before the first one is asked for."""
+
+    def __iter__(self) -> Any:
+        tokens = Plain()
+        order = torch.randperm(len(tokens)).tolist()
+        return iter([tokens[index] for index in order])
+
+
+class Several(Plain):
+    """Reads several samples at once, and draws for all of them."""
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        shift = int(torch.randint(VOCAB, ()))
+        samples = [self[index] for index in indices]
+        return [{**s, "input_ids": (s["input_ids"] + shift) % VOCAB} for s in samples]
+
+
+def masked(samples: list[Any]) -> Any:
+    """A batch of which a few tokens are replaced."""
+    batch = torch.utils.data.default_collate(samples)
+    is_masked = torch.rand(batch["input_ids"].shape) < 0.2
+    return {**batch, "input_ids": batch["input_ids"].masked_fill(is_masked, 0)}
+
+
+@pytest.mark.parametrize("data", ["Walked", "Several", "Plain"])
+def test_data_are_read_as_in_training(ranks, tmp_path: Path, data: str) -> None:
+    section = {
+        "call": f"test_verification.py:{data}",
+        "collate": "test_verification.py:masked",
+        "shuffle": data != "Walked",
+        "workers": int(data == "Plain"),
+    }
+    verdict = verified(small(data=section, batch={"global": 8, "micro": 2}), tmp_path, ranks, dp=2)
+    assert verdict.agrees, (verdict.difference and verdict.difference.in_words, verdict.why_not)
 
 
 def test_moments_that_are_lost_are_seen_in_the_next_update(ranks, tmp_path: Path) -> None:

@@ -164,6 +164,20 @@ def no_moments(trainer: Trainer) -> None:
                     moment.zero_()
 
 
+def no_statistics(trainer: Trainer) -> None:
+    buffer = trainer.module.get_buffer("norm.running_mean")
+    buffer.zero_()
+
+
+def not_a_number(trainer: Trainer) -> None:
+    norm = trainer.module.get_submodule("norm")
+
+    def spoil(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        module.get_buffer("running_var").data.fill_(float("nan"))
+
+    norm.register_forward_hook(spoil)
+
+
 def other_draws(trainer: Trainer) -> None:
     trainer.micro_batches._draws.key += 1
 
@@ -195,6 +209,8 @@ FAULTS: dict[str, Callable[[Trainer, int], None]] = {
     ),
     "scaled twice": lambda t, rank: doubled_scale(t),
     "other initial values": lambda t, rank: other_values(t),
+    "statistics are lost": lambda t, rank: no_statistics(t),
+    "a buffer is not a number": lambda t, rank: not_a_number(t),
     "moments are lost": lambda t, rank: no_moments(t),
     "other draws": lambda t, rank: other_draws(t),
     "features in another order": lambda t, rank: swapped_features(t),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from zrun.verification.bisect import Feature, bisect, features_of
+from zrun.verification.bisect import Feature, bisect, features_of, with_slots
 from zrun.verification.shrink import shrunk
 from zrun.verification.trial import check_method, other_layout, trial_of
 from zrun_core.errors import JobError
@@ -130,6 +130,25 @@ def test_features_of_a_job_have_keys_that_turn_them_off() -> None:
         "optim adamw",
     ]
     assert features_of(job(optim={"name": "sgd"})) == []
+
+
+def test_ranks_follow_from_what_is_turned_off() -> None:
+    full = job(slots=8, parallel={"tp": 2, "pp": 2, "dp": 2})
+    assert with_slots(["zero=0"], full) == ["zero=0", "slots=8"]
+    assert with_slots(["parallel.pp=1", "parallel.tp=1"], full)[-1] == "slots=2"
+
+
+def test_what_a_trial_leaves_out_is_told() -> None:
+    trial = trial_of(job(zero={"stage": 3, "shard_group": 4}, steps=None, epochs=2), 6, None, 0)
+    assert [note.partition(":")[0] for note in trial.notes] == [
+        "zero.shard_group 4 is all here",
+        "epochs give way to steps",
+    ]
+    assert (
+        keys_of(trial_of(job(zero={"stage": 3, "shard_group": 2}), 6, None, 0).overrides)["slots"]
+        == "4"
+    )
+    assert not trial_of(job(zero={"stage": 3, "persist_below": "1KiB"}), 6, None, 0).shrinks
 
 
 FEATURES = [Feature(name, (f"{name}=off",)) for name in ("a", "b", "c")]

@@ -45,14 +45,11 @@ def _of_axes(job: JobConfig) -> Iterator[Feature]:
     if parallel.schedule != "1f1b":
         yield Feature(f"parallel.schedule {parallel.schedule}", one_chunk)
     if parallel.pp > 1:
-        ranks = _ranks(job) // parallel.pp
-        yield Feature(f"parallel.pp {parallel.pp}", ("parallel.pp=1", f"slots={ranks}", *one_chunk))
+        yield Feature(f"parallel.pp {parallel.pp}", ("parallel.pp=1", *one_chunk))
     if parallel.tp > 1:
-        ranks = _ranks(job) // parallel.tp
-        yield Feature(f"parallel.tp {parallel.tp}", (f"slots={ranks}", *whole_layers))
+        yield Feature(f"parallel.tp {parallel.tp}", whole_layers)
     if isinstance(parallel.dp, int) and parallel.dp > 1:
-        ranks = _ranks(job) // parallel.dp
-        yield Feature(f"{parallel.dp} data-parallel ranks", ("parallel.dp=1", f"slots={ranks}"))
+        yield Feature(f"{parallel.dp} data-parallel ranks", ("parallel.dp=1",))
 
 
 def _of_updates(job: JobConfig) -> Iterator[Feature]:
@@ -68,9 +65,21 @@ def _of_updates(job: JobConfig) -> Iterator[Feature]:
         yield Feature(f"optim {job.optim.name}", (f"optim={{name: sgd, lr: {job.optim.lr}}}",))
 
 
-def _ranks(job: JobConfig) -> int:
-    assert isinstance(job.slots, int)
-    return job.slots
+def with_slots(keys: Sequence[str], job: JobConfig) -> list[str]:
+    """Return keys with the number of ranks that they leave of a job's.
+
+    Args:
+        keys: that turn features off.
+        job: with its axes as numbers.
+    """
+    parallel = job.parallel
+    sizes = {"tp": parallel.tp, "pp": parallel.pp, "dp": parallel.dp}
+    ranks = 1
+    for axis, size in sizes.items():
+        if f"parallel.{axis}=1" not in keys:
+            assert isinstance(size, int)
+            ranks *= size
+    return [*keys, f"slots={ranks}"]
 
 
 def bisect(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -21,9 +22,9 @@ from zrun.job.environment import worker_environment
 from zrun.job.load import LoadedJob, load_job
 from zrun.launch.launch_request import LaunchRequest
 from zrun.launch.session import launch
-from zrun.system.signals import stoppable
+from zrun.system.signals import stop_signals, stoppable
 from zrun.watch.ui import Ui
-from zrun_core.errors import ExitCode, JobError, ZrunError
+from zrun_core.errors import ExitCode, JobError, StoppedError, ZrunError
 
 WORKER = "zrun_core.verification.worker"
 _SHOWN_LINES = 12  # of a comparison that failed
@@ -100,7 +101,15 @@ class Runner:
             worker=WORKER,
             resume_command="",
         )
-        code = launch(request, None)
+        handlers = {number: signal.getsignal(number) for number in stop_signals()}
+        try:
+            code = launch(request, None)
+        finally:  # it leaves them ignored, as the last one of a process may
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+        if code in (ExitCode.STOPPED, ExitCode.INTERRUPTED, ExitCode.TERMINATED):
+            how = ExitCode.TERMINATED if code == ExitCode.TERMINATED else ExitCode.INTERRUPTED
+            raise StoppedError("stopped while a trial ran", how)
         if code != ExitCode.OK:
             raise TrialFailedError(code)
         return run_dir

@@ -14,6 +14,7 @@ from zrun_core.errors import JobError
 from zrun_core.spine.config import JobConfig
 from zrun_core.spine.sections.parallel import PIPEDREAMS
 
+_LARGEST_GROUP = 2  # ranks of a shard group, of which a trial on CPUs has two
 _MOST_SAMPLES = 2  # of a micro-batch
 
 
@@ -25,11 +26,13 @@ class Trial:
         overrides: of what runs, without those that shrink the model.
         shrinks: those.
         told: what it is, in words.
+        notes: what of the job it leaves out.
     """
 
     overrides: tuple[str, ...]
     shrinks: tuple[str, ...]
     told: str
+    notes: tuple[str, ...] = ()
 
 
 def check_method(job: JobConfig) -> None:
@@ -79,6 +82,9 @@ def trial_of(job: JobConfig, steps: int, slots: int | None, gpus: int) -> Trial:
         replicas = 2
     if slots is None and parallel.dp == 1:
         replicas = 1
+    group = job.zero.shard_group
+    if slots is None and not on_gpus and isinstance(group, int) and group <= _LARGEST_GROUP:
+        replicas = 2 * group  # so that there are copies of it
     ranks = replicas * of_model
     micro, accumulation = _batch(job, replicas)
     name = f"{job.name[:100]}-verify"
@@ -100,8 +106,14 @@ def trial_of(job: JobConfig, steps: int, slots: int | None, gpus: int) -> Trial:
         "log.every": "1",
     }
     overrides = [*_few_steps(job, steps), *(f"{key}={value}" for key, value in keys.items())]
-    if isinstance(job.zero.shard_group, int) and replicas % job.zero.shard_group:
+    notes = []
+    if isinstance(group, int) and replicas % group:
         overrides.append("zero.shard_group=all")
+        notes.append(f"zero.shard_group {group} is all here: give --slots a multiple of it")
+    if job.epochs is not None:
+        notes.append("epochs give way to steps: a short last step is not run")
+    if accumulation == 1:
+        notes.append("each rank has one micro-batch: nothing accumulates")
     smaller = shrunk(job.model.args, tp=parallel.tp, blocks=2 * parallel.pp * parallel.virtual)
     shrinks = [f"model.args.{'.'.join(path)}={value}" for path, value in smaller.items()]
     told = (
@@ -109,7 +121,9 @@ def trial_of(job: JobConfig, steps: int, slots: int | None, gpus: int) -> Trial:
         f"tp {parallel.tp}, dp {replicas}, pp {parallel.pp}, "
         f"{steps} steps of {micro * replicas * accumulation} samples"
     )
-    return Trial(tuple(overrides), tuple(shrinks), told)
+    if job.zero.tile is not None or "persist_below" in job.zero.model_fields_set:
+        shrinks = []  # a smaller model would have no tiles, or all of it would persist
+    return Trial(tuple(overrides), tuple(shrinks), told, tuple(notes))
 
 
 def _few_steps(job: JobConfig, steps: int) -> list[str]:
@@ -165,5 +179,7 @@ def other_layout(job: JobConfig, checkpoint: str) -> tuple[list[str], str]:
         f"slots={ranks}",
     ]
     if ranks == 2:
-        keys.append("batch.micro=1")
+        assert isinstance(job.batch.micro, int)
+        assert isinstance(job.batch.global_, int)
+        keys.append(f"batch.micro={max(1, min(job.batch.micro, job.batch.global_ // 2))}")
     return keys, f"{ranks} {'ranks' if ranks > 1 else 'rank'} at stage {stage}"

@@ -12,16 +12,17 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 from zrun.job.load import load_job
 from zrun.system.output import say
 from zrun.topology.machine import read_machine
-from zrun.verification.bisect import bisect, features_of
+from zrun.verification.bisect import bisect, features_of, with_slots
 from zrun.verification.passes import Found, Runner, TrialFailedError, recorded_until, trial_folder
 from zrun.verification.trial import check_method, other_layout, save_at, trial_of
 from zrun_core.checkpoint.names import step_name
-from zrun_core.errors import ExitCode
+from zrun_core.errors import ExitCode, StoppedError, ZrunError
 
 STEPS = 6
 
@@ -59,7 +60,9 @@ class Verification:
         gpus = len(read_machine().devices)
         self._steps = min(request.steps, self._job.steps or request.steps)
         self._trial = trial_of(self._job, self._steps, request.slots, gpus)
-        self._shrinks = () if request.whole else self._trial.shrinks
+        # Weights of a file fit the model as it is.
+        stays = request.whole or self._job.init_from is not None
+        self._shrinks = () if stays else self._trial.shrinks
         self._results: dict[str, Found] = {}
 
     def run(self) -> int:
@@ -111,8 +114,7 @@ class Verification:
             keys: on top of the trial's.
             save: the step after which it saves; None: it does not.
         """
-        folder = folder / name.replace(" ", "-")
-        folder.mkdir()
+        folder = Path(mkdtemp(prefix=f"{name.replace(' ', '-')}-", dir=folder))
         runner = self._runner(folder)
         run_dirs = [runner.train([*keys, *save_at(save)] if save else keys)]
         # Data may have ended before, or there: then nothing goes on.
@@ -139,9 +141,19 @@ class Verification:
             keys = ("precision=fp32",)
 
         def agrees(off: Sequence[str]) -> bool:
-            return runner.compare([runner.train([*keys, *off])]).agrees
+            """A trial that cannot run without a feature proves nothing."""
+            try:
+                run_dir = runner.train([*keys, *with_slots(off, job)])
+                return runner.compare([run_dir]).agrees
+            except StoppedError:
+                raise
+            except ZrunError:
+                return False
 
-        return bisect(list(features_of(runner.load(keys).config)), agrees, self._say_trial)
+        job = runner.load(keys).config
+        if agrees(()):
+            return "it differs only where it goes on from a save, in another layout"
+        return bisect(features_of(job), agrees, self._say_trial)
 
     def _say_trial(self, text: str) -> None:
         self._say(f"  {text}")
@@ -157,6 +169,7 @@ class Verification:
             print(json.dumps(answer, indent=1))
             return
         notes = {note for each in self._results.values() for note in each.fields["notes"]}
+        notes |= set(self._trial.notes)
         for note in sorted(notes):
             print(f"note: {note}")
         if found.agrees:

@@ -79,12 +79,15 @@ class _Call:
             self._begun = self._state.copy()
             with self._state.watched(self._begun):
                 return self._forward(*args, **kwargs)
+        made: dict[int, torch.Tensor] = {}  # one that is given twice stays one
+
+        def own(tensor: torch.Tensor) -> torch.Tensor:
+            if id(tensor) not in made:
+                made[id(tensor)] = tensor.detach().requires_grad_(tensor.requires_grad)
+            return made[id(tensor)]
+
         with self._state.as_of(self._begun):
-            return self._forward(*map_tensors(_own, args), **map_tensors(_own, kwargs))
-
-
-def _own(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().requires_grad_(tensor.requires_grad)
+            return self._forward(*map_tensors(own, args), **map_tensors(own, kwargs))
 
 
 class _Begun:
@@ -119,7 +122,9 @@ class BlockState:
 
     def copy(self) -> _Begun:
         """Return what it is now."""
-        attributes = self._attributes.copy() if self._keeps_attributes else None
+        attributes = None
+        if self._keeps_attributes:
+            attributes = [_without_graphs(own) for own in self._attributes.copy()]
         buffers = {}
         for place in self._written:
             buffer = self._buffer(place)
@@ -146,19 +151,20 @@ class BlockState:
         # Versions do not count what native code writes, as of running statistics.
         for place, before in begun.buffers.items():
             now = self._buffer(place)
-            has_values = (
-                type(now) is torch.Tensor and not now.is_meta
-            )  # not where memory is planned
-            if now is not None and has_values and not torch.equal(now, before):
+            if type(now) is not torch.Tensor or now.is_meta:
+                continue  # it has no values, as where memory is planned
+            if not torch.equal(now, before):
                 changed.add(place)
         for place in changed - self._written:
+            if self._version(place)[0] != versions[place][0]:
+                continue  # made anew, as a table that grows: not written to
             key = self._places[place][1]
             raise JobError(
                 f"activations.checkpoint: a recomputed block writes to its buffer {key}, which is "
                 f"larger than {format_size(_LARGEST)}, and would write twice: leave it as it is in "
                 "forward, or write checkpoint: none"
             )
-        self._written = changed
+        self._written &= changed
 
     def _version(self, place: int) -> tuple[int, int]:
         buffer = self._buffer(place)
@@ -189,6 +195,23 @@ class BlockState:
     def _set(self, place: int, buffer: torch.Tensor | None) -> None:
         module, key = self._places[place]
         module._buffers[key] = buffer
+
+
+def _without_graphs(attributes: dict[str, tuple[Any, Any]]) -> dict[str, tuple[Any, Any]]:
+    """Return attributes whose tensors hold no graph: that of one call would hold the one before."""
+
+    def leaf(value: Any) -> Any:
+        has_graph = isinstance(value, torch.Tensor) and value.grad_fn is not None
+        return value.detach() if has_graph else value
+
+    found = {}
+    for key, (value, content) in attributes.items():
+        if isinstance(content, dict):
+            content = {name: leaf(item) for name, item in content.items()}
+        elif content is not None:
+            content = type(content)(map(leaf, content))
+        found[key] = leaf(value), content
+    return found
 
 
 def _numbers() -> tuple[Any, Any]:

@@ -43,7 +43,7 @@ class Batches(Dataset[Any]):
         return collated(samples, [place.number for place in places], "index", self._collate)
 
     def _read(self, places: list[SamplePosition]) -> Any:
-        if _reads_several(self._dataset):  # at once, by its own means
+        if reads_several(self._dataset):  # at once, by its own means
             self._place(places[0])
             numbers = [place.number for place in places]
             with _telling(f"at one of the indices {in_words(numbers)}"):
@@ -59,7 +59,7 @@ class Batches(Dataset[Any]):
         rng.seed(rng.mix(self._seed, place.position))
 
 
-def _reads_several(dataset: Any) -> bool:
+def reads_several(dataset: Any) -> bool:
     """Return whether a dataset has `__getitems__`; of torch's Subset, what it is a part of."""
     while type(dataset) is Subset:
         dataset = dataset.dataset

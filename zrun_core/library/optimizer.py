@@ -57,6 +57,10 @@ class Optimizer(torch.optim.Optimizer):
         skipped: 0-d bool, whether the last step left the parameters as they were.
     """
 
+    # Called after each step, and after gradients were dropped, by whoever compares them.
+    after_step: Callable[[], None] | None = None
+    after_drop: Callable[[], None] | None = None
+
     _zrun_owned = True
     _step_supports_amp_scaling = True  # so that torch's GradScaler calls step(), which refuses it
 
@@ -94,6 +98,8 @@ class Optimizer(torch.optim.Optimizer):
         """Drop the gradients of backward calls that no step has used."""
         self._handle.loop.drop_gradients()
         self._handle.sharded.begin_step()
+        if self.after_drop is not None:
+            self.after_drop()
 
     def step(
         self,
@@ -182,6 +188,8 @@ class Optimizer(torch.optim.Optimizer):
         finally:
             sharded.begin_step()
             handle.loop.end_step()
+        if self.after_step is not None:
+            self.after_step()
         # Only now are all ranks between two steps, where a save can be moved on.
         if self._consensus is not None:
             number, consensus = self._consensus

@@ -24,6 +24,7 @@ from zrun_core.data.batch import map_tensors
 from zrun_core.distributed import rng
 from zrun_core.errors import DiffersError, JobError
 from zrun_core.library.model import ModelHandle
+from zrun_core.library.optimizer import Optimizer
 from zrun_core.zero.module_hooks import tensors_in
 
 # Relative differences that are rounding: of a gradient's own norm, and of the whole model's.
@@ -78,7 +79,7 @@ class _Verification:
         self._sharded = handle.sharded
         self._comm = handle.sharded.comm
         self._module = module
-        assert handle.optimizer is not None
+        assert isinstance(handle.optimizer, Optimizer)
         self._optimizer = handle.optimizer
         self._plain = plain.to(self._comm.device)
         self._calls: list[_Call] = []
@@ -105,8 +106,10 @@ class _Verification:
             after = self._module.register_forward_hook(self._end)
             stack.callback(before.remove)
             stack.callback(after.remove)
-            ended = self._optimizer.register_step_post_hook(lambda *_: self._load())
-            stack.callback(ended.remove)
+            self._optimizer.after_step = self._load
+            self._optimizer.after_drop = self._drop
+            stack.callback(setattr, self._optimizer, "after_step", None)
+            stack.callback(setattr, self._optimizer, "after_drop", None)
             self._sharded.updates.watcher = self._compare
             try:
                 yield
@@ -118,9 +121,18 @@ class _Verification:
             given = [map_tensors(_kept, each) for each in (args, kwargs)]
             self._calls.append(_Call(given[0], given[1], rng.capture(self._comm.device)))
 
-    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
-        if torch.is_grad_enabled():
-            self._calls[-1].watch(output)
+    def _end(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Hand out views: what flows back within the call, as from loss to logits, is not seen."""
+        if not torch.is_grad_enabled():
+            return output
+        output = map_tensors(lambda t: t.view_as(t) if t.requires_grad else t, output)
+        self._calls[-1].watch(output)
+        return output
+
+    def _drop(self) -> None:
+        """Forget what came back to outputs so far: `zero_grad` has dropped it."""
+        for call in self._calls:
+            call.grads.clear()
 
     def _load(self) -> None:
         """Take the values and buffers of the sharded model."""
@@ -197,6 +209,8 @@ class _Verification:
                 self._cast(dict.fromkeys(params, torch.float32))
             sums = {name: torch.zeros(param.shape) for name, param in params.items()}
             for call in calls:
+                if not call.grads:
+                    continue  # no backward has come to it
                 with rng.kept_position(self._comm.device):
                     tensors_of, numbers = call.position
                     rng.restore(tensors_of, numbers, self._comm.device)
@@ -244,12 +258,14 @@ def verify(model: nn.Module, build: Callable[[], nn.Module]) -> Iterator[Verifie
 
     Raises:
         DiffersError: a gradient is another; all ranks raise it.
-        JobError: `build` returns another model, or the model has no optimizer yet.
+        JobError: `build` returns another model, or the model has no optimizer yet, or tiles.
         UserCodeError: the model is not sharded.
     """
     handle = ModelHandle.of(model, "verify()")
     if handle.optimizer is None:
         raise JobError("verify(): the model has no optimizer yet: call zrun_core.optimizer first")
+    if handle.sharded.settings.tile is not None:
+        raise JobError("verify(): tiles are not compared: leave zero.tile out of shard() for it")
     handle.run._meet("verify()")
     with rng.fork_torch_rng(handle.run.device):
         verification = _Verification(handle, model, build())

@@ -57,6 +57,7 @@ class Outside:
             if buffer is not None
         ]
         self._changing = set(range(len(self._buffers)))  # all of them, until a forward has run
+        self._is_first = True
         self._begun: dict[int, OutsideState] = {}  # by micro-batch
 
     def _copied_buffers(self) -> dict[int, torch.Tensor]:
@@ -72,10 +73,15 @@ class Outside:
         buffers = self._copied_buffers()
         versions = [buffer._version for buffer in self._buffers]
         yield
-        pairs = zip(versions, self._buffers, strict=True)
-        self._changing = {
-            place for place, (version, buffer) in enumerate(pairs) if buffer._version != version
-        }
+        changed = self._changed(versions, buffers)
+        if self._is_first:
+            self._is_first = False
+            self._changing = changed
+        elif not changed <= self._changing:
+            raise JobError(
+                "parallel.schedule: interleaved: a forward changes a buffer of the model that the "
+                "first one has not changed: change it in every forward, or write schedule: 1f1b"
+            )
         after = self._attributes.changed(attributes)
         self._begun[micro] = OutsideState(as_in(attributes, after), after, buffers)
 
@@ -116,10 +122,22 @@ class Outside:
         if is_last:
             del self._begun[micro]
 
+    def _changed(self, versions: Sequence[int], copies: dict[int, torch.Tensor]) -> set[int]:
+        """Return the places of buffers that a forward has changed.
+
+        Versions do not count what native code writes, as of running statistics.
+        """
+        return {
+            place
+            for place, (version, buffer) in enumerate(zip(versions, self._buffers, strict=True))
+            if buffer._version != version
+            or (place in copies and not torch.equal(buffer, copies[place]))
+        }
+
     def _put_back(self, buffers: dict[int, torch.Tensor]) -> None:
         with torch.no_grad():
-            for place in self._changing:
-                self._buffers[place].copy_(buffers[place])
+            for place, values in buffers.items():
+                self._buffers[place].copy_(values)
 
 
 def _refuse_numbers(after: AttributesCopy, changed: AttributesCopy) -> None:

@@ -21,6 +21,7 @@ from torch import nn
 from zrun_core.errors import JobError
 from zrun_core.memory.tensors import TENSOR, TensorPart
 from zrun_core.spine.sections.tensor_roles import Role
+from zrun_core.spine.tracebacks import first_line
 from zrun_core.tensor_parallel.cuts import ALONE
 from zrun_core.tensor_parallel.lone_linears import divide_lone
 from zrun_core.tensor_parallel.plan import TensorPlan
@@ -215,6 +216,12 @@ def _replace_params(
     return whole
 
 
+_OF_HOOKS = (
+    "have it change each element by itself, or write `whole` for this module in parallel.plan, or "
+    "tp: 1"
+)
+
+
 def _check_hooks(name: str, param: nn.Parameter, part: TensorPart) -> None:
     """Give the hooks of a parameter a gradient that is drawn, whole and this rank's part of it."""
     if param._post_accumulate_grad_hooks:
@@ -226,18 +233,27 @@ def _check_hooks(name: str, param: nn.Parameter, part: TensorPart) -> None:
     generator = torch.Generator().manual_seed(0)
     for hook in (param._backward_hooks or {}).values():
         grad = torch.randn(part.shape, generator=generator)
-        of_whole = hook(grad.clone())
-        of_part = hook(_cut(grad, part).clone())
-        if of_whole is None or of_part is None:
-            continue  # it looks on
+        try:
+            of_whole = _made_by(hook, grad.clone())
+            of_part = _made_by(hook, _cut(grad, part).clone())
+        except Exception as error:
+            raise JobError(
+                f"parallel.tp: a hook on {name} fails on a slice of its gradient, and each rank "
+                f"has a slice: {first_line(error)}; {_OF_HOOKS}"
+            ) from error
         expected = _cut(of_whole, part)
         if not torch.allclose(of_part, expected, rtol=1e-4, atol=1e-6):
             raise JobError(
                 f"parallel.tp: a hook on {name} makes something else of a slice of its gradient "
-                "than of the whole, as a norm or a mean of it does, and each rank has a slice: "
-                "have it change each element by itself, or write `whole` for this module in "
-                "parallel.plan, or tp: 1"
+                f"than of the whole, as a norm or a mean of it does, and each rank has a slice: "
+                f"{_OF_HOOKS}"
             )
+
+
+def _made_by(hook: Callable[[torch.Tensor], object], grad: torch.Tensor) -> torch.Tensor:
+    """Return what a hook makes of a gradient, which it may change in place."""
+    made = hook(grad)
+    return made if isinstance(made, torch.Tensor) else grad
 
 
 def _divide_vocabulary(

@@ -42,6 +42,7 @@ from zrun_core.verification.record import (
     BUFFER,
     GRAD,
     VALUE,
+    Range,
     StepNumbers,
     StepRecord,
     merged,
@@ -60,7 +61,8 @@ class Carried:
 
     values: Mapping[str, Tensor]
     optimizer: dict[str, Any]  # its state
-    positions: Sequence[Any]  # of the random numbers of each data-parallel rank
+    buffers: Sequence[Mapping[str, Tensor]]  # of each data-parallel rank
+    positions: Sequence[Any]  # of their random numbers
     updates: int
     scale: LossScale
 
@@ -73,10 +75,10 @@ class LossScale:
     good: int = 0
     bad: int = 0
 
-    def follow(self, skipped: bool, config: LossScaleConfig) -> None:
+    def follow(self, overflows: bool, config: LossScaleConfig) -> None:
         """Follow a step."""
-        self.good = 0 if skipped else self.good + 1
-        self.bad = self.bad + 1 if skipped else 0
+        self.good = 0 if overflows else self.good + 1
+        self.bad = self.bad + 1 if overflows else 0
         if self.bad >= config.hysteresis:
             self.value, self.bad = max(self.value / 2, config.min), 0
         elif self.good >= config.window:
@@ -155,6 +157,7 @@ class _RunComparison:
         self._begin(begin)
         if self._verdict.difference is not None:
             return
+        num_made = 0
         for step in steps[1:]:
             record = read_step(self._run_dir, self._ranks, step)
             if any(numbers.draws_apart for numbers in record.numbers):
@@ -166,6 +169,12 @@ class _RunComparison:
             if self._verdict.difference is not None:
                 return
             self._verdict.steps += 1
+            num_made += not record.numbers[0].skipped
+        if not num_made:
+            raise Unverifiable(
+                "every step was skipped, as where numbers are not finite: give it more --steps, or "
+                "begin with a smaller precision.loss_scale.init"
+            )
 
     # The beginning
 
@@ -176,7 +185,7 @@ class _RunComparison:
             Unverifiable: the model differs from itself.
         """
         parts = split_samples(self._positions(1), self.spec.batch.ranks, self.spec.batch.micro)
-        batch = self._data.batch(parts[0][0])
+        ((batch, _), *_), *_ = self._data.batches(parts)
         results: list[PlainGradient] = []
         values: list[dict[str, Tensor]] = []
         for _ in range(2):
@@ -221,6 +230,8 @@ class _RunComparison:
         for replica in self._loop.replicas:
             replica.use_formats(self._tensors)
         self._values = {name: self._value(begin, name) for name in built}
+        frozen = {name: self._value(begin, name) for name in begin.tensors if name not in built}
+        self._check_frozen(frozen)
         self._verdict.tensors = len(built)
         before = self._carried.get(self._step_before)
         if self.spec.resume is not None and before is not None:
@@ -250,14 +261,68 @@ class _RunComparison:
                         replica.position = before.positions[replica.rank]
                     else:
                         replica.begin_late(self._step_before)
+        self._check_first_buffers(begin, before)
         self._load_buffers(begin)
+
+    def _check_first_buffers(self, begin: StepRecord, before: Carried | None) -> None:
+        """Compare the buffers that each data-parallel rank begins with, or goes on with."""
+        job = self.spec.job
+        what = "start"
+        expected: Sequence[Mapping[str, Tensor]] = [
+            replica.buffers() for replica in self._loop.replicas
+        ]
+        if self.spec.resume is not None:
+            what = "save"
+            expected = () if before is None else before.buffers
+        elif job.init != "factory" or job.init_from is not None:
+            return
+        saved = {name for module in [self._loop.replicas[0].module] for name in module.state_dict()}
+        for name, ranges in begin.ranges[BUFFER].items():
+            for each in ranges:
+                rank = self.spec.plan.ranks[each.rank].dp
+                if rank >= len(expected) or name not in expected[rank] or name not in saved:
+                    continue
+                own = expected[rank][name]
+                if own.shape != each.values.shape or torch.equal(own, each.values):
+                    continue
+                if torch.allclose(own.double(), each.values.double(), rtol=1e-6, equal_nan=True):
+                    continue
+                if self._others_alike(name, ranges, rank, own):
+                    continue
+                like = f"of data-parallel rank {rank}"
+                self._verdict.difference = Difference(self._step_before, what, name, 1.0, 0.0, like)
+                return
+
+    def _others_alike(
+        self, name: str, ranges: Sequence[Range], rank: int, expected: Tensor
+    ) -> bool:
+        """Return whether one of this data-parallel rank's stages has a buffer as it should be."""
+        own = [each for each in ranges if self.spec.plan.ranks[each.rank].dp == rank]
+        return any(torch.equal(each.values, expected) for each in own)
+
+    def _check_frozen(self, frozen: Mapping[str, Tensor]) -> None:
+        """Compare what does not train with what the factory makes, and give it to all models."""
+        job = self.spec.job
+        if job.init == "factory" and job.init_from is None:
+            own = dict(self._loop.replicas[0].module.named_parameters())
+            for name, value in frozen.items():
+                made = own[name].detach().cpu()
+                if not torch.equal(value.to(made.dtype), made):
+                    off = float((value - made.float()).norm() / max(float(made.norm()), 1e-30))
+                    self._verdict.difference = Difference(
+                        self._step_before, "start", name, off, 1e-6, "it does not train"
+                    )
+                    return
+        for loop in self._loops:
+            for replica in loop.replicas:
+                replica.load(frozen)
 
     def _check_begin(self, what: str, expected: Mapping[str, Tensor]) -> None:
         apart: list[Apart] = []
         for name, value in self._values.items():
             size = float(expected[name].norm())
             off = float((value - expected[name]).norm())
-            if off > 1e-6 * size:
+            if not off <= 1e-6 * size:  # also where it is not a number
                 apart.append(Apart(off, 1e-6 * size, size, name))
         if apart:
             self._verdict.difference = max(apart).difference(
@@ -289,10 +354,7 @@ class _RunComparison:
         numbers = record.numbers[0]
         positions = self._positions(step)
         parts = split_samples(positions, self.spec.batch.ranks, self.spec.batch.micro)
-        batches = [
-            [(self._data.batch(own) if own else None, len(own)) for own in of_rank]
-            for of_rank in parts
-        ]
+        batches = self._data.batches(parts)
         found = self._check_batches(step, record, parts, batches)
         if found is not None:
             return found
@@ -318,7 +380,7 @@ class _RunComparison:
             or self._check_buffers(step, record, check)
         )
         if found is None:
-            self._end_step(step, skipped=numbers.skipped)
+            self._end_step(step, overflows=not math.isfinite(numbers.norm))
         return found
 
     def _positions(self, step: int) -> range:
@@ -416,21 +478,23 @@ class _RunComparison:
                 apart = min(float((v.double() - expected.double()).norm()) for v in alike) / size
                 other = float((expected.double() - wide[rank][name].double()).norm())
                 allowed = OWN + check.allowed_for_format(other, size)
-                if apart > allowed:
+                if not apart <= allowed and not any(torch.equal(v, expected) for v in alike):
                     like = f"of data-parallel rank {rank}"
                     return Difference(step, "buffer", name, apart, allowed, like)
-                self._verdict.worst.buffer = max(self._verdict.worst.buffer, apart)
+                if math.isfinite(apart):
+                    self._verdict.worst.buffer = max(self._verdict.worst.buffer, apart)
         self._load_buffers(record)
         return None
 
-    def _end_step(self, step: int, *, skipped: bool) -> None:
+    def _end_step(self, step: int, *, overflows: bool) -> None:
         """Follow the loss scale, and keep what a run needs that goes on after this step."""
         if self._dtype == torch.float16:
-            self._scale.follow(skipped, self.spec.job.precision.loss_scale)
+            self._scale.follow(overflows, self.spec.job.precision.loss_scale)
         if step in self._carried_at:
             self._carried[step] = Carried(
                 dict(self._values),
                 copy.deepcopy(self._optimizer.state_dict()),
+                [replica.buffers() for replica in self._loop.replicas],
                 [replica.position for replica in self._loop.replicas],
                 self._updates,
                 replace(self._scale),

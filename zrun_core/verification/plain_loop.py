@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset, default_collate
 
 from zrun_core.data.batch import copied, to_device
+from zrun_core.data.samples import reads_several
 from zrun_core.distributed import rng
 from zrun_core.spine.sections.section import Ref
 from zrun_core.spine.spec import RunSpec
@@ -79,11 +80,46 @@ class PlainData:
         """Samples of an epoch; None: only walking tells."""
         return None if self._walk is not None else len(self._dataset)
 
-    def batch(self, positions: Sequence[int]) -> Any:
-        """Return the batch of the samples at these positions of the stream."""
-        with rng.kept_position(rng.CPU):
-            samples = [self._sample(position) for position in positions]
-            return self._collate(samples)
+    def batches(self, parts: Sequence[Sequence[Sequence[int]]]) -> list[list[tuple[Any, int]]]:
+        """Return the micro-batches of a step, by data-parallel rank, with their samples' number.
+
+        Args:
+            parts: positions of their samples in the stream.
+        """
+        first = parts[0][0][0]
+        found: list[list[tuple[Any, int]]] = []
+        for rank, of_rank in enumerate(parts):
+            with rng.kept_position(rng.CPU):
+                samples = [self._samples(own) for own in of_rank]
+            draws = rng.Streams(self._seed, rng.CPU, dp=rank).data
+            with draws.at(first):  # what a walked stream's batches draw from, one after the other
+                own = [self._batch(each, is_kept=self._walk is not None) for each in samples]
+            found.append([(batch, len(part)) for batch, part in zip(own, of_rank, strict=True)])
+        return found
+
+    def _batch(self, samples: Any, *, is_kept: bool) -> Any:
+        """Make a batch of samples, which have been made one already where they are indexed."""
+        return self._collate(samples) if is_kept and samples is not None else samples
+
+    def _samples(self, positions: Sequence[int]) -> Any:
+        """Read samples; where they are indexed, make a batch of them at once, as loaders do."""
+        if not positions:
+            return None
+        if self._walk is not None:
+            return [self._sample(position) for position in positions]
+        if reads_several(self._dataset):
+            rng.seed(rng.mix(self._seed, positions[0]))
+            return self._collate(self._dataset.__getitems__([self._place(p) for p in positions]))
+        return self._collate([self._sample(position) for position in positions])
+
+    def _place(self, position: int) -> int:
+        """Return the index in the dataset of the sample at a position of the stream."""
+        epoch, place = divmod(position, len(self._dataset))
+        if self._shuffle:
+            seed = (self._seed * 1_000_003 + epoch) % 2**32
+            generator = torch.Generator().manual_seed(seed)
+            place = int(torch.randperm(len(self._dataset), generator=generator)[place])
+        return place
 
     def _sample(self, position: int) -> Any:
         if self._walk is not None:
@@ -91,23 +127,20 @@ class PlainData:
                 self._walked_samples[self._num_walked] = next(self._walk)
                 self._num_walked += 1
             return self._walked_samples[position]
-        epoch, place = divmod(position, len(self._dataset))
-        if self._shuffle:
-            seed = (self._seed * 1_000_003 + epoch) % 2**32
-            generator = torch.Generator().manual_seed(seed)
-            place = int(torch.randperm(len(self._dataset), generator=generator)[place])
         rng.seed(rng.mix(self._seed, position))
-        return self._dataset[place]
+        return self._dataset[self._place(position)]
 
     def _walked(self) -> Iterator[Any]:
         epoch = 0
         while self._epochs is None or epoch < self._epochs:
             if hasattr(self._dataset, "set_epoch"):
                 self._dataset.set_epoch(epoch)
-            walk = iter(self._dataset)
             number = 0
+            rng.seed(rng.mix(rng.mix(self._seed, epoch), 0))
+            walk = iter(self._dataset)
             while True:
-                rng.seed(rng.mix(rng.mix(self._seed, epoch), number))
+                if number:
+                    rng.seed(rng.mix(rng.mix(self._seed, epoch), number))
                 sample = list(islice(walk, 1))
                 if not sample:
                     break
@@ -135,6 +168,8 @@ class Replica:
         torch.manual_seed(job.seed)
         self.module = user.build_model(job.model, job_dir)
         self.module.train()
+        for param in self.module.parameters():
+            param.data = param.data.float()  # `use_formats` narrows them
         self.loss_fn = None
         if job.loss is not None:
             self.loss_fn = user.function(job.loss, job_dir, ("model", "batch"))
@@ -155,9 +190,10 @@ class Replica:
 
     def load(self, values: Mapping[str, Tensor]) -> None:
         """Take these values; others stay."""
+        params = dict(self.module.named_parameters())
         with torch.no_grad():
             for name, value in values.items():
-                self.params[name].copy_(value)
+                params[name].copy_(value)
 
     def begin_step(self, num_micro_batches: int) -> None:
         """Draw what a step draws at its beginning: in layer-major order, seeds."""
@@ -290,10 +326,11 @@ class PlainLoop:
         for param in replica.params.values():
             param.grad = None
         with replica.drawing(step, micro):
-            with self._autocast():
+            with self._autocast(), user.user_code("forward failed"):
                 own = to_device(copied(batch), self._device)  # forward may write to it
                 total, weight = plain_loss(replica.module, own, replica.loss_fn, num_samples)
-            (total * factor).backward()
+            with user.user_code("backward failed"):
+                (total * factor).backward()
         grads = {}
         for name, param in replica.params.items():
             if param.grad is not None:

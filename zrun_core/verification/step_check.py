@@ -138,7 +138,7 @@ class StepCheck:
                 in_format = float((expected - self._wide.grads.get(name, zeros)).norm())
                 allowed += _TIMES_FORMAT * in_format + self._eps * (size + 0.01 * total)
             off = _most_apart(self._record.ranges[GRAD].get(name, ()), flat)
-            if off > allowed:
+            if not off <= allowed:  # also where one of them is not a number
                 apart.append(Apart(off, allowed, size, name))
             elif size > 1e-3 * total:
                 self._worst.gradient = max(self._worst.gradient, off / size)
@@ -191,7 +191,7 @@ class StepCheck:
             return None
         allowed = OWN + self.allowed_for_format(abs(others - norm), norm)
         apart = abs(numbers.norm - norm) / max(norm, 1e-30)
-        if apart > allowed:
+        if not apart <= allowed:
             like = f"{numbers.norm:.6g}, and {norm:.6g} in the plain loop"
             if norm:
                 like += f": {numbers.norm / norm:.4g} times"
@@ -200,7 +200,7 @@ class StepCheck:
         if self._spec.job.optim.clip is not None:
             divisor *= max(1.0, norm / self._spec.job.optim.clip)
         apart = abs(numbers.divisor - divisor) / max(divisor, 1e-30)
-        if apart > allowed:
+        if not apart <= allowed:
             like = (
                 f"the gradient is divided by {numbers.divisor:.6g}, and by {divisor:.6g} in the "
                 "plain loop: loss weights, loss scale or clipping"
@@ -227,7 +227,7 @@ class StepCheck:
             flat = in_memory_order(expected[name], self._tensors[name])
             off = _most_apart(self._record.ranges[VALUE].get(name, ()), flat)
             scale = max(moved, rounding, 1e-30)
-            if off > allowed:
+            if not off <= allowed:  # also where one of them is not a number
                 apart.append(Apart(off, allowed, scale, name))
             elif moved:
                 self._worst.update = max(self._worst.update, max(off - rounding, 0.0) / scale)

@@ -118,6 +118,7 @@ class BlockState:
             if (buffer := self._buffer(place)) is not None and buffer.nbytes <= _LARGEST
         }
         self._keeps_attributes = True
+        self._draws = True  # from Python's or numpy's random numbers
         self._is_first = True
 
     def copy(self) -> _Begun:
@@ -130,7 +131,7 @@ class BlockState:
             buffer = self._buffer(place)
             if buffer is not None:
                 buffers[place] = buffer.clone()
-        return _Begun(attributes, buffers, _numbers())
+        return _Begun(attributes, buffers, _numbers() if self._draws else None)
 
     def _buffer(self, place: int) -> torch.Tensor | None:
         module, key = self._places[place]
@@ -147,6 +148,7 @@ class BlockState:
         self._is_first = False
         assert begun.attributes is not None
         self._keeps_attributes = any(self._attributes.changed(begun.attributes))
+        self._draws = not _are_same(begun.numbers, _numbers())
         changed = {place for place, was in enumerate(versions) if self._version(place) != was}
         # Versions do not count what native code writes, as of running statistics.
         for place, before in begun.buffers.items():
@@ -181,12 +183,15 @@ class BlockState:
         buffers = {place: self._buffer(place) for place in begun.buffers}
         for place, values in begun.buffers.items():
             self._set(place, values.clone())
-        numbers = _numbers()
-        _set_numbers(begun.numbers)
+        numbers = None
+        if begun.numbers is not None:
+            numbers = _numbers()
+            _set_numbers(begun.numbers)
         try:
             yield
         finally:
-            _set_numbers(numbers)
+            if numbers is not None:
+                _set_numbers(numbers)
             for place, buffer in buffers.items():
                 self._set(place, buffer)
             if attributes is not None:
@@ -218,6 +223,17 @@ def _numbers() -> tuple[Any, Any]:
     """Return the positions of Python's and numpy's random numbers."""
     numpy = sys.modules.get("numpy")
     return random.getstate(), None if numpy is None else numpy.random.get_state()
+
+
+def _are_same(one: tuple[Any, Any], other: tuple[Any, Any]) -> bool:
+    """Return whether nothing was drawn between two positions."""
+    if one[0] != other[0] or (one[1] is None) != (other[1] is None):
+        return False
+    if one[1] is None:
+        return True
+    _, words, *rest = one[1]
+    _, other_words, *other_rest = other[1]
+    return rest == other_rest and bool((words == other_words).all())
 
 
 def _set_numbers(numbers: tuple[Any, Any]) -> None:

@@ -72,8 +72,8 @@ class PlainData:
             hasattr(self._dataset, "__getitem__") and hasattr(self._dataset, "__len__")
         )
         self._walk = self._walked() if is_walked else None
-        self._walked_samples: dict[int, Any] = {}
-        self._num_walked = 0
+        self._seen: list[Any] = []  # of the walk
+        self._orders: dict[int, Tensor] = {}  # by epoch, the newest
 
     @property
     def num_samples(self) -> int | None:
@@ -89,46 +89,45 @@ class PlainData:
         first = parts[0][0][0]
         found: list[list[tuple[Any, int]]] = []
         for rank, of_rank in enumerate(parts):
+            read = self._indexed if self._walk is None else self._from_walk
             with rng.kept_position(rng.CPU):
-                samples = [self._samples(own) for own in of_rank]
-            draws = rng.Streams(self._seed, rng.CPU, dp=rank).data
-            with draws.at(first):  # what a walked stream's batches draw from, one after the other
-                own = [self._batch(each, is_kept=self._walk is not None) for each in samples]
+                own = [read(positions) if positions else None for positions in of_rank]
+            if self._walk is not None:
+                # What batches draw follows from the step, one after the other.
+                with rng.Streams(self._seed, rng.CPU, dp=rank).data.at(first):
+                    own = [None if each is None else self._collate(each) for each in own]
             found.append([(batch, len(part)) for batch, part in zip(own, of_rank, strict=True)])
         return found
 
-    def _batch(self, samples: Any, *, is_kept: bool) -> Any:
-        """Make a batch of samples, which have been made one already where they are indexed."""
-        return self._collate(samples) if is_kept and samples is not None else samples
-
-    def _samples(self, positions: Sequence[int]) -> Any:
-        """Read samples; where they are indexed, make a batch of them at once, as loaders do."""
-        if not positions:
-            return None
-        if self._walk is not None:
-            return [self._sample(position) for position in positions]
+    def _indexed(self, positions: Sequence[int]) -> Any:
+        """Return the batch of the samples at these positions: each draws from its own."""
+        numbers = [self._number(position) for position in positions]
         if reads_several(self._dataset):
             rng.seed(rng.mix(self._seed, positions[0]))
-            return self._collate(self._dataset.__getitems__([self._place(p) for p in positions]))
-        return self._collate([self._sample(position) for position in positions])
+            return self._collate(self._dataset.__getitems__(numbers))
+        samples = []
+        for position, number in zip(positions, numbers, strict=True):
+            rng.seed(rng.mix(self._seed, position))
+            samples.append(self._dataset[number])
+        return self._collate(samples)
 
-    def _place(self, position: int) -> int:
+    def _number(self, position: int) -> int:
         """Return the index in the dataset of the sample at a position of the stream."""
         epoch, place = divmod(position, len(self._dataset))
-        if self._shuffle:
+        if not self._shuffle:
+            return place
+        if epoch not in self._orders:
             seed = (self._seed * 1_000_003 + epoch) % 2**32
             generator = torch.Generator().manual_seed(seed)
-            place = int(torch.randperm(len(self._dataset), generator=generator)[place])
-        return place
+            self._orders = {epoch: torch.randperm(len(self._dataset), generator=generator)}
+        return int(self._orders[epoch][place])
 
-    def _sample(self, position: int) -> Any:
-        if self._walk is not None:
-            while self._num_walked <= position:
-                self._walked_samples[self._num_walked] = next(self._walk)
-                self._num_walked += 1
-            return self._walked_samples[position]
-        rng.seed(rng.mix(self._seed, position))
-        return self._dataset[self._place(position)]
+    def _from_walk(self, positions: Sequence[int]) -> list[Any]:
+        """Return the samples at these positions."""
+        assert self._walk is not None
+        while len(self._seen) <= positions[-1]:
+            self._seen.append(next(self._walk))
+        return [self._seen[position] for position in positions]
 
     def _walked(self) -> Iterator[Any]:
         epoch = 0

@@ -252,9 +252,7 @@ class UnitGrad:
         return self._norms[part]
 
     def copied(self) -> torch.Tensor:
-        """Return a copy of the elements of the step's gradient that this rank updates, fp32."""
-        if self._away is not None:
-            self._away.settle()
+        """Return a copy of what this rank updates, once `norms` has waited for it."""
         values = self.fetch().to("cpu", torch.float32, copy=True)
         self.home.drop()
         return values

@@ -42,7 +42,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], int]] = {
         2,
     ),
 }
-GOOD = ("equal", "refused", "own draws", "unlike itself")
+GOOD = ("equal", "refused", "own draws")
 
 
 class Outcome(NamedTuple):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -69,9 +71,9 @@ def test_outputs_that_are_made_of_each_other_and_a_scaler(ranks) -> None:
 def loop(fault: str, **options: Any) -> tuple[int, float, str]:
     """Two steps of two calls each; the steps that agreed, the worst difference, and the error."""
     run = start()
-    factory = build
+    factory: Callable[[], Speaker] = build
     if fault == "rank":
-        factory = lambda: Ranked(is_odd=run.rank == 1)  # noqa: E731
+        factory = partial(Ranked, is_odd=run.rank == 1)
     model = zrun_core.shard(factory, accumulate=2, **options)
     optimizer = zrun_core.optimizer(model, "adamw", lr=1e-2, clip=1.0)
     data = Tokens()

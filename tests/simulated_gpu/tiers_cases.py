@@ -344,6 +344,14 @@ def races_of_memory_that_goes() -> list[int]:
 
 
 def races_of_a_model_that_goes_before_its_update() -> int:
+    """Count the races of `a_model_goes_before_its_update`."""
+    a_model_goes_before_its_update()
+    found = len(simulated_gpu.races())
+    simulated_gpu.clear_races()
+    return found
+
+
+def a_model_goes_before_its_update() -> None:
     """Drop a model whose last update has not begun: it copies parameters to the device later."""
     goes_on = threading.Event()
     unit = _updated_late(goes_on)
@@ -354,9 +362,6 @@ def races_of_a_model_that_goes_before_its_update() -> int:
         time.sleep(0.1)
         gc.collect()
     torch.cuda.synchronize()
-    found = len(simulated_gpu.races())
-    simulated_gpu.clear_races()
-    return found
 
 
 def _updated_late(goes_on: threading.Event) -> weakref.ref[FlatUnit]:

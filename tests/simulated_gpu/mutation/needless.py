@@ -42,6 +42,10 @@ NOT_NOTICED: dict[str, str] = {
     ),
     "zero/home_elsewhere.py OnDisk.fetch: self._merging.wait_on_host()": _IN_ORDER,
     "zero/home_elsewhere.py OnDisk.settle: self._merging.wait_on_host()": _IN_ORDER,
+    "zero/updates.py Updates.make: self._reading_ahead.wait()": (
+        "the worker begins these reads before the updates behind them; it is waited for so that "
+        "the step that asked for them counts their bytes"
+    ),
 }
 
 NOT_REACHED: dict[str, str] = {

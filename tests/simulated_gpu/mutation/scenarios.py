@@ -12,6 +12,7 @@ import torch
 from runs import job, look, losses, run
 from simulated_gpu import python_kernels
 from test_pipelines import gpt
+from tiers_cases import a_model_goes_before_its_update
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from toys import build, data, own_device, split, world
 
@@ -160,6 +161,11 @@ def _times(folder: str) -> bool:
     return waits.seconds() > 0.01
 
 
+def _goes_first(folder: str) -> None:
+    """Drop a model before its last update: nobody is left who waits for its copies."""
+    a_model_goes_before_its_update()
+
+
 def _values(model: torch.nn.Module) -> str:
     digest = hashlib.sha256()
     with zrun_core.gathered(model):
@@ -208,6 +214,7 @@ SCENARIOS: dict[str, Scenario] = {
     "inputs on the host": _job(1, activations={"checkpoint": "full", "offload": "host"}),
     "an abandoned input": Scenario(1, _abandoned),
     "a home on the host": Scenario(1, _home),
+    "a model that goes first": Scenario(1, _goes_first),
     "times": Scenario(1, _times),
     "gradients too, one pass": _job(1, zero=2, offload=HOST, batch={"global": 1, "micro": 1}),
     "inputs on the disk": _job(

@@ -26,6 +26,10 @@ FOUND = [
     (17, "tp"),  # in bf16, a maximum over features was within what was allowed
     (21, "tp"),  # a hook saw the slice of a gradient
     (66, "tp"),  # a hook on a weight was lost
+    (29, "tp"),  # in bf16, a number read off a slice was
+    (161, "tp"),  # and a maximum whose slopes are flat
+    (213, "sequence"),  # a branch on the mean of some tokens
+    (121, "interleaved"),  # of a batch norm of all but equal values, rounding is no difference
     (42, "sequence"),  # blocks in another order than that of registration
 ]
 

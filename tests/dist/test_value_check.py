@@ -42,6 +42,7 @@ WRONG: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "shuffled": shuffled,
     "fft": lambda h: torch.fft.fft(h, dim=-1).real,
     "max pool": lambda h: F.max_pool1d(h, 3, 1, 1),
+    "max pool of gates": lambda h: F.max_pool1d(h, 3, 1, 1).float().sigmoid().to(h.dtype),
     "distances": lambda h: h * torch.cdist(h, h).mean(),
     "looked at": lambda h: h * float(h.detach().abs().mean()),
 }
@@ -83,8 +84,11 @@ def keys_of(function: str, **keys: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("function", WRONG)
-def test_what_mixes_or_counts_features_is_refused(ranks, tmp_path: Path, function: str) -> None:
-    found = on_axes(keys_of(function), tmp_path, ranks)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_what_mixes_or_counts_features_is_refused(
+    ranks, tmp_path: Path, function: str, precision: str
+) -> None:
+    found = on_axes(keys_of(function, precision=precision), tmp_path, ranks)
     assert {each["code"] for each in found} == {2}, function
     error = found[0]["error"]
     is_by_values = "parallel.tp 2: blocks.2 computes something else than in the whole" in error
@@ -156,6 +160,7 @@ class Drawing(Model):
     ids=["tp", "sequence", "pp", "interleaved", "all"],
 )
 @pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.sample(3)
 def test_a_comparison_changes_nothing(
     ranks, tmp_path: Path, parallel: dict[str, Any], stage: int
 ) -> None:

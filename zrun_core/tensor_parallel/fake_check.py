@@ -80,27 +80,19 @@ def check_on_fakes(
         JobError: a rank would compute something else, or fail.
     """
     whole = _Watch(model, plan, blocks)
+    failed: Exception | None = None
     try:
         with kept_buffers(model), whole.installed(), fake_parameters(model, dtype, device):
             forward()
     except _ERRORS as error:
-        return CheckedPlan(plan, _not_checked(error))
-    for block, operation in whole.mixing.items():
+        failed = error
+    for block, operation in whole.mixing.items():  # so far, if it has failed
         raise _mixes(block, operation)
     if whole.outside.found:
         raise _read_outside(whole.outside.found)
-    for region in plan.regions:
-        if region.row in whole.beside:
-            raise _beside(region, whole.beside[region.row])
-        if region.row in whole.open:
-            raise JobError(
-                f"parallel.plan: {region.row} is not called after {region.columns[0]}, so nothing "
-                "sums what ranks have: its weight is used otherwise than by calling it, or the "
-                "column linear is called for something else too; write "
-                + ", ".join(f"{name}: whole" for name in (*region.columns, region.row))
-            )
-        if region.row in whole.bypassed:
-            raise _bypassed(region, whole.summed)
+    if failed is not None:
+        return CheckedPlan(plan, _not_checked(failed))
+    _check_regions(plan, whole)
     divided = _Watch(model, plan)
     shapes = _local_shapes(model, plan)
     try:
@@ -121,6 +113,21 @@ def check_on_fakes(
     check_columns(plan, whole.columns.taken, divided.columns.taken)
     regions = tuple(map(whole.mended, plan.regions))
     return CheckedPlan(replace(plan, regions=regions, summed=plan.summed | whole.summed))
+
+
+def _check_regions(plan: TensorPlan, whole: _Watch) -> None:
+    for region in plan.regions:
+        if region.row in whole.beside:
+            raise _beside(region, whole.beside[region.row])
+        if region.row in whole.open:
+            raise JobError(
+                f"parallel.plan: {region.row} is not called after {region.columns[0]}, so nothing "
+                "sums what ranks have: its weight is used otherwise than by calling it, or the "
+                "column linear is called for something else too; write "
+                + ", ".join(f"{name}: whole" for name in (*region.columns, region.row))
+            )
+        if region.row in whole.bypassed:
+            raise _bypassed(region, whole.summed)
 
 
 def _local_shapes(model: nn.Module, plan: TensorPlan) -> dict[int, tuple[int, ...]]:

@@ -51,8 +51,9 @@ class OutsideReads:
                 def enter(_: nn.Module, args: Any, name: str = name) -> None:
                     self._running.append(name)
 
-                def leave(_: nn.Module, args: Any, out: Any) -> None:
-                    self._running.pop()
+                def leave(_: nn.Module, args: Any, out: Any, name: str = name) -> None:
+                    if self._running[-1:] == [name]:  # else a hook before `enter` has raised
+                        self._running.pop()
 
                 stack.callback(module.register_forward_pre_hook(enter).remove)
                 stack.callback(module.register_forward_hook(leave, always_call=True).remove)

@@ -11,7 +11,6 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from zrun_core.data.batch import MicroBatch
-from zrun_core.distributed.comm import Comm
 from zrun_core.distributed.named_vector import NamedVector
 from zrun_core.distributed.rng import ForwardStreams
 from zrun_core.errors import OutOfMemoryError
@@ -181,11 +180,6 @@ class MicroBatchRunner:
         walk = DrawingWalk(self._draws, watcher)
         with self._sharded.evaluation(), nodes, drawing, walking(walk):
             return call()
-
-    @property
-    def comm(self) -> Comm:
-        """Collectives of this rank."""
-        return self._comm
 
     @contextmanager
     def _drawing(self, step: int, number: int) -> Iterator[None]:

@@ -8,6 +8,10 @@ A plan of slices that is wrong keeps all shapes as often as not, and a number th
 two stages has no shape at all. Their values tell. Both forwards begin with the same values, batch
 and random numbers, have no gradients, and leave no trace.
 
+Slices add up in another order, which in halves would hide as much as a mistake makes. So where
+layers are divided both compute in fp32, with the values that halves have: see `InFp32`. Stages
+compute with whole layers, whose bits are the same in any format.
+
 [Note: what is compared of a node]
 Of the first tensor that it returns, the 2-norm, and 64 sums: each element times a fixed number
 between -1 and 1 is added to the sum of its place modulo 64. The squares of how far these sums are
@@ -21,8 +25,8 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -38,6 +42,7 @@ from zrun_core.sizes import format_size
 from zrun_core.stages.node_calls import DrawingWalk, Node, installed_nodes, walking
 from zrun_core.tensor_parallel.regions import Regions
 from zrun_core.train.evaluator import evaluation_mode
+from zrun_core.train.in_fp32 import InFp32
 from zrun_core.train.micro_batches import MicroBatchRunner
 from zrun_core.user_code.build import Built
 from zrun_core.user_code.loss import LossFunction, compute_loss
@@ -47,13 +52,11 @@ from zrun_core.zero.auto_wrap import repeated_blocks, running_norm_params
 from zrun_core.zero.fakes import kept_buffers
 from zrun_core.zero.module_hooks import tensors_in
 from zrun_core.zero.precision import Precision
+from zrun_core.zero.sharded_model import ShardedModel
 
 KEY = "guards.check_values"
 _MOST_BYTES = 0.5  # of the memory that is free: more of it than this, and nothing is compared
-# Relative differences that rounding in another order may make, in fp32; and what halves may differ
-# by, as many times what the format makes of the whole model's forward, and more.
-_ROUNDING = 1e-4
-_TIMES_FORMAT, _MORE_IN_HALVES = 4.0, 2e-3
+_ROUNDING = 1e-4  # relative difference that another order of sums may make, in fp32
 _SUMS = 64
 
 
@@ -65,14 +68,12 @@ class Seen(NamedTuple):
         numel: elements.
         norm: 2-norm.
         sums: see the note.
-        allowed: of its norm, what slices may differ by; of the whole model only.
     """
 
     name: str
     numel: int
     norm: float
     sums: tuple[float, ...]
-    allowed: float = _ROUNDING
 
 
 class Watch:
@@ -108,13 +109,11 @@ class WholeForward:
 
     Attributes:
         loss: of the micro-batch; None: it was not computed.
-        allowed: relative difference of the loss that rounding may make.
         nodes: by the number of the call.
         why_not: why it was not computed, in words for the user; "" if it was.
     """
 
     loss: float | None = None
-    allowed: float = _ROUNDING
     nodes: Mapping[int, Seen] = field(default_factory=dict)
     why_not: str = ""
 
@@ -147,8 +146,7 @@ class ValueCheck:
         self._precision = precision
         self._streams = streams
         self._mesh = mesh
-        # Regions draw on each rank for itself, and a model in evaluation seldom draws at all.
-        self._evaluates = mesh.tensor.size > 1
+        self._has_slices = mesh.tensor.size > 1
         self.whole = WholeForward()
 
     def run_whole(self, built: Built, device: torch.device, free_bytes: int) -> None:
@@ -168,9 +166,8 @@ class ValueCheck:
             return
         try:
             with _with_values(built, self._precision.compute, device):
-                first, nodes = self._forward(built.module, device, self._precision)
-                again, _ = self._forward(built.module, device, self._precision)
-            allowed, nodes = self._with_rounding(built, device, first, nodes)
+                first, nodes = self._forward(built.module, device)
+                again, _ = self._forward(built.module, device)
         except (ZrunError, RuntimeError, TypeError, ValueError, MemoryError) as error:
             reason = str(error).partition("\n")[0] or type(error).__name__
             self.whole = WholeForward(why_not=f"on one rank its forward fails: {reason}")
@@ -179,40 +176,17 @@ class ValueCheck:
             why_not = "its loss differs from one forward to the next with the same random numbers"
             self.whole = WholeForward(why_not=why_not)
             return
-        self.whole = WholeForward(first, allowed, nodes)
+        self.whole = WholeForward(first, nodes)
         if accelerator.is_accelerator(device):
             accelerator.empty_cache()  # the shards need it
 
-    def _with_rounding(
-        self, built: Built, device: torch.device, loss: float, nodes: Mapping[int, Seen]
-    ) -> tuple[float, dict[int, Seen]]:
-        """Return by how much the loss and each node may differ, by a forward in fp32.
-
-        Stages of a pipeline compute with whole layers: no bit of theirs differs.
-        """
-        if self._precision.compute == torch.float32 or self._mesh.tensor.size == 1:
-            return _ROUNDING, dict(nodes)
-        wide = replace(self._precision, compute=torch.float32)
-        with _with_values(built, wide.compute, device):
-            in_fp32, nodes_in_fp32 = self._forward(built.module, device, wide)
-        found = {}
-        for number, seen in nodes.items():
-            apart = 0.0
-            if number in nodes_in_fp32:
-                apart = _apart(nodes_in_fp32[number], [seen])
-            found[number] = seen._replace(allowed=_TIMES_FORMAT * apart + _MORE_IN_HALVES)
-        of_loss = abs(loss - in_fp32) / max(abs(in_fp32), 1e-6)
-        return _TIMES_FORMAT * of_loss + _MORE_IN_HALVES, found
-
-    def _forward(
-        self, model: nn.Module, device: torch.device, precision: Precision
-    ) -> tuple[float, dict[int, Seen]]:
+    def _forward(self, model: nn.Module, device: torch.device) -> tuple[float, dict[int, Seen]]:
         watch = Watch()
         draws = self._streams.forwards
         with ExitStack() as stack:
             for context in self._contexts(model):
                 stack.enter_context(context)
-            stack.enter_context(precision.autocast(device))
+            stack.enter_context(self._precision.autocast(device))
             stack.enter_context(installed_nodes(model, repeated_blocks(model)))
             stack.enter_context(draws.of_micro(0, 0))
             stack.enter_context(walking(DrawingWalk(draws, watch)))
@@ -226,24 +200,26 @@ class ValueCheck:
             kept_attributes(model, self._loss),
             kept_buffers(model),
         ]
-        if self._evaluates:
+        if self._has_slices:
+            # Regions draw on each rank for itself, and a model in evaluation seldom draws at all.
             contexts.append(evaluation_mode(model))
         return contexts
 
     def _loss_of(self, model: nn.Module) -> torch.Tensor:
         batch = copied(self._batch.batch)
-        with user_code("forward failed"):
+        in_fp32 = InFp32() if self._has_slices else nullcontext()
+        with user_code("forward failed"), in_fp32:
             loss = compute_loss(model, batch, self._loss, self._batch.num_samples)
         return loss.value.detach()
 
     def compare(
-        self, runner: MicroBatchRunner, model: nn.Module, regions: Regions | None
+        self, runner: MicroBatchRunner, sharded: ShardedModel, regions: Regions | None
     ) -> list[str]:
         """Run the forward with what each rank has, and compare. Collective over all ranks.
 
         Args:
             runner: of forwards.
-            model: what this rank has of it.
+            sharded: what this rank has of the model.
             regions: where its activations are slices; None: nowhere.
 
         Returns:
@@ -252,19 +228,16 @@ class ValueCheck:
         Raises:
             JobError: the model computes something else than the whole one.
         """
-        comm = runner.comm
-        told = comm.all_gather_bytes(
-            json.dumps(
-                [self.whole.loss, self.whole.allowed, self.whole.nodes, self.whole.why_not]
-            ).encode(),
-            self._mesh.world,
-            name="whole model",
-        )
-        whole_loss, allowed, whole_nodes, why_not = json.loads(told[0])
+        comm, model = sharded.comm, sharded.module
+        own = [self.whole.loss, self.whole.nodes, self.whole.why_not]
+        told = comm.all_gather_bytes(json.dumps(own).encode(), self._mesh.world, name="whole model")
+        whole_loss, whole_nodes, why_not = json.loads(told[0])
         if why_not:
             return [not_compared(why_not)]
         watch = Watch()
         with ExitStack() as stack:
+            if self._has_slices:  # what gathers parameters within a forward keeps their format
+                stack.enter_context(sharded.gathered())
             for context in self._contexts(model):
                 stack.enter_context(context)
             has_drawn = stack.enter_context(_drawing_in(regions))
@@ -290,17 +263,15 @@ class ValueCheck:
             return [not_compared("ranks have read different batches")]  # the first step names them
         found = _Found.of(same)
         whole = {int(number): Seen(*seen) for number, seen in whole_nodes.items()}
-        self._judge(whole, whole_loss, allowed, found)
+        self._judge(whole, whole_loss, found)
         return []
 
-    def _judge(
-        self, whole: Mapping[int, Seen], whole_loss: float, allowed: float, found: _Found
-    ) -> None:
+    def _judge(self, whole: Mapping[int, Seen], whole_loss: float, found: _Found) -> None:
         """Raise the first difference, in the order of the calls."""
         axes = self._axes
         for number, expected in sorted(whole.items()):
             apart = _apart(expected, found.nodes.get(number, ()))
-            if apart > expected.allowed:
+            if apart > _ROUNDING:
                 raise JobError(
                     f"{axes}: {expected.name} computes something else than in the whole model: of "
                     f"what it returns for the first micro-batch, {apart:.2g} of its norm differs; "
@@ -309,7 +280,7 @@ class ValueCheck:
         if found.loss is None or not math.isfinite(whole_loss):
             return
         apart = abs(found.loss - whole_loss) / max(abs(whole_loss), 1e-6)
-        if apart > allowed:
+        if apart > _ROUNDING:
             raise JobError(
                 f"{axes}: the loss of the first micro-batch is {found.loss:.6g}, and that of the "
                 f"whole model {whole_loss:.6g}, though its blocks return the same: what your "

@@ -625,7 +625,7 @@ def _end_value_check(
     if isinstance(check, str):
         return [not_compared(check)]
     regions = None if divided is None else divided.regions
-    return check.compare(trainer.micro_batches, trainer.module, regions)
+    return check.compare(trainer.micro_batches, trainer.sharded, regions)
 
 
 def _first_batch(data: _Data) -> MicroBatch:

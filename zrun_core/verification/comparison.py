@@ -370,18 +370,39 @@ class _RunComparison:
             for replica in self._wide.replicas:
                 replica.load(self._values)
             wide = self._wide.gradient(step, batches, numbers.scale)
-        check = StepCheck(self.spec, step, record, self._tensors, plain, wide, self._verdict.worst)
+        check = self._step_check(step, record, plain, wide)
+        found = self._check_scale(step, numbers) or check.loss_and_gradients(self._values)
+        if found is not None:
+            nudged = self._loop.nudged(step, batches, numbers.scale, self._values)
+            check = self._step_check(step, record, plain, wide, nudged)
+            found = self._check_scale(step, numbers) or check.loss_and_gradients(self._values)
         found = (
-            check.loss()
-            or self._check_scale(step, numbers)
-            or check.gradients(self._values)
-            or check.norm()
+            found
             or self._check_update(step, record, check)
             or self._check_buffers(step, record, check)
         )
         if found is None:
             self._end_step(step, overflows=not math.isfinite(numbers.norm))
         return found
+
+    def _step_check(
+        self,
+        step: int,
+        record: StepRecord,
+        plain: PlainGradient,
+        wide: PlainGradient,
+        nudged: PlainGradient | None = None,
+    ) -> StepCheck:
+        return StepCheck(
+            self.spec,
+            step,
+            record,
+            self._tensors,
+            plain,
+            wide,
+            nudged,
+            self._verdict.worst,
+        )
 
     def _positions(self, step: int) -> range:
         """Return the positions in the stream of a step's samples."""

@@ -28,8 +28,11 @@ from zrun_core.spine.sections.section import Ref
 from zrun_core.spine.spec import RunSpec
 from zrun_core.stages.node_calls import DrawingWalk, install_nodes, walking
 from zrun_core.user_code import user
+from zrun_core.user_code.trial import Attributes, AttributesCopy
 from zrun_core.verification.record import TensorShape
 from zrun_core.zero.auto_wrap import repeated_blocks
+
+_NUDGE = 2.0  # times the distance of neighbours in the format
 
 
 class Contribution(NamedTuple):
@@ -148,6 +151,14 @@ class PlainData:
             epoch += 1
 
 
+class ReplicaState(NamedTuple):
+    """What forwards change of a model, besides gradients."""
+
+    buffers: Mapping[str, Tensor]
+    attributes: AttributesCopy
+    position: Any
+
+
 class Replica:
     """The model of one data-parallel rank, with all that its forwards change.
 
@@ -176,6 +187,7 @@ class Replica:
         self.params = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
         if self._draws_by_block:
             install_nodes(self.module, repeated_blocks(self.module))
+        self._attributes = Attributes(self.module.modules(), self.loss_fn)
         self._streams = rng.Streams(job.seed, device, dp=rank)
         with rng.kept_position(device):
             self._streams.begin()
@@ -238,6 +250,16 @@ class Replica:
             self._streams.begin_late(step)
             self._position = rng.capture(self._device)
 
+    def state(self) -> ReplicaState:
+        """Return what a forward may change, as it is now."""
+        return ReplicaState(self.buffers(), self._attributes.copy(), self._position)
+
+    def put_back(self, state: ReplicaState) -> None:
+        """Make it what it was at a `state`."""
+        self.load_buffers(state.buffers)
+        self._attributes.put_back(state.attributes)
+        self._position = state.position
+
     def buffers(self) -> dict[str, Tensor]:
         """Return its buffers, on the CPU."""
         return {n: b.detach().cpu().clone() for n, b in self.module.named_buffers()}
@@ -275,6 +297,7 @@ class PlainLoop:
         self._dtype = dtype
         count = spec.batch.ranks if replicas is None else replicas
         self.replicas = [Replica(spec, rank, device) for rank in range(count)]
+        self._begun: list[ReplicaState] = []  # the last step, by replica
 
     def gradient(
         self,
@@ -292,6 +315,7 @@ class PlainLoop:
             scale: of the loss.
             keeps_parts: of each micro-batch, too.
         """
+        self._begun = [replica.state() for replica in self.replicas]
         global_size = self._spec.batch.global_size
         loss = weight = 0.0
         sums: dict[str, Tensor] = {}
@@ -311,6 +335,35 @@ class PlainLoop:
                 if keeps_parts:
                     parts.append(Contribution(replica.rank, micro, grads))
         return PlainGradient(loss / weight if weight else 0.0, weight, sums, parts)
+
+    def nudged(
+        self,
+        step: int,
+        batches: Sequence[Sequence[tuple[Any, int]]],
+        scale: float,
+        values: Mapping[str, Tensor],
+    ) -> PlainGradient:
+        """Run the last step once more, with values that rounding has moved; nothing is left of it.
+
+        Args:
+            step, batches, scale: as of `gradient`.
+            values: of the step.
+        """
+        generator = torch.Generator().manual_seed(step)
+        size = _NUDGE * torch.finfo(self._dtype).eps
+        moved = {
+            name: value * (1 + size * (2 * torch.rand(value.shape, generator=generator) - 1))
+            for name, value in values.items()
+        }
+        ended = [replica.state() for replica in self.replicas]
+        for replica, begun in zip(self.replicas, self._begun, strict=True):
+            replica.put_back(begun)
+            replica.load(moved)
+        found = self.gradient(step, batches, scale)
+        for replica, state in zip(self.replicas, ended, strict=True):
+            replica.put_back(state)
+            replica.load(values)
+        return found
 
     def _micro(
         self,

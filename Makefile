@@ -39,7 +39,7 @@ test-unit: .venv/ready
 
 # These three at once: real ranks compute, the other two mostly wait for processes.
 test-ranks: .venv/ready
-	.venv/bin/python -m pytest -q $(ROWS) tests/dist tests/gpu
+	.venv/bin/python -m pytest -q $(ROWS) -n 2 --dist loadfile tests/dist tests/gpu
 
 test-e2e: .venv/ready
 	.venv/bin/python -m pytest -q $(ROWS) tests/e2e

@@ -348,7 +348,9 @@ def test_every_bit_and_the_order_count(dtype, compute):
 def test_wherever_memory_runs_out_the_holders_are_told(
     ranks, tmp_path, fault, guards, step, message
 ):
-    keys = job(steps=2, lr="constant", guards=guards, eval={"data": "runs.py:Tokens", "every": 1})
+    model = {"call": "runs.py:Speaker", "args": {"dim": 512}}  # more than what a rank has left over
+    evaluation = {"data": "runs.py:Tokens", "every": 1}
+    keys = job(model=model, steps=2, lr="constant", guards=guards, eval=evaluation)
     note = ranks(1).run(report, keys, str(tmp_path), fault)[0]
     assert (note["type"], note["phase"], note["step"]) == ("OutOfMemoryError", fault, step)
     without_place = re.sub(

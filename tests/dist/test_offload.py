@@ -467,7 +467,8 @@ def run_hybrid(placement: Placement, stage: int) -> dict[str, torch.Tensor]:
             return {name: value.clone() for name, value in module.state_dict().items()}
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [3, 0, 2])
+@pytest.mark.sample(3)
 def test_a_sum_that_is_added_to_and_what_user_code_writes(ranks: Ranks, stage: int) -> None:
     placements = [Placement(grad=HOST, optimizer=HOST), Placement(grad=DISK, optimizer=DISK)]
     if stage == 3:
@@ -556,6 +557,7 @@ def run_delayed_by_hand(delay_after: int) -> list[float]:
 
 
 @pytest.mark.parametrize("place", ["apart optimizer", "apart"])
+@pytest.mark.sample(2)
 def test_a_delayed_update_is_that_of_a_gradient_one_step_old(ranks: Ranks, place: str) -> None:
     placement = PLACEMENTS[place]
     delayed = ranks(2).run(run_delayed, placement, 3)

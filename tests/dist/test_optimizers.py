@@ -224,7 +224,7 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[str], Rule]]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 def test_the_papers_algorithm_at_every_stage(ranks, case):
     optim, rule_of = CASES[case]
     lr, tolerance = (
@@ -277,6 +277,7 @@ def test_no_class_of_torch_is_forgotten():
 
 
 @pytest.mark.parametrize("optim", TORCHS, ids=lambda optim: " ".join(map(str, optim.values())))
+@pytest.mark.sample(3)
 def test_torchs_own_are_bit_equal_to_the_plain_model_at_every_stage(ranks, optim):
     found = resolve_optimizer(optim_config(**optim), lambda name: None)
     plain = ranks(2).run(

@@ -137,6 +137,7 @@ SHAPES: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize("number", range(len(SHAPES)))
+@pytest.mark.sample(2)
 def test_another_shape_goes_on_with_the_same_tensors(ranks, tmp_path: Path, number: int) -> None:
     """From each shape to the next one, where the steps are those of one stage."""
     (shape, keys), (other, other_keys) = (SHAPES[(number + n) % len(SHAPES)] for n in (0, 1))

@@ -198,6 +198,7 @@ def test_in_a_loop_of_the_users_own(ranks, tmp_path):
     loads(tmp_path / "saved" / f"step-{STEPS:08d}", tmp_path, pretrained.build(LLAMA))
 
 
+@pytest.mark.thorough
 def test_a_plan_is_traced_as_the_model_trains():
     """Without a cache, whatever the config says of it."""
     traces = {}

@@ -112,6 +112,7 @@ def alone(ranks, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
 @pytest.mark.parametrize("model", MODELS)
+@pytest.mark.sample(5)
 def test_models(ranks, tmp_path: Path, alone: Any, model: str, sequence: bool) -> None:
     keys = small(**MODELS[model], parallel={"tp": 2, "sequence": sequence})
     assert_close(on_axes(keys, tmp_path / "run", ranks), alone(keys), 1e-6)
@@ -223,7 +224,7 @@ FEATURES: dict[str, dict[str, Any]] = {  # what test_axes.py has not
 
 
 @pytest.mark.parametrize("feature", FEATURES)
-@pytest.mark.sample(3)
+@pytest.mark.sample(5)
 def test_features(ranks, tmp_path: Path, alone: Any, feature: str) -> None:
     keys = small(**{"model": gpt(), **FEATURES[feature]})
     close = 1e-2 if "bf16" in feature else 2e-6
@@ -376,6 +377,7 @@ def traced(model: str, sequence: bool) -> Profile:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("model", ["gpt", "llama"])
+@pytest.mark.sample(5)
 def test_messages(ranks, tmp_path: Path, model: str, way: str) -> None:
     """Two sums of a block in forward and two in backward, or as many gathers and scattered sums.
 

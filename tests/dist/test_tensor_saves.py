@@ -96,6 +96,7 @@ def exported(folder: Path, found: list[dict[str, Any]]) -> list[str]:
     ]
 
 
+@pytest.mark.thorough
 def test_each_shape_goes_on_from_the_one_before(ranks, tmp_path: Path) -> None:
     """It begins with the same bits, and has the loss of the run that nobody stopped."""
     chain = [(shape, 1 + 2 * (number % 2)) for number, shape in enumerate(SHAPES)]

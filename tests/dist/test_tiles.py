@@ -134,7 +134,6 @@ MODES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize(("world_size", "modes"), [(1, MODES[:2]), (2, MODES)])
-@pytest.mark.sample(2)
 def test_numbers_are_those_of_the_untiled_model(ranks, world_size, modes):
     """Up to the order in which products, and the gradient of the input, are added."""
     variants = [(TILE, 3), (TILE, 0), (None, 3)]
@@ -153,6 +152,7 @@ def test_numbers_are_those_of_the_untiled_model(ranks, world_size, modes):
             np.testing.assert_allclose(at_3["state"][name], value, atol=4e-3, err_msg=name)
 
 
+@pytest.mark.thorough
 def test_rings_are_as_large_for_linears_8_times_as_wide(ranks):
     for checkpoint in ("none", "full"):
         cases = [
@@ -182,6 +182,7 @@ def test_a_tile_is_gathered_for_each_use(ranks):
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.sample(2)
 def test_tiles_come_from_the_host_or_the_disk_one_by_one(ranks, world_size):
     common = {"tile": TILE, "stage": 3, "checkpoint": "full", "wide": 4}
     cases = [{**common, "tier": tier} for tier in (Tier.DEVICE, Tier.HOST, Tier.DISK)]
@@ -248,6 +249,7 @@ class Plain(nn.Module):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.sample(2)
 def test_checkpoints_know_one_weight(ranks, tmp_path, precision):
     """Saved tiled by two ranks, loaded untiled by one, and the other way round."""
     for tile, other in ((SOME, None), (None, SOME)):

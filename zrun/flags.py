@@ -6,6 +6,7 @@ Those of hosts together are a `HostOptions`.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -59,15 +60,21 @@ def is_finite(value: float | None) -> float | None:
 
 
 class Command(TyperCommand):
-    """A command none of whose options takes the name of another one for its value."""
+    """A command none of whose options takes the name of another one for its value.
+
+    Where it takes keys of a job, `--steps 100` is `steps=100`.
+    """
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
         """Read a command line.
 
         Raises:
-            JobError: an option has no value: the next one follows, or nothing.
+            JobError: an option has no value: the next one follows, or nothing; or it is what
+                another launcher calls something that no key is.
         """
         options = {name: each for each in self.get_params(ctx) for name in each.opts}
+        if any(each.name == "overrides" for each in self.get_params(ctx)):
+            args = with_keys(args, options)
         words = iter(args)
         for word in words:
             if word == "--":
@@ -80,6 +87,64 @@ class Command(TyperCommand):
                 example = (option.metavar or "VALUE").partition("|")[0]
                 raise JobError(_no_value(f"{word} {example}", value, list(words)))
         return super().parse_args(ctx, args)
+
+
+def with_keys(args: list[str], options: Mapping[str, Any]) -> list[str]:
+    """Return a command line whose options that are keys of a job are written as keys.
+
+    Args:
+        args: words of it.
+        options: those that the command has.
+    """
+    found: list[str] = []
+    keys: list[str] = []  # behind all others: the job is named first
+    words = iter(args)
+    for word in words:
+        name, equals, value = word.partition("=")
+        if word == "--":
+            found += [word, *words]
+            break
+        if not name.startswith("--") or name in options:
+            found.append(word)
+            if name in options and not equals and not getattr(options[name], "is_flag", True):
+                found += [each for each in [next(words, None)] if each is not None]
+            continue
+        meant = _key_meant(name)
+        if meant is None:
+            found.append(word)  # typer says that there is none
+            continue
+        key, is_switch = meant
+        if not equals and is_switch:
+            value = "true"
+        elif not equals:
+            following = next(words, None)
+            if following is None or following.startswith("--"):
+                raise JobError(f"{name} takes a value: write {key}=VALUE")
+            value = following
+        keys.append(f"{key}={value}")
+    return found + keys
+
+
+def _key_meant(option: str) -> tuple[str, bool] | None:
+    """Return the dotted key of a job that an option like `--steps` means; None: there is none.
+
+    Also whether it is true or false, so that the option alone says so.
+
+    Raises:
+        JobError: it is what others call something that no key is.
+    """
+    from zrun.job.other_words import advice, key_called
+    from zrun.job.schema import find_key
+
+    name = option.removeprefix("--").replace("-", "_")
+    path = key_called(name) or tuple(name.split("."))
+    key = find_key(path)
+    if key is not None:
+        return ".".join(map(str, path)), key.takes == "true | false"
+    instead = advice(name)
+    if instead is not None:
+        raise JobError(f"{option}: there is no such option; {instead}")
+    return None
 
 
 def _no_value(meant: str, following: str | None, rest: list[str]) -> str:

@@ -64,7 +64,7 @@ def job(tmp_path: Path) -> Path:
         (
             {"activations.checkpoint": "full"},
             "# often\n",
-            "# often\nactivations: {checkpoint: full}\n",
+            "# often\nactivations: full\n",
         ),
         ({"slots": 4}, "# often\n", "# often\nslots: 4\n"),
     ],
@@ -147,8 +147,7 @@ def test_the_patch_alone(job: Path) -> None:
         "zero:",
         "  stage: 3  # was 2",
         "  shard_group: 2  # was all",
-        "activations:",
-        "  checkpoint: full  # was none",
+        "activations: full  # was none",
         "slots: 2  # was auto",
     ]
     assert as_yaml({"zero.stage": 0}, config) == "zero: 0  # was 2"

@@ -80,8 +80,9 @@ def test_the_last_one_wins_and_a_whole_section_replaces_its_parts(path: Path) ->
 
 
 def test_length_can_be_changed(path: Path) -> None:
-    job = _load(path, "steps=null", "epochs=2")
-    assert (job.steps, job.epochs) == (None, 2)
+    for overrides in (["steps=null", "epochs=2"], ["epochs=2"]):
+        job = _load(path, *overrides)
+        assert (job.steps, job.epochs) == (None, 2)
 
 
 def test_value_may_hold_equals_signs_and_colons(path: Path) -> None:
@@ -93,12 +94,13 @@ def test_value_may_hold_equals_signs_and_colons(path: Path) -> None:
     [
         (
             "zero.stag=3",
-            'override zero.stag=3: zero.stag: unknown key; did you mean "stage"? write stage: 3',
+            'override zero.stag=3: zero.stag: unknown key; did you mean "stage"? '
+            "write zero.stage=3",
         ),
         (
             "optim.lr=fast",
             'override optim.lr=fast: optim.lr: expected number > 0, found "fast"; '
-            "write for example lr: 0.001",
+            "write for example optim.lr=0.001",
         ),
         ("zero.stage", "override zero.stage: expected key=value, such as zero.stage=3"),
         ("=3", "override =3: expected key=value, such as zero.stage=3"),
@@ -110,10 +112,6 @@ def test_value_may_hold_equals_signs_and_colons(path: Path) -> None:
         (
             "name.x.y=3",
             'override name.x.y=3: name.x.y: name is "tiny", which has no keys; write name=value',
-        ),
-        (
-            "epochs=2",
-            "override epochs=2: give exactly one of steps, tokens, epochs (found steps and epochs)",
         ),
         (
             "optim.betas=[0.9",
@@ -128,7 +126,7 @@ def test_value_may_hold_equals_signs_and_colons(path: Path) -> None:
         (
             "batch=",
             "override batch=: batch: expected whole number > 0 | {global, micro}, found nothing; "
-            "write for example batch: {global: 512, micro: 4}",
+            "write for example 'batch={global: 512, micro: 4}'",
         ),
     ],
 )
@@ -141,7 +139,7 @@ def test_problems_of_file_and_overrides_are_told_together(path: Path) -> None:
     assert _problem(path, "zero.stag=3").splitlines() == [
         "2 problems in job.yaml",
         'job.yaml:9:1: sead: unknown key; did you mean "seed"? write seed: 1',
-        'override zero.stag=3: zero.stag: unknown key; did you mean "stage"? write stage: 3',
+        'override zero.stag=3: zero.stag: unknown key; did you mean "stage"? write zero.stage=3',
     ]
 
 

@@ -10,6 +10,8 @@ from typing import Any
 
 from zrun.job import overrides as command_line
 from zrun.job.document import Document
+from zrun.job.foreign import refuse_foreign, refuse_script
+from zrun.job.other_words import move_rate
 from zrun.job.problems import DEFAULT, Problem, ValueOrigin, job_error
 from zrun.job.validate import validate
 from zrun_core.errors import JobError
@@ -65,7 +67,11 @@ def load_job(
     Raises:
         JobError: with every problem of the file and of the overrides, one line each.
     """
-    document = Document.parse(_read(path), str(path), environ)
+    text = _read(path)
+    refuse_script(path)
+    document = Document.parse(text, str(path), environ)
+    refuse_foreign(path, document.value)
+    move_rate(document)
     command_line.apply(document, overrides, environ)
     config = validate(document)
     origins = {}

@@ -5,41 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterable
 from difflib import get_close_matches
 
+from zrun.job.other_words import key_called
 from zrun.job.problems import KeyPath
 from zrun.job.schema import fields, find_key, keys
 from zrun_core.spine.config import JobConfig
-
-# What other launchers and trainers call these things.
-_OTHER_NAMES = {
-    "batch_size": "batch.global",
-    "dtype": "precision",
-    "fp16": "precision",
-    "bf16": "precision",
-    "gpus": "slots",
-    "grad_clip": "optim.clip",
-    "learning_rate": "optim.lr",
-    "max_grad_norm": "optim.clip",
-    "max_steps": "steps",
-    "micro_batch_size": "batch.micro",
-    "num_epochs": "epochs",
-    "optimizer": "optim",
-    "scheduler": "lr",
-    "warmup_steps": "lr.warmup",
-}
 
 
 def nearest_key(path: KeyPath) -> KeyPath | None:
     """Return the key that an unknown `path` probably meant.
 
-    That is a sibling with a similar name, what other tools call by this name, or a key of this name
+    That is what other tools call by this name, a sibling with a similar name, or a key of this name
     in another section; None: there is none.
     """
     name = str(path[-1])
+    called = key_called(name)
+    if called is not None:
+        return called
     sibling = nearest(name, siblings(path[:-1]))
     if sibling is not None:
         return (*path[:-1], sibling)
-    if name in _OTHER_NAMES:
-        return tuple(_OTHER_NAMES[name].split("."))
     elsewhere = {str(key): key.path for key in keys()}
     elsewhere |= {key.name: key.path for key in reversed(list(keys()))}  # the first of a name wins
     found = next(iter(get_close_matches(name, elsewhere, n=1, cutoff=0.8)), None)

@@ -3,6 +3,9 @@
 Values are read like those of the file. A short form on the way is expanded first:
 
     zero: 2    and    zero.bucket=32MiB    is    zero: {stage: 2, bucket: 32MiB}
+
+A number for `lr`, which is the schedule, is the rate: `optim.lr`. Of `steps`, `tokens` and `epochs`
+one that is given here takes the place of the file's.
 """
 
 from __future__ import annotations
@@ -11,9 +14,12 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from zrun.job.document import Document
+from zrun.job.other_words import RATE, is_rate
 from zrun.job.problems import Problem, ValueOrigin, dotted, shown_value
 from zrun.job.schema import find_key
 from zrun_core.errors import JobError
+
+LENGTHS = ("steps", "tokens", "epochs")
 
 
 def apply(document: Document, overrides: Iterable[str], environ: Mapping[str, str]) -> None:
@@ -43,7 +49,18 @@ def apply(document: Document, overrides: Iterable[str], environ: Mapping[str, st
         document.problems.extend(
             Problem(origin, (*path, *inner.path), inner.message) for inner in parsed.problems
         )
+        if is_rate(path, parsed.value):
+            path = RATE
+        if path[0] in LENGTHS and len(path) == 1:
+            _forget_lengths(document)
         _merge(document, origin, path, parsed.value)
+
+
+def _forget_lengths(document: Document) -> None:
+    """Leave out what the file says of how long to train: the command line says it anew."""
+    for name in LENGTHS:
+        if document.origin((name,)).kind == "file":
+            document.value.pop(name, None)
 
 
 def _merge(document: Document, origin: ValueOrigin, path: tuple[str, ...], value: Any) -> None:

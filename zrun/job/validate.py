@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ from pydantic_core import ErrorDetails
 
 from zrun.job.document import Document
 from zrun.job.nearest import nearest, nearest_key, siblings
+from zrun.job.other_words import advice, value_called
 from zrun.job.problems import (
     MAX_SHOWN,
     KeyPath,
@@ -167,17 +169,40 @@ def _one_per_key(mistakes: Iterable[_Mistake]) -> list[_Mistake]:
 
 
 def _unknown_key(document: Document, mistake: _Mistake, meant: KeyPath | None) -> Problem:
+    origin = document.key_origin(mistake.path)
+    name = str(mistake.path[-1])
     parent = mistake.path[:-1]
     key = find_key(meant) if meant is not None else None
-    if key is None:
+    instead, found = advice(name), value_called(name)
+    if instead is not None:
+        message = f"unknown key; {instead}"
+    elif found is not None:
+        message = f"unknown key; write {_to_write(origin, *found)}"
+    elif key is None:
         owner = f"{dotted(parent)} has" if parent else "a job has"
         message = f"unknown key; {owner} {', '.join(siblings(parent))}"
     else:
         is_scalar = isinstance(mistake.value, str | int | float)
-        below = key.path[len(parent) :] if key.path[: len(parent)] == parent else key.path
-        line = _line(below, mistake.value if is_scalar else key.example)
+        value = mistake.value if is_scalar else key.example
+        is_below = len(key.path) > len(parent) and key.path[: len(parent)] == parent
+        below = key.path[len(parent) :] if is_below else key.path
+        line = _to_write(origin, key.path, value, below)
         message = f'unknown key; did you mean "{".".join(below)}"? write {line}'
-    return Problem(document.key_origin(mistake.path), mistake.path, message)
+    return Problem(origin, mistake.path, message)
+
+
+def _to_write(origin: ValueOrigin, path: KeyPath, value: Any, below: KeyPath = ()) -> str:
+    """Return a key and its value as the user writes them: in the file, or on the command line.
+
+    Args:
+        origin: of what is wrong there.
+        path: of the key.
+        value: of it.
+        below: the part of the path that the file has yet to say; empty: all of it.
+    """
+    if origin.kind == "override":
+        return shlex.quote(f"{dotted(path)}={write(value)}")
+    return _line(below or path, value)
 
 
 def _missing_key(document: Document, path: KeyPath) -> Problem:
@@ -210,26 +235,28 @@ def _wrong_value(document: Document, mistake: _Mistake) -> Problem:
     if key.most is not None and not is_element and _exceeds(mistake.value, key.most):
         wanted = f"{wanted}, at most {key.most:g}"
     found = shown_value(mistake.value)
-    message = f"expected {wanted}, found {found}; {_what_to_write(path, key, mistake)}"
-    return Problem(document.origin(mistake.path), path, message)
+    origin = document.origin(mistake.path)
+    message = f"expected {wanted}, found {found}; {_what_to_write(origin, path, key, mistake)}"
+    return Problem(origin, path, message)
 
 
 def _exceeds(value: Any, most: float) -> bool:
     return type(value) in (int, float) and value > most
 
 
-def _what_to_write(path: KeyPath, key: JobKey, mistake: _Mistake) -> str:
-    name = key.name if isinstance(path[-1], int) else str(path[-1])
+def _what_to_write(origin: ValueOrigin, path: KeyPath, key: JobKey, mistake: _Mistake) -> str:
+    is_item = isinstance(path[-1], int)
+    below = (key.name if is_item else str(path[-1]),)
     if isinstance(mistake.value, str):
         choice = nearest(mistake.value, key.choices)
         if choice is not None:
-            return f'did you mean "{choice}"? write {_line((name,), choice)}'
+            return f'did you mean "{choice}"? write {_to_write(origin, path, choice, below)}'
     if mistake.kind == "string_type" and isinstance(mistake.value, bool | int | float):
         quoted = f'"{write(mistake.value)}"'
-        return f"write {quoted}" if isinstance(path[-1], int) else f"write {name}: {quoted}"
+        return f"write {quoted}" if is_item else f"write {below[0]}: {quoted}"
     if len(path) > len(key.path):
-        return f"write for example {_line(key.path[-1:], key.example)}"
-    return f"write for example {_line((name,), key.example)}"
+        return f"write for example {_to_write(origin, key.path, key.example, key.path[-1:])}"
+    return f"write for example {_to_write(origin, path, key.example, below)}"
 
 
 def _written(document: Document, path: KeyPath) -> KeyPath:

@@ -113,8 +113,9 @@ class JobConfig(Section):
     )
     activations: ActivationsConfig = Field(
         default_factory=ActivationsConfig,
-        description="activation checkpointing",
-        examples=[{"checkpoint": "full"}],
+        description="activation checkpointing: none | full | every_n | selective | {checkpoint, "
+        "n, offload, partition}",
+        examples=["full"],
     )
     offload: OffloadConfig = Field(
         default_factory=OffloadConfig,

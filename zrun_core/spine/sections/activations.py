@@ -11,7 +11,12 @@ from zrun_core.spine.sections.section import Section
 
 
 class ActivationsConfig(Section):
-    """Which activations are recomputed in backward (Chen et al. 2016; Korthikanti et al. 2022)."""
+    """Which activations are recomputed in backward (Chen et al. 2016; Korthikanti et al. 2022).
+
+    The short form `activations: full` sets `checkpoint`.
+    """
+
+    short = ("checkpoint", str)
 
     checkpoint: Literal["none", "full", "every_n", "selective"] = Field(
         default="none",

@@ -19,8 +19,10 @@ from zrun_core.spine.sections.section import Fraction, Pattern, Positive, Ref, S
 
 class OptimConfig(Section):
     """The update: adamw, adam, lion, lamb, lars, any elementwise class of `torch.optim`, or
-    `module:attr`.
+    `module:attr`. The short form `optim: lion` sets `name`.
     """
+
+    short = ("name", str)
 
     name: str = Field(
         default="adamw",
@@ -71,6 +73,7 @@ class OptimConfig(Section):
     @field_validator("name")
     @classmethod
     def _refuse_what_cannot_be_sharded(cls, name: str) -> str:
+        name = name.removeprefix("torch.optim.")
         problem = why_not_sharded(name)
         if problem is not None:
             raise ValueError(problem)

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from zrun_core.spine.sections.section import Positive, Section, Steps
 
 DtypeName = Literal["fp32", "bf16", "fp16"]
+# What torch, Lightning and accelerate call them.
+_OTHER_WORDS = {
+    "no": "fp32",
+    "32": "fp32",
+    "32-true": "fp32",
+    "float32": "fp32",
+    "float": "fp32",
+    "bfloat16": "bf16",
+    "bf16-mixed": "bf16",
+    "float16": "fp16",
+    "half": "fp16",
+    "16": "fp16",
+    "16-mixed": "fp16",
+}
 
 
 class LossScaleConfig(Section):
@@ -43,3 +57,14 @@ class PrecisionConfig(Section):
     loss_scale: LossScaleConfig = Field(
         default_factory=LossScaleConfig, description="fp16 only", examples=[{"init": 65536}]
     )
+
+    @classmethod
+    def expand(cls, value: Any) -> Any:
+        """Take a number of bits too: `precision: 16`."""
+        return super().expand(str(value) if type(value) is int else value)
+
+    @field_validator("compute", mode="before")
+    @classmethod
+    def _take_other_words(cls, name: Any) -> Any:
+        plain = name.removeprefix("torch.") if isinstance(name, str) else name
+        return _OTHER_WORDS.get(plain, plain) if isinstance(plain, str) else plain

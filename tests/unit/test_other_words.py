@@ -1,0 +1,219 @@
+"""What a person guesses first: accepted where it is plain, else answered with what to write."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from zrun.cli import app
+from zrun.flags import with_keys
+from zrun.job.load import load_job
+from zrun.job.other_words import _ADVICE, _KEYS, _TEXTS, VALUES
+from zrun.job.schema import find_key
+from zrun_core.errors import JobError
+from zrun_core.spine.config import JobConfig
+
+JOB = """\
+name: toy
+model: train.py:build_model
+data: train.py:build_data
+steps: 10
+batch: {global: 8, micro: 4}
+eval: {data: train.py:build_data, every: 5}
+"""
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    path = tmp_path / "job.yaml"
+    path.write_text(JOB)
+    return path
+
+
+ACCEPTED = [
+    ("lr=1e-3", "optim.lr", 1e-3),
+    ("activations=full", "activations.checkpoint", "full"),
+    ("activations=selective", "activations.checkpoint", "selective"),
+    ("optim=lion", "optim.name", "lion"),
+    ("optim.name=torch.optim.AdamW", "optim.name", "torch.optim.AdamW".rpartition(".")[2]),
+    ("precision=bfloat16", "precision.compute", "bf16"),
+    ("precision=torch.bfloat16", "precision.compute", "bf16"),
+    ("precision=bf16-mixed", "precision.compute", "bf16"),
+    ("precision=16", "precision.compute", "fp16"),
+    ("precision=16-mixed", "precision.compute", "fp16"),
+    ("precision=float32", "precision.compute", "fp32"),
+    ("precision=32", "precision.compute", "fp32"),
+    ("precision=no", "precision.compute", "fp32"),
+    ("precision.compute=float16", "precision.compute", "fp16"),
+    ("steps=1e4", "steps", 10_000),
+    ("epochs=3", "epochs", 3),
+    ("tokens=1000", "tokens", 1000),
+]
+
+
+def value_of(config: JobConfig, key: str) -> Any:
+    found: Any = config
+    for name in key.split("."):
+        found = getattr(found, name)
+    return found
+
+
+@pytest.mark.parametrize(("override", "key", "value"), ACCEPTED)
+def test_what_is_plain_is_taken(job: Path, override: str, key: str, value: Any) -> None:
+    assert value_of(load_job(job, [override]).config, key) == value
+
+
+def test_a_rate_in_the_file_is_one_too(job: Path) -> None:
+    job.write_text(JOB + "lr: 3e-4\noptim: adamw\n")
+    loaded = load_job(job)
+    assert loaded.config.optim.lr == 3e-4
+    assert loaded.config.lr.schedule == "constant"
+    assert str(loaded.origins["optim.lr"]) == f"{job}:7:5"
+    job.write_text(JOB + "lr: 3e-4\noptim: {lr: 1e-3}\n")
+    with pytest.raises(JobError, match="lr: expected constant"):
+        load_job(job)
+
+
+def test_a_schedule_stays_where_a_rate_is_given(job: Path) -> None:
+    job.write_text(JOB + "lr: cosine\n")
+    config = load_job(job, ["lr=1e-4"]).config
+    assert (config.lr.schedule, config.optim.lr) == ("cosine", 1e-4)
+
+
+def test_of_two_lengths_on_the_command_line_none_is_left_out(job: Path) -> None:
+    with pytest.raises(JobError, match="exactly one of steps, tokens, epochs"):
+        load_job(job, ["steps=5", "epochs=1"])
+
+
+@pytest.mark.parametrize("name", sorted(_KEYS))
+def test_each_key_of_others_is_one_of_ours(job: Path, name: str) -> None:
+    key = find_key(tuple(_KEYS[name].split(".")))
+    assert key is not None
+    with pytest.raises(JobError, match=f"{name}: unknown key; did you mean") as caught:
+        load_job(job, [f"{name}=1"])
+    written = shlex.split(str(caught.value).partition("? write ")[2])[0]
+    assert written == f"{key}=1"
+
+
+@pytest.mark.parametrize("name", sorted(VALUES))
+@pytest.mark.parametrize("below", ["", "optim."])
+def test_what_is_to_be_written_is_right(job: Path, name: str, below: str) -> None:
+    with pytest.raises(JobError, match="unknown key; write ") as caught:
+        load_job(job, [f"{below}{name}=1"])
+    (written,) = shlex.split(str(caught.value).partition("; write ")[2])
+    load_job(job, ["zero=3", written])
+    job.write_text(JOB + f"{name}: 1\n")
+    with pytest.raises(JobError, match="unknown key; write ") as caught:
+        load_job(job)
+    line = str(caught.value).partition("; write ")[2]
+    kept = JOB if not line.startswith("eval:") else JOB[: JOB.index("eval:")]
+    if line.startswith("eval:"):
+        line = line.replace("eval: {", "eval: {data: train.py:build_data, every: 5, ")
+    job.write_text(kept + line + "\n")
+    load_job(job, ["zero=3"])
+
+
+@pytest.mark.parametrize("name", sorted(_ADVICE))
+def test_what_is_no_key_is_answered(job: Path, name: str) -> None:
+    with pytest.raises(JobError) as caught:
+        load_job(job, [f"{name}=1"])
+    assert str(caught.value).endswith(f"unknown key; {_TEXTS[_ADVICE[name]]}")
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--steps", "100"], ["steps=100"]),
+        (["--steps=100"], ["steps=100"]),
+        (["--optim.lr", "1e-3", "zero=3"], ["zero=3", "optim.lr=1e-3"]),
+        (["--learning-rate", "1e-3"], ["optim.lr=1e-3"]),
+        (["--nproc-per-node", "2"], ["slots=2"]),
+        (["--nproc_per_node=2"], ["slots=2"]),
+        (["--max-steps", "7"], ["steps=7"]),
+        (["--compile", "zero=3"], ["zero=3", "compile=true"]),
+        (["--compile=false"], ["compile=false"]),
+        (["--", "--steps", "100"], ["--", "--steps", "100"]),
+        (["--fooo", "100"], ["--fooo", "100"]),
+    ],
+)
+def test_keys_may_be_written_like_options(job: Path, words: list[str], expected: list[str]) -> None:
+    assert with_keys(words, {}) == expected
+
+
+def test_they_may_stand_anywhere_on_the_command_line(job: Path) -> None:
+    found = CliRunner().invoke(app, ["config", "show", "--steps", "77", str(job), "--lr", "0.5"])
+    assert found.exit_code == 0, found.output
+    assert "steps: 77" in found.output
+    assert "  lr: 0.5" in found.output
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--steps"], "--steps takes a value: write steps=VALUE"),
+        (["--wandb", "x"], "--wandb: there is no such option; send numbers to a tracker"),
+        (["--nnodes", "2"], "--nnodes: there is no such option; hosts come from Slurm"),
+    ],
+)
+def test_options_that_are_none_are_answered(job: Path, words: list[str], message: str) -> None:
+    found = CliRunner().invoke(app, ["config", "show", str(job), *words])
+    assert isinstance(found.exception, JobError)
+    assert message in str(found.exception)
+
+
+DEEPSPEED = {
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": 4,
+    "gradient_clipping": 1.0,
+    "bf16": {"enabled": True},
+    "zero_optimization": {
+        "stage": 3,
+        "offload_optimizer": {"device": "cpu"},
+        "offload_param": {"device": "nvme"},
+    },
+    "optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.9, 0.95], "eps": "auto"}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 100}},
+}
+
+
+def test_a_configuration_of_deepspeed_is_told_in_lines_of_a_job(job: Path) -> None:
+    config = job.with_name("ds_config.json")
+    config.write_text(json.dumps(DEEPSPEED))
+    with pytest.raises(JobError, match="a configuration of DeepSpeed; a job says it so:") as caught:
+        load_job(config)
+    lines = [line[2:] for line in str(caught.value).splitlines() if line.startswith("  ")]
+    kept = [line for line in JOB.splitlines() if not line.startswith("batch")]
+    job.write_text("\n".join([*kept, *lines]))
+    found = load_job(job).config
+    assert (found.zero.stage, found.precision.compute, found.batch.micro) == (3, "bf16", 4)
+    assert (found.offload.optimizer, found.offload.param) == ("host", "disk")
+    assert (found.optim.name, found.optim.lr, found.optim.clip) == ("adamw", 3e-4, 1.0)
+    assert (found.optim.betas, found.optim.eps, found.lr.warmup) == ((0.9, 0.95), None, 100)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("train.py", "import torch\n", "is a script, and a job is a YAML file"),
+        ("job.toml", "[training]\nsteps = 10\n", "is TOML, as torchtitan reads"),
+        (
+            "default_config.yaml",
+            "compute_environment: LOCAL_MACHINE\nnum_processes: 8\nmixed_precision: bf16\n",
+            "a configuration of accelerate; a job says it so:\n  slots: 8\n  precision: bf16\n",
+        ),
+        ("lora.yaml", "base_model: x/y\nsequence_len: 2048\n", "a configuration of axolotl"),
+        ("config.json", '{"model_type": "llama"}', "is the configuration of a model: zrun est"),
+        ("odd.json", '{"zero_optimization": 3, "optimizer": []}', "DeepSpeed"),
+    ],
+)
+def test_files_of_others_are_named(tmp_path: Path, name: str, text: str, message: str) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(JobError) as caught:
+        load_job(path)
+    assert message in str(caught.value)

@@ -12,9 +12,8 @@ from importlib import import_module
 from typing import Annotated, Any, NoReturn
 
 import typer
-from typer.core import TyperGroup
 
-from zrun.flags import Command
+from zrun.flags import Command, Group
 from zrun_core.errors import ExitCode, ZrunError, lack_of_threads
 from zrun_core.spine.printable import printable
 
@@ -36,7 +35,7 @@ COMMANDS = (
 )
 
 
-class _LazyGroup(TyperGroup):
+class _LazyGroup(Group):
     """Commands by name, imported one at a time."""
 
     def __init__(self, **settings: Any) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from zrun_core.errors import JobError
 from zrun_core.spine.hostname import MAX_SLOTS
@@ -59,7 +59,22 @@ def is_finite(value: float | None) -> float | None:
     return value
 
 
-class Command(TyperCommand):
+class _Flags:
+    """Shows options that take no value without a type."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        params: list[Any] = super().get_params(ctx)  # type: ignore[misc]
+        for each in params:
+            if getattr(each, "is_flag", False):
+                each.metavar = ""
+        return params
+
+
+class Group(_Flags, TyperGroup):
+    """A command that has others below it."""
+
+
+class Command(_Flags, TyperCommand):
     """A command none of whose options takes the name of another one for its value.
 
     Where it takes keys of a job, `--steps 100` is `steps=100`.

@@ -52,6 +52,20 @@ Edit = tuple[str, str]
 
 # name: what is written instead of what; keys of the job; exit code; what the message says
 MISTAKES: dict[str, tuple[list[Edit], dict[str, Any], int, list[str]]] = {
+    # The loss
+    "a loss function that runs backward": (
+        [
+            (
+                "    return nn.functional.cross_entropy(model(x), label)\n",
+                "    loss = nn.functional.cross_entropy(model(x), label)\n"
+                "    loss.backward()\n"
+                "    return loss\n",
+            )
+        ],
+        {},
+        5,
+        ["the loss function, or forward, ran backward(): return the loss, and the step runs it"],
+    ),
     # The file
     "an import that is not installed": (
         [("import torch\n", "import torch\nimport sklearnn\n")],

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from runs import Plain
+from runs import Plain, job, run
 from test_pipelines import gpt
 from test_tensor_parallel import on_axes, small
 from toys import world
@@ -91,3 +91,15 @@ def test_a_window_of_pipedream(ranks, tmp_path: Path) -> None:
     keys = {"optim": {"lr": 1e-2}, "batch": {"global": 2, "micro": 2}, "steps": 8}
     error = ends(ranks, tmp_path, parallel=parallel, data=data(ranks=[1]), **keys)
     assert "data: in steps 1 to 8 rank 1 (host, cpu, pp 1) read another batch['labels']" in error
+
+
+@pytest.mark.parametrize(("length", "is_told"), [(5, True), (8, False)])
+def test_data_of_less_than_a_batch_is_told(
+    ranks: Any, tmp_path: Path, length: int, is_told: bool
+) -> None:
+    data = {"call": "runs.py:Tokens", "args": {"length": length}}
+    found = ranks(2).run(run, job(data=data, steps=2, checkpoint=None), str(tmp_path))
+    (start,) = (event for event in found[0]["events"] if event["type"] == "start")
+    told = "the data has 5 samples and a step takes 8: each step has some of them more than once"
+    assert (told in start.get("notes", [])) is is_told
+    assert found[0]["error"] == ""

@@ -254,7 +254,7 @@ def test_parameters_without_gradient_are_left_alone(ranks, tmp_path, stage):
     for name, value in run["state"].items():
         assert (torch.from_numpy(value) == start[name]).all() == name.startswith("never."), name
     idle, *others = run["warnings"]
-    assert idle == "no gradient so far, and so left alone: never.bias, never.weight"
+    assert idle == "no gradient yet, so not updated: never.bias, never.weight"
     # The part for domain 0 is used without a call, which only stage 3 has to hold on to.
     assert [each.split(" holds ")[0] for each in others] == ["the ring of gathering"] * (stage == 3)
 

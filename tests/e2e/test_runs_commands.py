@@ -221,7 +221,7 @@ def test_a_run_that_ends_at_once_has_made_its_first_step(folder: Path) -> None:
     done = zrun(folder, *train_arguments({}))
     (path,) = (folder / "runs" / "fake").iterdir()
     assert (done.returncode, done.stdout.splitlines()[0].rpartition(":")[0]) in (
-        (0, f"run {path.name} trains, and goes on without this terminal"),
+        (0, f"run {path.name} is training in the background"),
         (0, ""),  # it was over before anybody looked
     )
 

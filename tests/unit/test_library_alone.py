@@ -265,8 +265,8 @@ WRONG: dict[str, tuple[Callable[[nn.Module, zrun_core.Optimizer], object], str]]
         "shard(zero='3'): write int or a mapping with",
     ),
     "activations": (
-        lambda model, optimizer: zrun_core.shard(build, activations="full"),
-        "shard(activations='full'): write a mapping with some of checkpoint",
+        lambda model, optimizer: zrun_core.shard(build, activations=3),
+        "shard(activations=3): write str or a mapping with some of checkpoint",
     ),
     "loss": (
         lambda model, optimizer: zrun_core.GradScaler().scale(3.0),

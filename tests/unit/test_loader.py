@@ -455,6 +455,9 @@ def test_tokens_are_the_input_ids_or_the_first_integer_matrix() -> None:
     assert count_tokens({"mask": torch.zeros(9, 9, dtype=torch.int64), "input_ids": ids}) == 6
     assert count_tokens((floats, torch.zeros(7, dtype=torch.int64), ids)) == 6
     assert count_tokens((floats, torch.zeros(3, 3, dtype=torch.bool))) == 0
+    graph = {"nodes": floats, "edge_index": ids, "attention_mask": ids, "labels": ids}
+    assert count_tokens(graph) == 0
+    assert count_tokens({**graph, "tokens": ids}) == 6
     assert MicroBatch.of(ids, 0).num_tokens == 0
 
 

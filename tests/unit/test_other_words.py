@@ -16,6 +16,7 @@ from zrun.job.load import load_job
 from zrun.job.other_words import _ADVICE, _KEYS, _TEXTS, VALUES
 from zrun.job.schema import find_key
 from zrun_core.errors import JobError
+from zrun_core.hardware.catalogue import NODES, device_named, peak_flops
 from zrun_core.spine.config import JobConfig
 
 JOB = """\
@@ -164,6 +165,42 @@ def test_options_that_are_none_are_answered(job: Path, words: list[str], message
     found = CliRunner().invoke(app, ["config", "show", str(job), *words])
     assert isinstance(found.exception, JobError)
     assert message in str(found.exception)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["estimate", "meta-llama/Llama-3.1-8B"], "is no file; for a model of the Hub, from which"),
+        (["estimate", "7B", "--gpu", "3080"], "did you mean 3090?"),
+        (["init", "--for", "lightning"], "--for lightning: write torch, for a plain nn.Module"),
+        (["topo", "--simulate", "8xH10"], "did you mean H100-80G?"),
+        (["topo", "--simulate", "8xCPU"], "CPUs have no links to show"),
+        (["topo", "--simulate", "no/such.txt"], "a description of a machine is wanted"),
+    ],
+)
+def test_what_commands_do_not_know_is_answered(words: list[str], message: str) -> None:
+    found = CliRunner().invoke(app, words)
+    assert isinstance(found.exception, JobError)
+    assert message in str(found.exception)
+
+
+@pytest.mark.parametrize("name", ["3090", "rtx-5090", "A10G", "RTX_A6000", "L4", "t4", "A40"])
+def test_common_boards_are_known(name: str) -> None:
+    device = device_named(name)
+    assert device.name in NODES
+    assert peak_flops(f"NVIDIA {device.name}", "fp16") == device.peak["fp16"]
+
+
+def test_topo_takes_clusters_in_the_words_of_the_others() -> None:
+    found = CliRunner().invoke(app, ["topo", "--simulate", "2x8xH100-80G", "--json"])
+    assert found.exit_code == 0, found.output
+    hosts = json.loads(found.output)["hosts"]
+    assert len(hosts) == 2
+    assert {len(host["gpus"]) for host in hosts} == {8}
+    found = CliRunner().invoke(app, ["topo", "--simulate", "8xH100-80G"])
+    assert "NV18" in found.output
+    found = CliRunner().invoke(app, ["topo", "--simulate", "4x4090"])
+    assert "SYS" in found.output
 
 
 DEEPSPEED = {

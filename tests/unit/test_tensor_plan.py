@@ -411,13 +411,13 @@ def with_own_forward() -> Net:
         (
             Net,
             {**ROLES, "embed": "colwise"},
-            "parallel.plan: embed is of Embedding, and colwise "
+            "parallel.plan: embed is an Embedding, and colwise "
             "divides an nn.Linear; name the linears in it, or leave it out",
         ),
         (
             Net,
             {**ROLES, "head": "vocabulary"},
-            "parallel.plan: head is of Linear, and vocabulary divides an nn.Embedding",
+            "parallel.plan: head is a Linear, and vocabulary divides an nn.Embedding",
         ),
         (
             Net,
@@ -436,7 +436,7 @@ def with_own_forward() -> Net:
         (
             Net,
             {**ROLES, "embed": "attention"},
-            "parallel.plan: embed is of Embedding, and "
+            "parallel.plan: embed is an Embedding, and "
             "attention divides an nn.MultiheadAttention; write embed: whole",
         ),
         (

@@ -162,7 +162,7 @@ def test_functions_of_a_job_are_bound_not_called_and_classes_made(job_dir: Path)
         (
             "make_nothing",
             {},
-            "too many positional arguments: it is called as (samples), and takes nothing; what is",
+            "too many positional arguments: it is called as (samples), and takes nothing; to make",
         ),
         ("pad", {"too": 7}, "got an unexpected keyword argument 'too'; did you mean to?"),
         (

@@ -58,8 +58,8 @@ def test_each_stage_is_told_with_its_share_and_the_bubble_beside_theory():
     assert rows["stage 0"] == what
     assert rows["stage 1"].endswith("busy 50%, 1 in flight")
     share = f"{bubble('1f1b', 2, 1, 4):.0%}"
-    told = f"stages waited {share} of step 2; {share} by its actions' times, {share} with equal"
-    assert rows["bubble"] == f"{told} stages"
+    told = f"stages were idle for {share} of step 2 (replayed {share}, with equal stages {share})"
+    assert rows["bubble"] == told
     assert "slow stage" not in rows
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from zrun.flags import Command
+from zrun.flags import Command, Group
 from zrun_core.errors import ExitCode
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from zrun_core.checkpoint.manifest import Manifest
 
 ckpt = typer.Typer(
+    cls=Group,
     no_args_is_help=True,
     add_completion=False,
     help="List, inspect, verify, export and prune checkpoints.",

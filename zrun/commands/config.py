@@ -8,9 +8,13 @@ from typing import Annotated
 
 import typer
 
-from zrun.flags import Command
+from zrun.flags import Command, Group
 
-config = typer.Typer(no_args_is_help=True, help="Show a resolved job, or the schema of job files.")
+config = typer.Typer(
+    cls=Group,
+    no_args_is_help=True,
+    help="Show a resolved job, or the schema of job files.",
+)
 
 
 @config.command(cls=Command)

@@ -68,7 +68,7 @@ def estimate(
         typer.Option(
             min=1,
             metavar="N",
-            help="So many devices: of --gpu; of a size alone, A100-80G.",
+            help="Number of devices (of --gpu; for a size alone, A100-80G).",
             show_default=False,
         ),
     ] = None,

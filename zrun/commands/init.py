@@ -6,7 +6,7 @@ import sys
 from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
@@ -16,9 +16,10 @@ _CODE = "train.py"  # what the jobs of presets with code call it
 
 def init(
     kind: Annotated[
-        Literal["torch", "hf"] | None,
+        str | None,
         typer.Option(
             "--for",
+            metavar="torch|hf",
             help="torch: a plain nn.Module; hf: a causal language model of transformers.",
             show_default="torch",
         ),
@@ -58,6 +59,11 @@ def init(
 
     if kind is not None and preset is not None:
         raise JobError("--for and --preset both say which job: keep one of them")
+    if kind not in (None, "torch", "hf"):
+        raise JobError(
+            f"--for {kind}: write torch, for a plain nn.Module (that of a LightningModule too: a "
+            "job names a function that returns it), or hf, for a model of transformers"
+        )
     name = preset or kind or "torch"
     text = _form(name) if full else _text(name)
     if output is None:

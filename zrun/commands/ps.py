@@ -10,11 +10,11 @@ import typer
 
 def ps(
     everything: Annotated[
-        bool, typer.Option("--all", "-a", help="Runs of earlier days too.")
+        bool, typer.Option("--all", "-a", help="Runs of earlier days, too.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """List the runs that go on and those of today: of ./runs, and your others on this machine.
+    """List active runs and those of today: in ./runs, and your others on this machine.
 
     Example: zrun ps --all
     """
@@ -38,7 +38,7 @@ def ps(
             console.print(remark, markup=False)
     else:
         print(
-            "no run goes on, and none began today" if num_others else "no runs in ./runs",
+            "no run is active, and none began today" if num_others else "no runs in ./runs",
             file=sys.stderr,
         )
     if num_others:

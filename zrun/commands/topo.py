@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -14,11 +13,11 @@ from zrun.flags import HostList, HostsFile
 
 def topo(
     simulated: Annotated[
-        Path | None,
+        str | None,
         typer.Option(
             "--simulate",
-            metavar="FILE",
-            help="A description of other machines: docs/topology.md.",
+            metavar="NxMxGPU|FILE",
+            help="Machines that are not there: 2x8xH100-80G, or a file of docs/topology.md.",
             show_default=False,
         ),
     ] = None,
@@ -49,10 +48,10 @@ def topo(
     Example: zrun topo --tp 4
     """
     from zrun.hosts.cluster import Cluster, probe_host, simulate
+    from zrun.hosts.described import described
     from zrun.hosts.hostfile import parse_option, read_hostfile
     from zrun.launch.bring_up import look_at_links
     from zrun.placement.plan import plan_every_gpu
-    from zrun.topology.scenario import Scenario
     from zrun.watch.topology import show_topology, topology_facts
     from zrun_core.errors import JobError
 
@@ -65,7 +64,7 @@ def topo(
     elif host_list is not None:
         cluster = look_at_links(parse_option(host_list, "-H"), ssh, python or sys.executable)
     elif simulated is not None:
-        cluster = simulate(Scenario.read(simulated))
+        cluster = simulate(described(simulated))
     else:
         cluster = Cluster((probe_host(),))
     ranks = plan_every_gpu(cluster, tp, pp).ranks if tp * pp > 1 else []

@@ -55,7 +55,7 @@ def train(
         ),
     ] = None,
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="Start over where checkpoints are; they are kept.")
+        bool, typer.Option("--fresh", help="Start from step 0; old checkpoints are kept.")
     ] = False,
     smoke: Annotated[
         int | None,
@@ -75,7 +75,7 @@ def train(
     ] = False,
     detach: Annotated[
         bool,
-        typer.Option("--detach", help="Return once its first step is done; it goes on by itself."),
+        typer.Option("--detach", help="Run in the background; return after the first step."),
     ] = False,
     verify: Annotated[
         bool, typer.Option("--verify", help="First compare the job with a plain loop: zrun verify.")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 
 POLICIES = ("none", "selective", "every_n", "full")
 # Keys that change no trace.
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _ALONE = (
     "zero.",
     "activations.checkpoint",
@@ -402,6 +404,11 @@ def _shape(text: str, seq: int | None) -> TransformerShape:
         try:
             shape = TransformerShape.from_size(text)
         except JobError as error:
+            if _HUB_NAME.fullmatch(text):
+                raise JobError(
+                    f"{text} is no file; for a model of the Hub, from which nothing is fetched, "
+                    f"give its config.json (hf download {text} config.json) or its size, as 7.5B"
+                ) from None
             raise JobError(f"{text!r} is no file, and no size of a model: {error}") from None
         return (
             shape if seq is None else replace(shape, seq=seq, positions=max(seq, shape.positions))

@@ -162,7 +162,7 @@ class _WatchedRun:
 def _farewell(path: Path, launcher: int) -> str:
     run = reference(path)
     return (
-        f"run {path.name} trains, and goes on without this terminal: process {launcher}\n"
+        f"run {path.name} is training in the background: process {launcher}\n"
         f"  in {path}\n"
         f"  follow it: zrun logs {run} -r launcher -f\n"
         f"  stop it:   zrun stop {run}\n"

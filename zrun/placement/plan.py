@@ -132,7 +132,10 @@ def plan_every_gpu(cluster: Cluster, tp: int, pp: int) -> LaunchPlan:
     """
     without = [host.hostname for host in cluster.hosts if not host.gpus]
     if without:
-        raise PreflightError(f"{_lacks_gpus(cluster, without)}: leave out --tp and --pp")
+        raise PreflightError(
+            f"{_lacks_gpus(cluster, without)}, by whose links groups are seated: leave out --tp "
+            "and --pp; where ranks on CPUs sit, zrun check job.yaml --grid shows"
+        )
     keys = {"name": "topo", "model": "m:f", "data": "m:f", "steps": 1, "batch": {"micro": 1}}
     job = JobConfig.model_validate(keys | {"parallel": {"tp": tp, "pp": pp}})
     return make_plan(job, cluster).plan

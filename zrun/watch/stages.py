@@ -114,7 +114,7 @@ def _bubble(state: RunState) -> str:
     computing = sum(box.end - box.begin for box in boxes)
     idle = 1 - computing / (len(rows) * max(box.end for box in boxes))
     step = state.schedules[0]["step"]
-    text = f"stages waited {idle:.0%} of step {step}"
+    text = f"stages were idle for {idle:.0%} of step {step}"
     replayed = _replayed(rows)
     if replayed is None:
         return text
@@ -122,7 +122,7 @@ def _bubble(state: RunState) -> str:
     micro_batches = 1 + max(box.action.micro for box in boxes)
     equal = bubble(stage["schedule"], len(rows), stage["virtual"], micro_batches)
     by_lists = 1 - computing / (len(rows) * replayed)
-    return f"{text}; {by_lists:.0%} by its actions' times, {equal:.0%} with equal stages"
+    return f"{text} (replayed {by_lists:.0%}, with equal stages {equal:.0%})"
 
 
 def _recorded(state: RunState) -> list[list[_Box]]:

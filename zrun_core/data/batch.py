@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import re
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from types import FunctionType
@@ -18,6 +19,8 @@ from zrun_core.errors import JobError
 from zrun_core.hardware.accelerator import is_accelerator
 
 IGNORED = -100  # label of a position that does not count, as in torch
+# Names of integers that are no tokens, in a batch that is a mapping.
+_NO_TOKENS = re.compile("mask|label|target|index|indices|edge|position|type|segment")
 _TOKEN_DTYPES = (torch.int64, torch.int32, torch.int16)  # uint8 is pixels, bool is a mask
 
 
@@ -57,13 +60,14 @@ class MicroBatch:
 def count_tokens(batch: Any) -> int:
     """Return the number of tokens in a batch.
 
-    These are the elements of its `input_ids`, else of its first integer tensor of 2 or more dims;
-    0 if it has neither.
+    These are the elements of its `input_ids`, else of its first integer tensor of 2 or more dims
+    that is not called a mask, a label, a position or an index; 0 if it has neither.
     """
     if isinstance(batch, Mapping):
         ids = batch.get("input_ids")
         if isinstance(ids, Tensor):
             return ids.numel()
+        batch = {name: each for name, each in batch.items() if not _NO_TOKENS.search(str(name))}
     tokens: list[int] = []
 
     def visit(tensor: Tensor) -> Tensor:

@@ -90,6 +90,13 @@ DEVICES: dict[str, Device] = {
         ),
         _gpu("L40S", 45488, _peaks(362e12, 91.6e12), 864e9, 142, gemm=0.62, attention=0.45),
         _gpu("4090", 24217, _peaks(165e12, 82.6e12), 1008e9, 128, gemm=0.88, attention=0.75),
+        _gpu("5090", 32109, _peaks(209e12, 104.8e12), 1792e9, 170, gemm=0.85, attention=0.70),
+        _gpu("3090", 24260, _peaks(71e12, 35.6e12), 936e9, 82, gemm=0.88, attention=0.75),
+        _gpu("A6000", 48677, _peaks(155e12, 38.7e12), 768e9, 84, gemm=0.70, attention=0.50),
+        _gpu("A40", 45416, _peaks(150e12, 37.4e12), 696e9, 84, gemm=0.65, attention=0.50),
+        _gpu("A10", 22725, _peaks(125e12, 31.2e12), 600e9, 72, gemm=0.55, attention=0.45),
+        _gpu("L4", 22563, _peaks(121e12, 30.3e12), 300e9, 58, gemm=0.50, attention=0.45),
+        _gpu("T4", 14914, _peaks(65e12, 8.1e12, bf16=False), 320e9, 40, gemm=0.50, attention=0.30),
     )
 }
 # One core of a server with AVX-512, as a part of a host: what a quick measurement replaces.
@@ -123,6 +130,12 @@ _ALIASES = {
     "B200-192G": "B200",
     "L40S-48G": "L40S",
     "4090-24G": "4090",
+    "RTX5090": "5090",
+    "RTX-5090": "5090",
+    "RTX3090": "3090",
+    "RTX-3090": "3090",
+    "RTX-A6000": "A6000",
+    "A10G": "A10",
 }
 
 # What large messages reach, per device (NVLink, PCIe: all links of one), per adapter, or per drive.
@@ -193,6 +206,13 @@ NODES = {
     "B200": UsualNode("NVLink5", "PCIe5", "NDR", 8, "NVMe5", 8, 2048, 500, 112),
     "L40S": UsualNode("PCIe4", "PCIe4", "100G", 2, "NVMe4", 2, 512, 300, 64),
     "4090": UsualNode("PCIe4", "PCIe4", "10G", 1, "NVMe4", 1, 128, 60, 24),
+    "5090": UsualNode("PCIe5", "PCIe5", "10G", 1, "NVMe4", 1, 128, 60, 24),
+    "3090": UsualNode("PCIe4", "PCIe4", "10G", 1, "NVMe4", 1, 128, 60, 24),
+    "A6000": UsualNode("PCIe4", "PCIe4", "25G", 1, "NVMe4", 2, 256, 150, 64),
+    "A40": UsualNode("PCIe4", "PCIe4", "100G", 1, "NVMe4", 2, 512, 200, 64),
+    "A10": UsualNode("PCIe4", "PCIe4", "100G", 1, "NVMe4", 2, 768, 200, 96),
+    "L4": UsualNode("PCIe4", "PCIe4", "100G", 1, "NVMe4", 2, 384, 200, 96),
+    "T4": UsualNode("PCIe3", "PCIe3", "100G", 1, "NVMe3", 2, 384, 150, 48),
 }
 CPU_NODE = UsualNode("memory", "memory", "10G", 1, "NVMe4", 1, 64, 40, 8, devices=1)
 

@@ -61,7 +61,7 @@ _FIRST_SCHEDULE = 2  # step whose actions are told: the first one warms up
 _GROWS = {
     "gathering": "parameters that are looked at outside of their modules stay whole "
     "until backward is over",
-    "reducing": "more gradients than expected are incomplete at a time, "
+    "reducing": "more gradients were pending at once than planned, "
     "as those of modules that run several times are",
 }
 
@@ -476,7 +476,7 @@ class Recorder:
         shown = ", ".join(names[:5])
         if len(names) > 5:
             shown += f" and {len(names) - 5} more"
-        self._emitter.emit("warning", message=f"no gradient so far, and so left alone: {shown}")
+        self._emitter.emit("warning", message=f"no gradient yet, so not updated: {shown}")
 
     def _warn_of_slow_copies(self) -> None:
         """Say why inputs of blocks come and go more slowly than they might, if so."""

@@ -102,12 +102,16 @@ def why_whole(module: nn.Module) -> str:
     """Return why the heads of a module cannot be divided; empty: they can."""
     kind = type(module).__name__
     if not isinstance(module, nn.MultiheadAttention):
-        return f"is of {kind}, and attention divides an nn.MultiheadAttention"
+        return f"is {_a(kind)}, and attention divides an nn.MultiheadAttention"
     if type(module).forward is not nn.MultiheadAttention.forward:
         return f"is a {kind} with a forward of its own"
     if module.bias_k is not None or module.add_zero_attn:
         return "adds keys of its own (add_bias_kv, add_zero_attn), which are not divided"
     return ""
+
+
+def _a(kind: str) -> str:
+    return f"an {kind}" if kind[0] in "AEIOU" else f"a {kind}"
 
 
 def _check_role(name: str, module: nn.Module, entry: Entry) -> None:
@@ -120,7 +124,7 @@ def _check_role(name: str, module: nn.Module, entry: Entry) -> None:
     kind = type(module).__name__
     if role is Role.VOCABULARY:
         if not isinstance(module, nn.Embedding):
-            raise JobError(f"{_KEY}: {name} is of {kind}, and vocabulary divides an nn.Embedding")
+            raise JobError(f"{_KEY}: {name} is {_a(kind)}, and vocabulary divides an nn.Embedding")
         if module.max_norm is not None:
             raise JobError(
                 f"{_KEY}: {name} renormalises the rows that it looks up (max_norm), of which each "
@@ -135,9 +139,14 @@ def _check_role(name: str, module: nn.Module, entry: Entry) -> None:
 def _check_linear(name: str, module: nn.Module, entry: Entry) -> None:
     role = entry.role
     needs_rows = role is Role.HEAD or role in ALONE
+    if type(module).__module__.startswith("peft."):
+        raise JobError(
+            f"{_KEY}: {name} is a linear of peft with its adapter, which tp does not divide: write "
+            "pp or zero: 3 in place of tp"
+        )
     if entry.is_transposed or not is_linear(module) or (needs_rows and is_transposed(module)):
         raise JobError(
-            f"{_KEY}: {name} is of {type(module).__name__}, and {role} divides an nn.Linear; name "
+            f"{_KEY}: {name} is {_a(type(module).__name__)}, and {role} divides an nn.Linear; name "
             "the linears in it, or leave it out"
         )
     others = module._parameters.keys() - {"weight", "bias"}

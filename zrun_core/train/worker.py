@@ -281,9 +281,7 @@ class Worker:
             divided.regions.streams = streams
         streams.begin()  # from here on each rank draws from its own
         total_steps = self._total_steps(loader, resumed)
-        if job.epochs is not None and total_steps is not None:
-            size = self.spec.batch.global_size
-            notes.append(f"epochs {job.epochs}: {total_steps} steps of {size} samples")
+        notes += self._notes_of_data(loader, total_steps)
         checkpointer = self._checkpointer(state, streams, comm, mesh.world)
         trainer = Trainer(
             self.spec,
@@ -559,6 +557,18 @@ class Worker:
             return self.spec.job.steps
         progress = {} if resumed is None else resumed.manifest.progress
         return loader.total_steps(progress.get("steps", 0), progress.get("cursor", 0))
+
+    def _notes_of_data(self, loader: BatchLoader, total_steps: int | None) -> list[str]:
+        """Say how long the data lasts, where the user may not have meant it so."""
+        epochs, size = self.spec.job.epochs, self.spec.batch.global_size
+        if epochs is not None and total_steps is not None:
+            return [f"epochs {epochs}: {total_steps} steps of {size} samples"]
+        if epochs is None and loader.num_samples is not None and loader.num_samples < size:
+            return [
+                f"the data has {loader.num_samples} samples and a step takes {size}: each step "
+                "has some of them more than once"
+            ]
+        return []
 
     # Saves
 

@@ -378,7 +378,7 @@ def _check_takes(
         own = ", ".join(signature.parameters) or "nothing"
         raise JobError(
             f"{ref.call}: {error}{nearest}: it is called as ({given}), and takes {own}; "
-            "what is to be made with args first is a class with __call__"
+            "to make one with args first, write a class with __call__"
         ) from None
 
 

@@ -315,6 +315,10 @@ def _post_accumulate_grad(
         return
     micro = gatherer.micro
     micro.on_gradient_arrival(of_param=True)
+    if not gatherer.in_backward:
+        raise UserCodeError(
+            "the loss function, or forward, ran backward(): return the loss, and the step runs it"
+        )
     if micro.held is not None:
         param.grad = None
         held = HeldGrad(unit, number, lambda: grad)

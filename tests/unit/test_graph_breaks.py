@@ -23,6 +23,7 @@ _BUILDS = (
     "from zrun_core.user_code.on_meta import on_meta\n"
     "with on_meta():\n"
     "    gpt('gpt2', vocab_size=50, dim=32, depth=2, heads=4, seq_len=16)\n"
+    "    gpt('llama', vocab_size=50, dim=32, depth=2, heads=4, seq_len=16)\n"
     "    layer = nn.Linear(3, 3)\n"
     "    nn.init.normal_(layer.weight)\n"
     "    nn.init.trunc_normal_(layer.weight)\n"

@@ -389,6 +389,14 @@ def test_generate_takes_the_likeliest_token_step_by_step(flavour: str) -> None:
         assert torch.equal(logits.argmax(-1), out[:, length])
 
 
+def test_generate_calls_the_model_with_few_lengths() -> None:
+    model = tiny("llama", seq_len=150)
+    lengths: list[int] = []
+    model.register_forward_pre_hook(lambda module, args: lengths.append(args[0].shape[1]))
+    assert generate(model, ids(1, 3), 170).shape == (1, 173)
+    assert sorted(set(lengths)) == [64, 128, 150]
+
+
 def test_generate_repeats_with_its_generator_and_restores_every_mode() -> None:
     model = tiny("gpt2", dropout=0.5)
     model.blocks[0].eval()

@@ -32,6 +32,9 @@ class Rope(nn.Module):
     def reset_parameters(self) -> None:
         """Compute the table on the device where it lies; angles are computed in fp64."""
         device = self.table.device
+        if device.type == "meta":  # there are no values, and `outer` imports torch's compiler
+            self.table = torch.empty_like(self.table, dtype=torch.float32)
+            return
         dims = torch.arange(0, self.head_dim, 2, dtype=torch.float64, device=device)
         exponents = dims / self.head_dim  # [H / 2]
         positions = torch.arange(self.seq_len, dtype=torch.float64, device=device)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 import pytest
+
+# Estimates of tests are those of a usual core, on any machine.
+os.environ["ZRUN_CALIBRATION"] = "off"
 
 Row = frozenset[tuple[int, ...]]  # which value each list of a table has there
 

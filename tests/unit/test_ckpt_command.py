@@ -138,6 +138,19 @@ def test_the_runs_of_a_job_are_named(ckpt: Ckpt, run: Path) -> None:
     assert f"name one of its runs, such as {run}" in err
 
 
+def test_a_run_that_broke_off_names_one_that_has_saved(
+    ckpt: Ckpt, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = run.parent / "20991231-000000-abcd"
+    for path in (run, broken):
+        path.mkdir(exist_ok=True)
+        (path / "events.jsonl").touch()
+    monkeypatch.chdir(run.parents[2])
+    code, _, err = ckpt("ls", "toy")
+    assert code == 9
+    assert f"{broken} holds no checkpoints; another run of its job has some: {run}" in err
+
+
 def test_inspect(ckpt: Ckpt, run: Path) -> None:
     code, out, _ = ckpt("inspect", run, "--tensors")
     assert code == 0

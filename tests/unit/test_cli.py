@@ -201,10 +201,14 @@ def test_check_prints_the_plan(zrun: Zrun) -> None:
     result = zrun("check", "job.yaml", "--slots", "2")
     assert result.code == 0, result.err
     assert "batch: global 8 = micro 2 x accumulation 2 x 2 data-parallel ranks\n" in result.out
-    assert "zero: stage 2," in result.out
-    assert "auto: zero.bucket = " in result.out
+    assert "every other key has its default: --all prints them too\n" in result.out
+    assert "zero.bucket " in result.out
+    assert "zero: stage 2," not in result.out
     assert "structure: Linear, 12 parameters in 2 tensors, 48 B\n" in result.out
     assert "chatter" not in result.out
+    everything = zrun("check", "job.yaml", "--slots", "2", "--all").out
+    assert "zero: stage 2," in everything
+    assert "auto: zero.bucket = " in everything
 
 
 @pytest.mark.usefixtures("warm")
@@ -632,7 +636,7 @@ def test_interrupt(zrun: Zrun, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_check_and_dry_run_show_where_ranks_sit(zrun: Zrun) -> None:
     arguments = ["job.yaml", "parallel.tp=2", "parallel.pp=2", "--slots", "8"]
     for result in (
-        zrun("check", *arguments, "--no-import"),
+        zrun("check", *arguments, "--no-import", "--all"),
         zrun("train", *arguments, "--dry-run"),
     ):
         assert result.code == 0, result.err

@@ -19,7 +19,7 @@ from zrun_core.plan.question.transformer import TransformerShape
 from zrun_core.plan.timing.cost_model import CostModel
 from zrun_core.plan.timing.micro_batch_cost import TimingSettings
 from zrun_core.plan.trace.module_tree import describe_modules, describe_params
-from zrun_core.plan.trace.profile import Profile, Trace
+from zrun_core.plan.trace.profile import COMPILER_BYTES, Profile, Trace
 from zrun_core.plan.trace.rows import Affine, TracePhase
 from zrun_core.spine.config import JobConfig
 from zrun_core.spine.parallel_dims import ParallelDims
@@ -272,6 +272,19 @@ def test_one_rank_that_builds_on_meta_or_recomputes_imports_for_it_too() -> None
     assert planner.outside(meta, 0) > planner.outside(factory, 0)
     assert planner.outside(replace(factory, checkpoint="full"), 0) == planner.outside(meta, 0)
     assert planner.outside(replace(ranks, init="meta"), 0) == planner.outside(ranks, 0)
+
+
+def test_what_the_users_code_imports_counts() -> None:
+    job = JOB.model_copy(update={"device": "cpu"})
+    meta = Candidate(0, ParallelDims(2), 1, 1)
+    on_cpu = parse_simulate("2xCPU")
+    unknown = Planner(profile(), on_cpu, job).outside(meta, 0)
+    measured = replace(profile(), imported_bytes=90 << 20, builds_with_compiler=False)
+    planner = Planner(measured, on_cpu, job)
+    assert planner.outside(meta, 0) == unknown + (90 << 20) - COMPILER_BYTES
+    recomputed = replace(meta, checkpoint="full")
+    assert planner.outside(recomputed, 0) == unknown + (90 << 20)
+    assert Profile.from_json(measured.to_json()) == measured
 
 
 def test_a_process_takes_holes_code_and_libraries_beyond_its_tensors() -> None:

@@ -4,6 +4,9 @@ It is a process of its own, since it needs torch, and the agent must not.
 It reads `{"folder": path}` from stdin and prints JSON, the `HostRates` of `calibration.py`.
 Each measurement takes about a second, and the best of several tries counts: what else the host does
 can only make them slower.
+
+With `{"quick": true}` it measures the cores alone, in about three seconds of their time, and by
+their time: a host that is busy need not be waited for.
 """
 
 from __future__ import annotations
@@ -16,21 +19,58 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from zrun.system import processes
 from zrun.transport.frames import Frame
 from zrun_core.tiers.probe import probe_disk
 
-_TRY_S = 0.4  # for the tries of one measurement
 # Sides of square matrices, large enough to be bound by arithmetic.
 _CPU_SIDE = 1536
 _GPU_SIDE = 8192
 _COPY_BYTES = 256 << 20
 _DISK_BYTES = 256 << 20
 _STREAM_ELEMENTS = 1 << 22  # of tensors that no cache holds
-_CHAIN = 64  # operators on next to nothing, one after the other
+_CHAIN = 8  # blocks of operators on next to nothing, one after the other
+_ATTENTION = (4, 6, 256, 64)  # samples, heads, positions, width of a head
 _PATIENCE_S = 240.0
+_QUICK_PATIENCE_S = 40.0
+
+
+@dataclass(frozen=True)
+class Tries:
+    """How one measurement is repeated.
+
+    Attributes:
+        clock: in seconds.
+        seconds: for all tries of it.
+        side: of square matrices on a CPU.
+        copy_bytes: of the host's memory.
+    """
+
+    clock: Callable[[], float] = time.perf_counter
+    seconds: float = 0.4
+    side: int = _CPU_SIDE
+    copy_bytes: int = _COPY_BYTES
+
+    def best(
+        self, action: Callable[[], object], wait: Callable[[], object] = lambda: None
+    ) -> float:
+        """Return the shortest time of `action` in seconds, after a first one that warms up."""
+        action()
+        wait()
+        times: list[float] = []
+        while sum(times) < self.seconds or len(times) < 3:
+            start = self.clock()
+            action()
+            wait()
+            times.append(self.clock() - start)
+        return min(times)
+
+
+_BY_THE_WALL = Tries()
+_ON_ONE_CORE = Tries(time.process_time, 0.15)
 
 
 def run_apart(folder: str) -> Frame:
@@ -39,11 +79,27 @@ def run_apart(folder: str) -> Frame:
     Raises:
         RuntimeError: it failed; the text is its last line.
     """
+    return _run({"folder": folder}, _PATIENCE_S)
+
+
+def run_quickly() -> Frame:
+    """Measure this host's cores in a process of its own: the rates of `HostRates` without a disk.
+
+    Raises:
+        RuntimeError: it failed, or took too long.
+    """
+    try:
+        return _run({"quick": True}, _QUICK_PATIENCE_S)
+    except subprocess.TimeoutExpired as error:
+        raise RuntimeError(str(error)) from None
+
+
+def _run(asked: Frame, patience_s: float) -> Frame:
     done = subprocess.run(
         [sys.executable, "-P", "-m", "zrun.agent.bench"],
-        input=json.dumps({"folder": folder}).encode(),
+        input=json.dumps(asked).encode(),
         capture_output=True,
-        timeout=_PATIENCE_S,
+        timeout=patience_s,
     )
     if done.returncode:
         lines = done.stderr.decode(errors="replace").strip().splitlines()
@@ -55,28 +111,53 @@ def run_apart(folder: str) -> Frame:
 def main() -> None:
     processes.die_with_parent(signal.SIGKILL)
     asked = json.loads(sys.stdin.read())
-    print(json.dumps({**_cpu(), "disk": disk_rates(asked["folder"]), "gpus": _gpus()}))
+    cores = len(os.sched_getaffinity(0))
+    if asked.get("quick"):
+        own = Tries(lambda: time.process_time() / cores, 0.15, side=512, copy_bytes=64 << 20)
+        print(json.dumps({**_cpu(own, _ON_ONE_CORE), "disk": {"folder": ""}}))
+        return
+    rates = _cpu(_BY_THE_WALL, _BY_THE_WALL)
+    print(json.dumps({**rates, "disk": disk_rates(asked["folder"]), "gpus": _gpus()}))
 
 
-def _cpu() -> dict[str, Any]:
+def _cpu(tries: Tries, on_one_core: Tries) -> dict[str, Any]:
+    """Return the rates of all cores together; of operators on next to nothing, those of one."""
     import torch
 
     torch.set_num_threads(len(os.sched_getaffinity(0)))
-    source = torch.ones(_COPY_BYTES // 4)
+    source = torch.ones(tries.copy_bytes // 4)
     target = torch.empty_like(source)
-    copy_s = _best(lambda: target.copy_(source))
+    copy_s = tries.best(lambda: target.copy_(source))
+    formats = {"fp32": torch.float32, "bf16": torch.bfloat16}
     return {
-        "cpu": _matmul_rates(torch, "cpu", _CPU_SIDE),
-        "copy_bytes_per_s": _COPY_BYTES / copy_s,
+        "cpu": _matmul_rates(torch, "cpu", tries.side, tries),
+        "copy_bytes_per_s": tries.copy_bytes / copy_s,
         "streams": {
-            "fp32_bytes_per_s": _stream_rate(torch, torch.float32),
-            "bf16_bytes_per_s": _stream_rate(torch, torch.bfloat16),
+            f"{name}_bytes_per_s": _stream_rate(torch, dtype, tries)
+            for name, dtype in formats.items()
         },
-        "operator_s": _operator_seconds(torch),
+        "attention": {
+            f"{name}_flops": _attention_rate(torch, dtype, tries) for name, dtype in formats.items()
+        },
+        "operator_s": _operator_seconds(torch, on_one_core),
     }
 
 
-def _stream_rate(torch: Any, dtype: Any) -> float:
+def _attention_rate(torch: Any, dtype: Any, tries: Tries) -> float:
+    """Return FLOP/s of fused attention with its backward, as if no key were masked."""
+    batch, heads, length, width = _ATTENTION
+    shape = (3, batch, heads, length, width)
+    qkv = torch.randn(shape).to(dtype).requires_grad_()
+    flops = 3.5 * 4 * batch * heads * length**2 * width
+
+    def attend() -> None:
+        out = torch.nn.functional.scaled_dot_product_attention(*qkv.unbind(), is_causal=True)
+        out.backward(torch.ones_like(out))
+
+    return flops / tries.best(attend)
+
+
+def _stream_rate(torch: Any, dtype: Any, tries: Tries) -> float:
     """Return the bytes per second that operators read and write between matrix products."""
     values = torch.randn(_STREAM_ELEMENTS).to(dtype)
     rows = values.view(-1, 256)
@@ -86,21 +167,39 @@ def _stream_rate(torch: Any, dtype: Any) -> float:
         (2, lambda: torch.nn.functional.silu(values)),
         (2, lambda: torch.nn.functional.layer_norm(rows, (256,))),
     ]
-    rates: list[float] = [count * values.nbytes / _best(operator) for count, operator in passes]
+    rates: list[float] = [count * values.nbytes / tries.best(each) for count, each in passes]
     return statistics.harmonic_mean(rates)
 
 
-def _operator_seconds(torch: Any) -> float:
-    """Return the seconds of an operator on next to nothing, forward and backward taken together."""
-    tiny = torch.zeros(8, requires_grad=True)
+def _operator_seconds(torch: Any, tries: Tries) -> float:
+    """Return the seconds of an operator on next to nothing, in a block under autocast."""
+    from torch.utils._python_dispatch import TorchDispatchMode
 
-    def chain() -> None:
+    torch.set_num_threads(1)  # others would only wait, and take time of their cores
+    nn = torch.nn
+    layers = [nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8), nn.Dropout(0.1)]
+    block = nn.Sequential(*layers)
+    tiny = torch.zeros(1, 8, requires_grad=True)
+    count = 0
+
+    class Counter(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            nonlocal count
+            count += 1
+            return func(*args, **(kwargs or {}))
+
+    def train() -> None:
         value = tiny
-        for _ in range(_CHAIN):
-            value = value * 1.0
-        value.sum().backward()
+        with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
+            for _ in range(_CHAIN):
+                value = value + block(value)
+        value.float().sum().backward()
 
-    return _best(chain) / (2 * _CHAIN)
+    with Counter():  # type: ignore[no-untyped-call]
+        train()
+    return tries.best(train) / count
 
 
 def _gpus() -> list[dict[str, Any]]:
@@ -123,10 +222,11 @@ def gpu_rates(torch: Any, index: int) -> dict[str, Any]:
     def wait() -> None:
         accelerator.synchronize(device)
 
-    matmul_rates = _matmul_rates(torch, str(device), _GPU_SIDE, wait)
-    copy_s = _best(lambda: other.copy_(there), wait)
-    to_device_s = _best(lambda: there.copy_(here, non_blocking=True), wait)
-    from_device_s = _best(lambda: here.copy_(there, non_blocking=True), wait)
+    best = _BY_THE_WALL.best
+    matmul_rates = _matmul_rates(torch, str(device), _GPU_SIDE, _BY_THE_WALL, wait)
+    copy_s = best(lambda: other.copy_(there), wait)
+    to_device_s = best(lambda: there.copy_(here, non_blocking=True), wait)
+    from_device_s = best(lambda: here.copy_(there, non_blocking=True), wait)
     return {
         "uuid": accelerator.device_uuid(device),
         "name": accelerator.device_name(device),
@@ -138,31 +238,27 @@ def gpu_rates(torch: Any, index: int) -> dict[str, Any]:
 
 
 def _matmul_rates(
-    torch: Any, device: str, side: int, wait: Callable[[], object] = lambda: None
+    torch: Any,
+    device: str,
+    side: int,
+    tries: Tries,
+    wait: Callable[[], object] = lambda: None,
 ) -> dict[str, float]:
-    """Return FLOP/s of square matrix products, two per multiply-add."""
+    """Return FLOP/s of square matrix products, two per multiply-add; of the three of a linear's
+    forward and backward, whose operands lie in memory in three ways.
+    """
     formats = {"fp32": torch.float32, "bf16": torch.bfloat16}
     if device != "cpu":  # no job trains so there, and without an instruction it takes minutes
         formats["fp16"] = torch.float16
     rates = {}
     for name, dtype in formats.items():
-        left = torch.randn(side, side, device=device).to(dtype)
-        right = torch.randn(side, side, device=device).to(dtype)
-        rates[f"{name}_flops"] = 2 * side**3 / _best(lambda a=left, b=right: a @ b, wait)  # type: ignore[misc]
+        x, weight, grad = (torch.randn(side, side, device=device).to(dtype) for _ in range(3))
+
+        def linear(x: Any = x, weight: Any = weight, grad: Any = grad) -> None:
+            _ = x @ weight.t(), grad @ weight, grad.t() @ x
+
+        rates[f"{name}_flops"] = 6 * side**3 / tries.best(linear, wait)
     return rates
-
-
-def _best(action: Callable[[], object], wait: Callable[[], object] = lambda: None) -> float:
-    """Return the shortest time of `action` in seconds, after a first one that warms up."""
-    action()
-    wait()
-    times: list[float] = []
-    while sum(times) < _TRY_S or len(times) < 3:
-        start = time.perf_counter()
-        action()
-        wait()
-        times.append(time.perf_counter() - start)
-    return min(times)
 
 
 def disk_rates(folder: str, num_bytes: int = _DISK_BYTES) -> dict[str, Any]:

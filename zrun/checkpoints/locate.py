@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zrun.runs.listing import checkpoints_of, find_run
+from zrun.runs.rundir import is_run
 from zrun_core.checkpoint.names import step_of
 from zrun_core.errors import CheckpointError, JobError
 
@@ -117,7 +118,7 @@ def locate(text: str) -> StepLocation:
     if attempts:
         folder = CheckpointFolder(path / "checkpoints")
         return StepLocation(folder, [], is_single=False, attempts=attempts)
-    raise CheckpointError(f"{path} holds no checkpoints{_runs_below(path)}")
+    raise CheckpointError(f"{path} holds no checkpoints{_runs_with_some(path)}")
 
 
 def _path_of(text: str) -> Path:
@@ -146,6 +147,12 @@ def _attempts(run: Path) -> dict[int, StepLocation]:
     return found
 
 
-def _runs_below(path: Path) -> str:
-    runs = sorted(each.parent.name for each in path.glob("*/checkpoints"))
-    return f"; name one of its runs, such as {path / runs[-1]}" if runs else ""
+def _runs_with_some(path: Path) -> str:
+    """Name a run that has checkpoints: below a folder, else beside a run that has none."""
+    below = sorted(each.parents[1] for each in path.glob("*/checkpoints/*/"))
+    if below:
+        return f"; name one of its runs, such as {below[-1]}"
+    beside = sorted(
+        each.parents[1] for each in path.parent.glob("*/checkpoints/*/") if is_run(each.parents[1])
+    )
+    return f"; another run of its job has some: {beside[-1]}" if beside else ""

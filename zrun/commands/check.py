@@ -58,6 +58,9 @@ def check(
     grid: Annotated[
         bool, typer.Option("--grid", help="Draw which stage computes what when.")
     ] = False,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Print every key of the job, with its value.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Validate a job, look at its hosts, resolve what it leaves open, and build its model.
@@ -85,7 +88,8 @@ def check(
             raise JobError(
                 f"--simulate says which hosts and devices there are: leave out {named[0]}"
             )
-        raise typer.Exit(_check_simulated(loaded, simulate, no_import, grid, as_json))
+        code = _check_simulated(loaded, simulate, no_import, grid, as_json, everything)
+        raise typer.Exit(code)
     backend = find_backend(loaded.config, options, os.environ, job.absolute().parent, gethostname())
     cluster, no_plan = _find_cluster(backend, loaded, offline)
     resolved = None
@@ -105,7 +109,7 @@ def check(
         }
         print(json.dumps(_report(loaded, resolved, structure) | where, indent=2))
     else:
-        _print(backend, cluster, resolved, structure, no_plan)
+        _print(loaded, backend, cluster, resolved, structure, no_plan, everything)
         if grid:
             _print_grid(resolved)
     if isinstance(no_plan, PreflightError):
@@ -139,27 +143,48 @@ def _find_cluster(
 
 
 def _print(
+    loaded: LoadedJob,
     backend: Backend,
     cluster: Cluster | None,
     resolved: ResolvedJob | None,
     structure: Structure | None,
     no_plan: str | PreflightError,
+    everything: bool,
 ) -> None:
-    from zrun.watch.preface import hosts_preface, preface, width_of
+    from zrun.watch.preface import hosts_preface
     from zrun.watch.topology import show_seats
 
     if backend.hosts is not None or backend.kind != "local":
         print(hosts_preface(backend))
     if resolved is not None and cluster is not None:
-        print(preface(resolved, cluster, width_of(sys.stdout)))
+        _print_job(loaded, resolved, cluster, everything)
         show_seats(resolved.plan.ranks, cluster, sys.stdout)
     else:
         print(f"plan: none: {no_plan}")
     _print_structure(structure)
 
 
+def _print_job(
+    loaded: LoadedJob, resolved: ResolvedJob, cluster: Cluster, everything: bool
+) -> None:
+    """Print what the job says and what each auto became; or every key."""
+    from zrun.watch.preface import brief, preface, width_of
+
+    width = width_of(sys.stdout)
+    if everything:
+        print(preface(resolved, cluster, width))
+        return
+    print(brief(resolved, loaded.config, cluster, width))
+    print("every other key has its default: --all prints them too")
+
+
 def _check_simulated(
-    loaded: LoadedJob, simulate: str, no_import: bool, grid: bool, as_json: bool
+    loaded: LoadedJob,
+    simulate: str,
+    no_import: bool,
+    grid: bool,
+    as_json: bool,
+    everything: bool,
 ) -> int:
     """Say all of a job that needs no host, and what was not looked at. Returns the exit code."""
     from zrun.estimate.answer import answer
@@ -167,7 +192,6 @@ def _check_simulated(
     from zrun.estimate.question import of_job_on
     from zrun.job.structure import inspect_structure
     from zrun.watch.console import open_console
-    from zrun.watch.preface import preface, width_of
     from zrun.watch.topology import show_seats
     from zrun_core.hardware.simulated import parse_simulate
 
@@ -184,7 +208,7 @@ def _check_simulated(
         }
         print(json.dumps(_report(loaded, resolved, structure) | where, indent=2))
     else:
-        print(preface(resolved, cluster, width_of(sys.stdout)))
+        _print_job(loaded, resolved, cluster, everything)
         show_seats(resolved.plan.ranks, cluster, sys.stdout)
         _print_structure(structure)
         if found is not None:

@@ -41,8 +41,8 @@ def hardware_of(
 ) -> Hardware:
     """Return hosts as the hardware of a plan; the weakest of them counts.
 
-    Rates are those that `zrun doctor --bench` has stored; else data sheets of GPUs, and a usual
-    core.
+    Rates are those that `zrun doctor --bench` has stored; else data sheets of GPUs; else those of
+    this host's cores, which are measured now if nobody has asked before; else a usual core's.
 
     Args:
         cluster: the hosts.
@@ -62,7 +62,8 @@ def hardware_of(
     rates = _rates(cluster, environ)
     name = str(cluster) if nodes == 1 else f"{nodes} hosts"
     if device == "cpu":
-        found = _of_cpus(rates, least.cores, host_bytes, per_host, nodes, name)
+        plain = _plain(*rates) if rates is not None else _quickly(cluster, environ)
+        found = _of_cpus(plain, least.cores, host_bytes, per_host, nodes, name)
     else:
         found = _of_gpus(rates, least, host_bytes, per_host, nodes, name)
     seen = [host.disk for host in cluster.hosts if host.disk is not None]
@@ -178,8 +179,18 @@ def _rates(
     return found, [found.hosts[name] for name in names]
 
 
+def _quickly(cluster: Cluster, environ: Mapping[str, str]) -> Rates | None:
+    """Return the rates of this host's cores, if it is the only host."""
+    from zrun.estimate.quick_rates import quick_rates
+
+    if [host.hostname for host in cluster.hosts] not in ([gethostname()], ["localhost"]):
+        return None
+    found = quick_rates(environ)
+    return None if found is None else _slowest([found])
+
+
 def _of_cpus(
-    rates: tuple[Calibration, list[HostRates]] | None,
+    rates: Rates | None,
     cores: int,
     host_bytes: int,
     ranks: int,
@@ -196,7 +207,7 @@ def _of_cpus(
         )
         return replace(found, measured=False)
     return from_rates(
-        _plain(*rates), ranks=ranks, nodes=nodes, host_bytes=host_bytes, cores=cores, name=name
+        rates, ranks=ranks, nodes=nodes, host_bytes=host_bytes, cores=cores, name=name
     )
 
 
@@ -226,11 +237,21 @@ def _of_gpus(
 
 def _plain(file: Calibration, hosts: list[HostRates]) -> Rates:
     """Return the slowest rates of all hosts and of the links between them."""
+    links = [(link.bytes_per_s, link.round_trip_s) for link in file.links]
+    return _slowest(hosts, links)
+
+
+def _slowest(hosts: Sequence[HostRates], links: Sequence[tuple[float, float]] = ()) -> Rates:
+    """Return the slowest rates of hosts.
+
+    Args:
+        hosts: that are alike, nearly.
+        links: between them: bytes per second, and seconds of a round trip.
+    """
     from zrun_core.hardware.measured import Rates
 
     first = hosts[0]
     gpus = [gpu for host in hosts for gpu in host.gpus]
-    links = [(link.bytes_per_s, link.round_trip_s) for link in file.links]
     found: dict[str, Any] = {
         "cpu_flops": _flops([host.cpu for host in hosts]),
         "copy": min(host.copy_bytes_per_s for host in hosts),
@@ -243,6 +264,9 @@ def _plain(file: Calibration, hosts: list[HostRates]) -> Rates:
             "fp32": min(each.fp32_bytes_per_s for each in streams),
             "bf16": min(each.bf16_bytes_per_s for each in streams),
         }
+    attentions = [host.attention for host in hosts if host.attention is not None]
+    if len(attentions) == len(hosts):
+        found["cpu_attention"] = _flops(attentions)
     operators = [host.operator_s for host in hosts if host.operator_s is not None]
     if len(operators) == len(hosts):
         found["operator_s"] = max(operators)

@@ -186,7 +186,7 @@ def _print_plan(request: LaunchRequest, resolved: ResolvedJob, cluster: Cluster)
         return
     print(brief(resolved, request.loaded.config, cluster, width), file=sys.stderr)
     path = shlex.quote(str(request.loaded.path))
-    print(f"every other key has its default: zrun check {path}", file=sys.stderr)
+    print(f"every other key has its default: zrun check --all {path}", file=sys.stderr)
 
 
 def _choose_start(

@@ -17,7 +17,7 @@ collectives.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 GB = 1e9
 GIB = 1 << 30
@@ -59,6 +59,7 @@ class Device:
         gemm_area, gemm_depth: elements of the result, and length of the sum, at which a product
             reaches half of that.
         attention: share of the peak that fused attention reaches.
+        attention_rates: FLOP/s of it by compute format, where they were measured.
         streaming: share of the bandwidth that elementwise operations reach.
         cache_bytes: tensors up to this size stay near the cores, at `cache_speedup` times the
             bandwidth.
@@ -84,6 +85,7 @@ class Device:
     gemm_area: float = 1e6
     gemm_depth: float = 256.0
     attention: float = 0.50
+    attention_rates: Mapping[str, float] = field(default_factory=dict)
     streaming: float = 0.85
     cache_bytes: int = 0
     cache_speedup: float = 1.0
@@ -95,6 +97,10 @@ class Device:
     pair_bytes: int = 0
     contention: float = 0.12
     optimizer: float | None = None
+
+    def attention_flops(self, precision: str) -> float:
+        """Return the FLOP/s that fused attention reaches in a compute format."""
+        return self.attention_rates.get(precision, self.attention * self.flops(precision))
 
     def flops(self, precision: str) -> float:
         """Return the peak FLOP/s in a compute format; one that the device lacks runs in fp32."""

@@ -23,6 +23,8 @@ class Rates:
         copy: of the host's memory, each byte counted once.
         cpu_streams: of all cores together, by format: bytes that elementwise operators read and
             write; empty: as the copy says.
+        cpu_attention: of all cores together, by format, of fused attention with its backward;
+            empty: as a share of products.
         operator_s: seconds that an operator on next to nothing takes on a core.
         gpu_name: of each GPU, as the driver says; "" on a host without.
         gpu_flops: of one, by format, of large products.
@@ -46,6 +48,7 @@ class Rates:
     link: float | None = None
     round_trip: float | None = None
     cpu_streams: Mapping[str, float] = field(default_factory=dict)
+    cpu_attention: Mapping[str, float] = field(default_factory=dict)
     operator_s: float | None = None
 
 
@@ -118,6 +121,8 @@ def _cpu(rates: Rates, ranks: int, host_bytes: int) -> Device:
         wide = rates.cpu_streams["fp32"]
         narrow = rates.cpu_streams["bf16"]
         device = replace(device, streaming=wide / (2 * rates.copy), narrow=narrow / wide)
+    attention = {name: flops / ranks for name, flops in rates.cpu_attention.items()}
+    device = replace(device, attention_rates=attention)
     if rates.operator_s is not None:
         device = replace(device, launch_s=rates.operator_s)
     return device

@@ -257,6 +257,8 @@ class Worker:
         )
         sharded.module.to(device)  # buffers: the parameters are there
         notes = [*built.notes, *plan_notes, *notes, *_idle_devices(device)]
+        if (slow := settings.precision.slowness(device)) is not None:
+            notes.append(slow)
         if parts is not None:
             notes += parts.notes
 

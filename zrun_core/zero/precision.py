@@ -16,6 +16,7 @@ import torch
 from zrun_core.spine.sections.precision import LossScaleConfig, PrecisionConfig
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _LARGEST_SCALE = 2.0**127  # doubled once more it would be infinite, and stay so
 
 
@@ -38,6 +39,22 @@ class Precision:
         compute = _DTYPES[config.compute]
         reduce = torch.float32 if config.reduce == "fp32" else compute
         return cls(compute, reduce, config.loss_scale)
+
+    def slowness(self, device: torch.device) -> str | None:
+        """Say that a processor takes long for products in the compute format, if it does."""
+        supports = {
+            torch.bfloat16: "_is_mkldnn_bf16_supported",
+            torch.float16: "_is_mkldnn_fp16_supported",
+        }
+        if device.type != "cpu" or self.compute not in supports:
+            return None
+        if getattr(torch.ops.mkldnn, supports[self.compute])():
+            return None
+        name = _NAMES[self.compute]
+        return (
+            f"precision: this processor has no instructions for {name}, and torch takes some 30 "
+            "times as long for products in it as in fp32: write precision: fp32"
+        )
 
     def autocast(self, device: torch.device) -> AbstractContextManager[object]:
         """Return the context of forward passes: matrix products in `compute`, losses in fp32.

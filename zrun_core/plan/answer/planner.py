@@ -27,7 +27,6 @@ from zrun_core.plan.answer.host_model import HostModel, most_at_once
 from zrun_core.plan.answer.notes import notes_of
 from zrun_core.plan.answer.outcome import Estimate, RankMemory, StageEstimate
 from zrun_core.plan.answer.state_model import StateModel
-from zrun_core.plan.memory import rank_memory
 from zrun_core.plan.memory.paper_states import paper_bytes
 from zrun_core.plan.memory.rank_memory import PipelineStage
 from zrun_core.plan.memory.states import settings_of
@@ -38,7 +37,7 @@ from zrun_core.plan.timing.cost_model import CostModel
 from zrun_core.plan.timing.layer_messages import Messages, stage_messages
 from zrun_core.plan.timing.micro_batch_cost import TimingSettings
 from zrun_core.plan.timing.timing import StepTime, step_time
-from zrun_core.plan.trace.profile import Profile
+from zrun_core.plan.trace.profile import COMPILER_BYTES, Profile
 from zrun_core.spine.config import JobConfig
 from zrun_core.spine.parallel_dims import NumCommunicators, ParallelDims
 from zrun_core.zero.sharding_config import ShardingConfig
@@ -199,14 +198,23 @@ class Planner:
 
         They are the driver's, and those of communicators.
         """
-        dims = candidate.dims
         imported = 0
-        builds_on_meta = candidate.init == "meta" or dims.world_size > 1
-        recomputes = candidate.checkpoint != "none"
-        if self.device_type == "cpu" and (builds_on_meta or recomputes):
-            imported = rank_memory.COMPILER_BYTES
+        if self.device_type == "cpu":
+            imported = self._imported(candidate)
         context = self.hardware.device.context_bytes
         return context + imported + self.communicators(candidate, index)
+
+    def _imported(self, candidate: Candidate) -> int:
+        """Return the bytes that a rank on a CPU imports beyond torch and zrun."""
+        imported, needs_compiler = 0, True
+        if isinstance(self.subject, Profile):
+            imported = self.subject.imported_bytes
+            needs_compiler = self.subject.builds_with_compiler
+        builds_on_meta = candidate.init == "meta" or candidate.dims.world_size > 1
+        recomputes = candidate.checkpoint != "none"
+        if (builds_on_meta and needs_compiler) or recomputes:
+            imported += COMPILER_BYTES
+        return imported
 
     def communicators(self, candidate: Candidate, index: int) -> int:
         """Return the bytes of a device of a stage that communicators take: groups, and messages."""

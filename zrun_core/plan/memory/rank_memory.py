@@ -29,9 +29,6 @@ _HEAP_SLACK = 0.1
 # (ONEDNN_PRIMITIVE_CACHE_CAPACITY).
 _KERNEL_BYTES = 800 << 10
 _MAX_KERNELS = 256
-# Torch's compiler, which a CPU rank imports by recomputing, and by building most models on meta, as
-# all ranks do with init: meta, and all but the first one of a host without it; measured.
-COMPILER_BYTES = 72 << 20
 _INPUTS_HERE = 2  # of recomputed blocks, where the others wait elsewhere
 _FORMULA_SLACK = 0.03  # reserved beyond allocated, where no timeline tells
 

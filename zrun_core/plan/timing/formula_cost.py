@@ -179,7 +179,7 @@ def _attention_seconds(
     count = key.micro * shape.heads / key.tp
     if shape.flash:
         flops = 4 * count * float(shape.seq) ** 2 * shape.head_dim / (2 if settings.causal else 1)
-        seconds = flops / (device.attention * device.flops(key.precision)) + device.launch_s
+        seconds = flops / (device.attention_flops(key.precision)) + device.launch_s
         return seconds, seconds * _FLASH_BACKWARD
     scores = product_seconds(device, key.precision, shape.seq, shape.seq, shape.head_dim, count)
     values = product_seconds(device, key.precision, shape.seq, shape.head_dim, shape.seq, count)

@@ -175,9 +175,12 @@ def trace_seconds(columns: OpColumns, micro: int, device: Device, precision: str
     area, depth = _product_sizes(columns, flops)
     reached = device.gemm * area / (area + device.gemm_area) * depth / (depth + device.gemm_depth)
     is_attention = columns.family == _ATTENTION
-    share = np.where(is_attention, device.attention, np.maximum(reached, 1e-6))
     peak = np.where(columns.is_wide, device.flops("fp32"), device.flops(precision))
-    computing = np.where(columns.family == _STREAM, 0.0, flops / (share * peak))
+    fused = np.where(
+        columns.is_wide, device.attention_flops("fp32"), device.attention_flops(precision)
+    )
+    rate = np.where(is_attention, fused, np.maximum(reached, 1e-6) * peak)
+    computing = np.where(columns.family == _STREAM, 0.0, flops / rate)
     seconds = np.maximum(computing, streaming) + device.launch_s
     return np.where(columns.family >= _SUM, 0.0, seconds)  # see `_transfers`
 

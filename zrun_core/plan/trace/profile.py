@@ -33,7 +33,10 @@ from zrun_core.plan.trace.waiting_inputs import with_divided_inputs, without_wai
 if TYPE_CHECKING:
     from zrun_core.stages.flow import ModelFlow
 
-FORMAT = 10  # of the JSON
+FORMAT = 11  # of the JSON
+# Torch's compiler, which a CPU rank imports by recomputing, and by building some models on meta, as
+# all ranks do with init: meta, and all but the first one of a host without it; measured.
+COMPILER_BYTES = 72 << 20
 # Columns of the JSON's tables; of the others, all values are those of `EMPTY_ROW`.
 _EVENT_FIELDS = ("tensor", "alloc", "phase", "module", "block", "kind", "accumulates", "size")
 _OP_FIELDS = ("operator", "phase", "module", "block", "size", "flops")
@@ -274,6 +277,9 @@ class Profile:
         flow: what flows through it, by which a pipeline is cut; None: `why_no_flow`, or not known.
         flow_micro: samples of the batch that was followed.
         why_no_flow: why no pipeline can be made of it.
+        imported_bytes: of a process, that the user's code and data add to it, besides tensors of
+            the model and torch's compiler; 0 where it was not measured.
+        builds_with_compiler: whether building it on the meta device imports torch's compiler.
         table: as of `ShardedModel`, where it is one tensor-parallel rank's part of a model; else
             empty.
     """
@@ -299,6 +305,8 @@ class Profile:
     flow: ModelFlow | None = None
     flow_micro: int = 1
     why_no_flow: str = ""
+    imported_bytes: int = 0
+    builds_with_compiler: bool = True
     table: Mapping[str, TensorPart] = field(default_factory=dict)
 
     @property
@@ -338,6 +346,8 @@ class Profile:
                 "flow": None if self.flow is None else asdict(self.flow),
                 "flow_micro": self.flow_micro,
                 "why_no_flow": self.why_no_flow,
+                "imported_bytes": self.imported_bytes,
+                "builds_with_compiler": self.builds_with_compiler,
                 "table": {name: [*vars(part).values()] for name, part in self.table.items()},
             },
             separators=(",", ":"),
@@ -382,6 +392,8 @@ class Profile:
                 flow=None if found["flow"] is None else _flow_from_json(found["flow"]),
                 flow_micro=found["flow_micro"],
                 why_no_flow=found["why_no_flow"],
+                imported_bytes=found["imported_bytes"],
+                builds_with_compiler=found["builds_with_compiler"],
                 table={name: _part_from_json(part) for name, part in found["table"].items()},
             )
         except (KeyError, TypeError, IndexError, AttributeError) as error:

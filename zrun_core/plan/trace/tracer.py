@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import functools
 import gc
+import os
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -39,7 +41,7 @@ from zrun_core.plan.trace.block_extrapolation import (
 from zrun_core.plan.trace.division_check import check_division
 from zrun_core.plan.trace.module_tree import describe_modules, describe_params
 from zrun_core.plan.trace.peak import peak_of
-from zrun_core.plan.trace.profile import Profile, Source, Trace
+from zrun_core.plan.trace.profile import COMPILER_BYTES, Profile, Source, Trace
 from zrun_core.plan.trace.rows import (
     KIND_NUMBER,
     PHASE_NUMBER,
@@ -52,6 +54,7 @@ from zrun_core.plan.trace.rows import (
 )
 from zrun_core.plan.trace.sample_batches import bytes_of, samples_of
 from zrun_core.plan.trace.traced_model import CannotTraceError, TracedModel, build, last_line
+from zrun_core.spine import memory_limits
 from zrun_core.spine.config import JobConfig
 from zrun_core.user_code import user
 from zrun_core.user_code.build import check
@@ -100,6 +103,7 @@ def trace_job(
     """
     if threads is not None:
         torch.set_num_threads(threads)
+    before = memory_limits.resident_bytes([os.getpid()])
     user.add_to_path(job_dir)
     loss = None
     if job.loss is not None:
@@ -116,6 +120,7 @@ def trace_job(
     tell(described)
     tell(f"reading the first samples of {job.data.call}")
     samples = samples_of(job, job_dir)
+    described = _with_imports(described, model, before)
     if job.parallel.tp > 1:
         tell(f"checking what ranks with slices of {job.model.call} compute")
     notes = check_division(job, job_dir, samples, max(micros, default=1))
@@ -143,6 +148,23 @@ def _described(model: nn.Module, job: JobConfig, device: str) -> Profile:
         modules=describe_modules(model),
         device=device,
     )
+
+
+def _with_imports(profile: Profile, model: nn.Module, before: int) -> Profile:
+    """Return a profile that says what the user's imports and data take of a process.
+
+    Args:
+        profile: so far.
+        model: as it was built.
+        before: bytes of this process before anything of the user's was imported.
+    """
+    has_compiler = "torch._dynamo" in sys.modules
+    tensors = [*model.parameters(), *model.buffers()]
+    others = sum(each.nbytes for each in tensors if not each.is_meta)
+    if has_compiler:
+        others += COMPILER_BYTES
+    taken = memory_limits.resident_bytes([os.getpid()]) - before - others
+    return replace(profile, imported_bytes=max(0, taken), builds_with_compiler=has_compiler)
 
 
 class _AffineFit(NamedTuple):

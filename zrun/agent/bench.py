@@ -5,8 +5,8 @@ It reads `{"folder": path}` from stdin and prints JSON, the `HostRates` of `cali
 Each measurement takes about a second, and the best of several tries counts: what else the host does
 can only make them slower.
 
-With `{"quick": true}` it measures the cores alone, in about three seconds of their time, and by
-their time: a host that is busy need not be waited for.
+With `{"quick": true}` it measures one core, in some seconds of its time, and by its time: a host
+that is busy need not be waited for. All cores together are taken to do as many times as much.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ class Tries:
 
 
 _BY_THE_WALL = Tries()
-_ON_ONE_CORE = Tries(time.process_time, 0.15)
+_ON_ONE_CORE = Tries(time.process_time, 0.15, side=512, copy_bytes=64 << 20)
+_CORES_OF_MEMORY = 6  # so many take all that a host's memory gives
 
 
 def run_apart(folder: str) -> Frame:
@@ -113,18 +114,34 @@ def main() -> None:
     asked = json.loads(sys.stdin.read())
     cores = len(os.sched_getaffinity(0))
     if asked.get("quick"):
-        own = Tries(lambda: time.process_time() / cores, 0.15, side=512, copy_bytes=64 << 20)
-        print(json.dumps({**_cpu(own, _ON_ONE_CORE), "disk": {"folder": ""}}))
+        rates = _of_all(_cpu(_ON_ONE_CORE, 1), cores)
+        print(json.dumps({**rates, "disk": {"folder": ""}}))
         return
-    rates = _cpu(_BY_THE_WALL, _BY_THE_WALL)
+    rates = _cpu(_BY_THE_WALL, cores)
     print(json.dumps({**rates, "disk": disk_rates(asked["folder"]), "gpus": _gpus()}))
 
 
-def _cpu(tries: Tries, on_one_core: Tries) -> dict[str, Any]:
-    """Return the rates of all cores together; of operators on next to nothing, those of one."""
+def _of_all(rates: dict[str, Any], cores: int) -> dict[str, Any]:
+    """Return the rates of all cores, from those of one."""
+
+    def times(of_one: dict[str, float], factor: int) -> dict[str, float]:
+        return {name: rate * factor for name, rate in of_one.items()}
+
+    of_memory = min(cores, _CORES_OF_MEMORY)
+    return {
+        **rates,
+        "cpu": times(rates["cpu"], cores),
+        "attention": times(rates["attention"], cores),
+        "streams": times(rates["streams"], of_memory),
+        "copy_bytes_per_s": rates["copy_bytes_per_s"] * of_memory,
+    }
+
+
+def _cpu(tries: Tries, threads: int) -> dict[str, Any]:
+    """Return the rates of so many threads together; of operators on next to nothing, of one."""
     import torch
 
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    torch.set_num_threads(threads)
     source = torch.ones(tries.copy_bytes // 4)
     target = torch.empty_like(source)
     copy_s = tries.best(lambda: target.copy_(source))
@@ -139,7 +156,7 @@ def _cpu(tries: Tries, on_one_core: Tries) -> dict[str, Any]:
         "attention": {
             f"{name}_flops": _attention_rate(torch, dtype, tries) for name, dtype in formats.items()
         },
-        "operator_s": _operator_seconds(torch, on_one_core),
+        "operator_s": _operator_seconds(torch, tries),
     }
 
 

@@ -74,11 +74,11 @@ class LayerWise(Chunked):
         return found
 
     @abstractmethod
-    def apply(self, ratios: Sequence[Any]) -> None:
+    def apply(self, ratios: Sequence[torch.Tensor]) -> None:
         """Subtract the proposed updates from the parameters that have one.
 
         Args:
-            ratios: trust ratio by number of the tensor, a float or 0-d fp32 tensor each.
+            ratios: trust ratio by number of the tensor, 0-d fp32 each, beside the parameters.
         """
 
     @abstractmethod
@@ -184,7 +184,7 @@ class Lamb(LayerWise):
             torch.sub(minus_r, param, alpha=group["weight_decay"], out=grad)  # -u
 
     @torch.no_grad()
-    def apply(self, ratios: Sequence[Any]) -> None:
+    def apply(self, ratios: Sequence[torch.Tensor]) -> None:
         is_made = self._unless_skipped(1.0, 0.0)
         for group in self.param_groups:
             for each, (param, minus_u) in self._slices_with(group):
@@ -237,7 +237,7 @@ class Lars(LayerWise):
         self._clean_grads(chunk)  # the proposed update is the gradient; `apply` adds the decay
 
     @torch.no_grad()
-    def apply(self, ratios: Sequence[Any]) -> None:
+    def apply(self, ratios: Sequence[torch.Tensor]) -> None:
         is_made = self._unless_skipped(1.0, 0.0)
         for group in self.param_groups:
             momentum = self._unless_skipped(group["momentum"], 1.0)
@@ -334,16 +334,14 @@ class TrustRatios:
             self._copied = (places, lengths), torch.tensor(columns, device=self._decays.device)
         return self._copied[1]
 
-    def ratios(self, squares: torch.Tensor) -> Sequence[Any]:
-        """Return the trust ratios by number of the tensor: floats on a CPU, else 0-d fp32 tensors.
+    def ratios(self, squares: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Return the trust ratios by number of the tensor, 0-d fp32 each, where norms are summed.
 
         Args:
             squares: [2 * tensors] float64, the sum of `squares` over all ranks.
         """
         params, updates = squares.sqrt().view(2, -1)
         ratios = self._rule.trust_ratios(params, updates, self._decays).where(self._adapts, 1.0)
-        if ratios.device.type == "cpu":
-            return ratios.tolist()
         return ratios.float().unbind()
 
 
@@ -356,10 +354,14 @@ def _ratio(
 
 
 def _add_times(
-    tensor: torch.Tensor, other: torch.Tensor, ratio: Any, lr: float, is_made: Any
+    tensor: torch.Tensor, other: torch.Tensor, ratio: torch.Tensor, lr: float, is_made: Any
 ) -> None:
-    """Add lr * ratio * other to `tensor`; `ratio` and `is_made` (1 or 0) may lie on a device."""
-    if isinstance(ratio, float):
-        tensor.add_(other, alpha=lr * ratio)
-    else:
-        tensor.addcmul_(other, ratio * is_made, value=lr)
+    """Add lr * ratio * other to `tensor`, rounded alike on the host and on a device.
+
+    Args:
+        tensor, other: of one shape.
+        ratio: 0-d, beside them.
+        lr: the rate.
+        is_made: 1 or 0, perhaps 0-d on a device.
+    """
+    tensor.addcmul_(other, ratio * is_made, value=lr)

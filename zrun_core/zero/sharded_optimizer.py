@@ -340,7 +340,7 @@ class ShardedOptimizer:
         ratios = trust.ratios(squares)
         ratios_elsewhere = ratios
         if self._updates_elsewhere and squares.device.type != "cpu":
-            ratios_elsewhere = self._comm.read(torch.stack(list(ratios)))
+            ratios_elsewhere = torch.tensor(self._comm.read(torch.stack(list(ratios)))).unbind()
         for update, _ in updates:
             is_elsewhere = update.unit.update_side.is_elsewhere
             update.apply(

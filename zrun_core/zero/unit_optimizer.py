@@ -302,7 +302,7 @@ class UnitOptimizer:
         self._prepare(group, wide, has_grad, lr, grad_scale, found_inf)
         return group.optimizer.propose()
 
-    def apply(self, ratios: Sequence[Any], *, out: torch.Tensor | None) -> None:
+    def apply(self, ratios: Sequence[torch.Tensor], *, out: torch.Tensor | None) -> None:
         """Make the second half of a layer-wise update.
 
         Args:

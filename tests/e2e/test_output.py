@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -54,10 +55,12 @@ def test_what_users_print_is_shown_and_kept(folder: Path) -> None:
     assert "\x1b" not in done.stdout
     assert not any("rank 1: " in line for line in lines)
     shown = sum(line.startswith("rank 0: burst ") for line in lines)
-    (left_out,) = (line for line in lines if "left out" in line)
-    assert left_out == f"rank 0: ... {100_000 - shown:,} lines left out, see run/logs/rank-0.log"
-    assert shown < 300
-    assert lines.index(left_out) < lines.index("rank 0: burst 99999")
+    left_out = [line for line in lines if "left out" in line]  # one, or more on a busy machine
+    told = r"rank 0: \.\.\. ([\d,]+) lines left out, see run/logs/rank-0\.log"
+    counts = [re.fullmatch(told, line)[1] for line in left_out]  # type: ignore[index]
+    assert sum(int(count.replace(",", "")) for count in counts) == 100_000 - shown
+    assert shown < 300 * len(left_out)
+    assert lines.index(left_out[-1]) < lines.index("rank 0: burst 99999")
 
     logs = zrun(folder, "logs", "run")
     kept = logs.stdout.splitlines()

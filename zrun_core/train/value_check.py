@@ -147,6 +147,7 @@ class ValueCheck:
         self._streams = streams
         self._mesh = mesh
         self._has_slices = mesh.tensor.size > 1
+        self._widens = self._has_slices and precision.compute != torch.float32
         self.whole = WholeForward()
 
     def run_whole(self, built: Built, device: torch.device, free_bytes: int) -> None:
@@ -207,7 +208,7 @@ class ValueCheck:
 
     def _loss_of(self, model: nn.Module) -> torch.Tensor:
         batch = copied(self._batch.batch)
-        in_fp32 = InFp32() if self._has_slices else nullcontext()
+        in_fp32 = InFp32() if self._widens else nullcontext()
         with user_code("forward failed"), in_fp32:
             loss = compute_loss(model, batch, self._loss, self._batch.num_samples)
         return loss.value.detach()
@@ -236,7 +237,7 @@ class ValueCheck:
             return [not_compared(why_not)]
         watch = Watch()
         with ExitStack() as stack:
-            if self._has_slices:  # what gathers parameters within a forward keeps their format
+            if self._widens:  # what gathers parameters within a forward keeps their format
                 stack.enter_context(sharded.gathered())
             for context in self._contexts(model):
                 stack.enter_context(context)

@@ -105,12 +105,7 @@ class Command(_Flags, TyperCommand):
 
 
 def with_keys(args: list[str], options: Mapping[str, Any]) -> list[str]:
-    """Return a command line whose options that are keys of a job are written as keys.
-
-    Args:
-        args: words of it.
-        options: those that the command has.
-    """
+    """Return a command line whose options that are keys of a job are written as keys."""
     found: list[str] = []
     keys: list[str] = []  # behind all others: the job is named first
     words = iter(args)

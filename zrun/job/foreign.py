@@ -41,10 +41,6 @@ def refuse_script(path: Path) -> None:
 def refuse_foreign(path: Path, value: Any) -> None:
     """Refuse the configuration of another tool, with what a job says in its place.
 
-    Args:
-        path: of the file.
-        value: what it holds.
-
     Raises:
         JobError: it is one.
     """

@@ -106,11 +106,7 @@ class StepCheck:
         self._eps = torch.finfo(dtype).eps if self._is_narrow else 0.0
 
     def loss_and_gradients(self, names: Iterable[str]) -> Difference | None:
-        """Compare all that the plain loop's forwards and backwards have come to.
-
-        Args:
-            names: of parameters.
-        """
+        """Compare all that the plain loop's forwards and backwards have come to."""
         return self._loss() or self._gradients(names) or self._norm()
 
     def _loss(self) -> Difference | None:

@@ -154,8 +154,6 @@ def _with_imports(profile: Profile, model: nn.Module, before: int) -> Profile:
     """Return a profile that says what the user's imports and data take of a process.
 
     Args:
-        profile: so far.
-        model: as it was built.
         before: bytes of this process before anything of the user's was imported.
     """
     has_compiler = "torch._dynamo" in sys.modules

@@ -224,6 +224,7 @@ def _estimate(request: EstimateRequest) -> int:
         return ExitCode.OK
     question, loaded = maker.ask()
     from zrun.estimate.answer import answer
+    from zrun.estimate.history import earlier_runs, kind_of, with_history
 
     with _telling(f"estimating {request.what}"):
         found = answer(question, request.goal)
@@ -237,6 +238,9 @@ def _estimate(request: EstimateRequest) -> int:
         if trial is None:
             return code
         found = with_trial(found, trial)
+    elif maker.cluster is not None and loaded is not None:
+        kind = kind_of(loaded.config, loaded.path.absolute().parent, maker.cluster)
+        found = with_history(found, earlier_runs(kind))
     _show(request, maker, found)
     has_what_fits = found.target is not None and (request.best or request.write is not None)
     return ExitCode.OK if found.fits or has_what_fits else ExitCode.PREFLIGHT

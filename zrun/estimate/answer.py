@@ -14,6 +14,7 @@ from zrun.estimate.question import Question
 from zrun.estimate.why import overshoot, sentence, time_of, uncertainty
 
 if TYPE_CHECKING:
+    from zrun.estimate.history import History
     from zrun.estimate.trial import Comparison
     from zrun_core.plan.answer.outcome import Estimate, SearchResult
     from zrun_core.plan.answer.search import SearchGoal
@@ -37,6 +38,7 @@ class Answer:
         num_samples: of the training data; None where that is not known.
         is_partial: looking at the model took too long: the next answer may know more.
         measured: a trial of the job, by which all times are scaled; None: there was none.
+        history: earlier runs of the job, by which all times are scaled; None: they are not.
         goal: of the search; None: nobody asked for one.
     """
 
@@ -51,6 +53,7 @@ class Answer:
     num_samples: int | None = None
     is_partial: bool = False
     measured: Comparison | None = None
+    history: History | None = None
     goal: SearchGoal | None = None
 
     @property
@@ -78,6 +81,13 @@ class Answer:
         return None if self.chosen.fits and self.chosen.is_guess else self.chosen.fits
 
     @property
+    def lines_of_scale(self) -> list[str]:
+        """By what all times are scaled, in words; empty if they are as predicted."""
+        if self.measured is not None:
+            return self.measured.lines()
+        return [] if self.history is None else [self.history.line()]
+
+    @property
     def verdict(self) -> str:
         """`sentence`, and what it is about."""
         if self.fits:
@@ -98,7 +108,7 @@ class Answer:
         from zrun_core.plan.answer.outcome import FROM_DATA_SHEETS
 
         notes = list(self.chosen.notes)
-        if self.measured is not None:
+        if self.measured is not None or self.history is not None:
             notes = [note for note in notes if note != FROM_DATA_SHEETS]
         device = self.question.hardware.device
         precision = self.chosen.candidate.precision

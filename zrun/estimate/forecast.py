@@ -67,6 +67,7 @@ class Forecast:
         fraction: share of the states that leave the device, by `offload.fraction: auto` the least
             that fits; None: of an earlier zrun.
         units_away, units: of the model: those whose states leave, and all.
+        runs: earlier ones of this kind, by which the times are scaled.
     """
 
     source: str
@@ -85,6 +86,7 @@ class Forecast:
     fraction: float | None = None
     units_away: int = 0
     units: int = 0
+    runs: int = 0
 
     @property
     def fits(self) -> bool:

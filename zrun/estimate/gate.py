@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from zrun.estimate.forecast import Forecast, stored
 from zrun.estimate.forecast_process import ForecastProcess, ForecastRequest, Pace
+from zrun.estimate.history import earlier_runs, forecast_with_history, kind_of, remember
 from zrun.estimate.machine import capacity_of
 from zrun_core.errors import PreflightError
 from zrun_core.spine import memory_limits
@@ -52,7 +53,10 @@ _PREDICTED = (
     "high_s",
     "calibrated",
     "is_bound",
+    "runs",
 )
+_TIMED_STEPS = 8  # of a run that says something of the next one
+_BUSY = 1.5  # times as many processes that want a core as there are cores
 
 
 class Gate:
@@ -96,6 +100,8 @@ class Gate:
         self._request = ForecastRequest.of(loaded, cluster)
         self.forecast = stored(self._request.key)
         self._process: ForecastProcess | None = None  # makes a forecast beside the run
+        self._kind = kind_of(loaded.config, loaded.path.absolute().parent, cluster)
+        self._history = earlier_runs(self._kind)  # as it was before this run
         self._measured = _Measured()
         self._is_compared = False
 
@@ -137,6 +143,7 @@ class Gate:
             self._make_beside_the_run()
         if kind == "end":
             self._is_compared = False  # once more, with the figures of the whole run
+            self._remember()
         if kind in ("peak", "step", "end"):
             self._compare(emit)
 
@@ -173,7 +180,7 @@ class Gate:
         if self.forecast is None or self._is_compared or not self._measured.is_complete:
             return
         self._is_compared = True
-        forecast = asdict(self.forecast)
+        forecast = asdict(self._scaled(self.forecast))
         emit(
             {
                 "type": "estimate",
@@ -184,6 +191,30 @@ class Gate:
                 "measured": self._measured.to_json(),
             }
         )
+
+    def _scaled(self, forecast: Forecast) -> Forecast:
+        """Return a forecast as the job's earlier runs correct it."""
+        if self._history is None:
+            return forecast
+        return forecast_with_history(forecast, self._history)
+
+    def _remember(self) -> None:
+        """Keep how long steps took beside the forecast, unless others kept the cores busy."""
+        forecast = self.forecast
+        if forecast is None or forecast.source == "guessed" or forecast.is_bound:
+            return
+        if self._measured.num_steps < _WARM_STEPS + _TIMED_STEPS or _is_busy():
+            return
+        remember(self._kind, self._measured.step_s / forecast.step_s)
+
+
+def _is_busy() -> bool:
+    """Return whether more processes want this host's cores than it has."""
+    try:
+        waiting = os.getloadavg()[0]
+    except OSError:
+        return False
+    return waiting > _BUSY * (os.cpu_count() or 1)
 
 
 class _Measured:
@@ -216,12 +247,17 @@ class _Measured:
     def is_complete(self) -> bool:
         return self.num_steps >= _COMPARED_AT and bool(self._peaks)
 
+    @property
+    def step_s(self) -> float:
+        """The median of the steps that are timed."""
+        return statistics.median(self._times_s[_WARM_STEPS:])
+
     def to_json(self) -> dict[str, Any]:
         return {
             "peak_bytes": max(self._peaks.values()) or None,
             "reserved_bytes": self._reserved or None,
             "process_bytes": self._process or None,
-            "step_s": statistics.median(self._times_s[_WARM_STEPS:]),
+            "step_s": self.step_s,
         }
 
 

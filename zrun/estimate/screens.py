@@ -66,8 +66,7 @@ def print_answer(found: Answer, tokens: str | None, price: float | None) -> None
     _print_lines(console, time_lines(found.chosen))
     hardware = found.question.hardware
     _print_lines(console, tier_lines(found.chosen, hardware, found.tokens_per_sample))
-    if found.measured is not None:
-        _print_lines(console, found.measured.lines())
+    _print_lines(console, found.lines_of_scale)
     if found.num_steps is not None and found.chosen.time.seconds:
         _print_lines(console, [whole_run(found.chosen.time, found.num_steps)])
     if tokens is not None:
@@ -219,6 +218,8 @@ def to_json(found: Answer, tokens: str | None, price: float | None) -> dict[str,
     }
     if found.measured is not None:
         data["measured"] = found.measured.to_json()
+    if found.history is not None:
+        data["earlier_runs"] = list(found.history.ratios)
     return data
 
 
@@ -265,10 +266,7 @@ def write_page(found: Answer, target: Path) -> None:
     """
     from zrun.estimate.html import page
 
-    lines = _head(found)
-    if found.measured is not None:
-        lines += found.measured.lines()
-    lines += [f"note: {note}" for note in found.notes]
+    lines = [*_head(found), *found.lines_of_scale, *(f"note: {note}" for note in found.notes)]
     title = f"zrun estimate: {found.question.title}"
     text = page(title, lines, found.stages, found.chosen, found.verdict or "fits")
     try:

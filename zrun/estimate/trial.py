@@ -157,40 +157,53 @@ def with_trial(found: Answer, trial: Trial) -> Answer:
     """
     chosen = found.chosen
     comparison = Comparison(trial, chosen.time.seconds, fullest(chosen).allocated)
-    scale = comparison.scale
+    return replace(scaled_answer(found, comparison.scale), measured=comparison)
+
+
+def scaled_answer(found: Answer, scale: float, spread: float | None = None) -> Answer:
+    """Return an answer with the times of all its estimates multiplied.
+
+    Args:
+        found: predicted.
+        scale: the factor.
+        spread: share by which a time may be off, either way; None: that of the prediction.
+    """
     search = found.found
+    fix = found.fix
     return replace(
         found,
-        chosen=scaled(chosen, scale),
-        stages=tuple(scaled(each, scale) for each in found.stages),
-        found=None if search is None else _scaled_search(search, scale),
-        fix=None if found.fix is None else scaled(found.fix, scale),
-        measured=comparison,
+        chosen=scaled(found.chosen, scale, spread),
+        stages=tuple(scaled(each, scale, spread) for each in found.stages),
+        found=None if search is None else _scaled_search(search, scale, spread),
+        fix=None if fix is None else scaled(fix, scale, spread),
     )
 
 
-def _scaled_search(search: SearchResult, scale: float) -> SearchResult:
+def _scaled_search(search: SearchResult, scale: float, spread: float | None) -> SearchResult:
     return replace(
         search,
-        best=tuple(scaled(each, scale) for each in search.best),
-        pareto=tuple(scaled(each, scale) for each in search.pareto),
-        rejected=tuple(scaled(each, scale) for each in search.rejected),
+        best=tuple(scaled(each, scale, spread) for each in search.best),
+        pareto=tuple(scaled(each, scale, spread) for each in search.pareto),
+        rejected=tuple(scaled(each, scale, spread) for each in search.rejected),
     )
 
 
-def scaled(estimate: Estimate, scale: float) -> Estimate:
+def scaled(estimate: Estimate, scale: float, spread: float | None = None) -> Estimate:
     """Return an estimate whose step takes `scale` times as long, in all of its parts.
 
     The range around it is as wide on both sides: what may lie between the operators of a CPU that
     was not measured, and widens it at the top, is in the measured time.
     """
     time = estimate.time
-    spread = time.seconds - time.low
+    share = spread
+    if share is None:
+        share = 1 - time.low / time.seconds
+    seconds = time.seconds * scale
     slower = replace(
         time,
-        seconds=time.seconds * scale,
-        low=time.low * scale,
-        high=(time.seconds + spread) * scale,
+        seconds=seconds,
+        low=seconds * (1 - share),
+        high=seconds * (1 + share),
         parts={name: seconds * scale for name, seconds in time.parts.items()},
         mfu=None if time.mfu is None else time.mfu / scale,
         hfu=None if time.hfu is None else time.hfu / scale,

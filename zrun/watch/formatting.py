@@ -108,7 +108,9 @@ def foretold(event: Event) -> str:
         low = float(predicted.get("low_s") or expected)
         high = float(predicted.get("high_s") or expected)
         bounds = f"{seconds(low)} to {seconds(high)}"
-        if not predicted.get("calibrated"):
+        if runs := predicted.get("runs"):
+            bounds += ", as the last run took" if runs == 1 else f", as the last {runs} runs took"
+        elif not predicted.get("calibrated"):
             bounds += ", not calibrated"
         parts.append(f"step {seconds(took)}, predicted {seconds(expected)} ({bounds})")
     return "; ".join(parts)

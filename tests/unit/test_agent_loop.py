@@ -98,8 +98,35 @@ def test_ranks_that_take_too_much_memory_in_their_first_step_are_killed(
     (end,) = (frame for frame in setting.hear() if frame["frame"] == "exit")
     assert end["oom"]
     assert re.fullmatch(
-        r"ranks of this host held \S+ .iB, and limits\.memory is 1 B", end["shortage"]
+        r"ranks of this host held \S+ .iB, and limits\.memory is 1 B \(start\)", end["shortage"]
     )
+
+
+def test_ranks_that_grow_beyond_their_limit_later_may_finish_their_step(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent_loop, "PROGRESS_S", 0.02)
+    monkeypatch.setattr(memory_watch, "_TOLERATED_PER_RANK", 0)
+    monkeypatch.setattr(memory_watch, "_LONGEST_S", 0.02)
+    held = 0
+    for name in ("resident_bytes", "held_together"):
+        monkeypatch.setattr(memory_watch.memory_limits, name, lambda pids: held)
+    setting = Setting(folder, memory=1000)
+    board = FlightRecorder(folder / "board", 0, range(1), 1)
+    try:
+        for number in (1, 2, 3):
+            board.step(number)
+        board.phase("evaluation")
+        time.sleep(0.2)  # until its steps are seen
+        assert setting.worker.poll() is None
+        held = 1200
+        assert setting.wait() == -signal.SIGUSR1
+        setting.loop.finish()
+    finally:
+        setting.kill()
+    (short,) = (frame for frame in setting.hear() if frame["frame"] == "short")
+    limit = "limits.memory is 1000 B (evaluation of step 3)"
+    assert short["why"] == f"ranks of this host held 1.2 KiB, and {limit}"
 
 
 def test_silence_is_noticed_although_nobody_takes_what_is_said(

@@ -145,6 +145,15 @@ def test_what_is_wrong_with_the_job_is_no_fault_of_the_rank_that_found_it() -> N
     assert told.exit_code is ExitCode.USAGE
 
 
+def test_memory_that_is_taken_beside_the_steps_is_not_blamed_on_the_batch() -> None:
+    short = {"oom": True, "shortage": "ranks held too much (evaluation of step 9)"}
+    took = failure(WorkerExit(1, -9, 1.0, short_in="evaluation", **short), None)
+    assert took.advice.startswith("the evaluation took it: see what eval.metrics")
+    assert (
+        "batch.micro" in failure(WorkerExit(1, -9, 1.0, short_in="backward", **short), None).advice
+    )
+
+
 def test_sentences_of_a_run_that_has_no_step_yet() -> None:
     left = replace(failure(WorkerExit(1, 0, 1.0), None), last_step=0)
     assert left.headline.endswith("ended with status 0 before the first step ended")

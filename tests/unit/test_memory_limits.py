@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from zrun.agent import memory_watch
-from zrun.agent.memory_watch import MemoryWatch
+from zrun.agent.memory_watch import MemoryWatch, Shortage
 from zrun_core.spine import memory_limits
 
 MIB = 1 << 20
@@ -73,14 +73,14 @@ def test_ranks_may_take_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_limits, "host_total", lambda: 10_000 * MIB)
     monkeypatch.setattr(memory_limits, "host_available", lambda *, swap: left)
     watch = MemoryWatch(None)
-    assert watch.shortage(0.0, []) == ""
+    assert watch.look(0.0, []) is None
     assert 0.05 < watch.patience(0.0) <= 0.5
     left = 101 * MIB
-    assert watch.shortage(1.0, []) == ""
+    assert watch.look(1.0, []) is None
     assert watch.patience(1.0) == pytest.approx(0.02)
     left = 99 * MIB
-    assert watch.shortage(1.01, []) == ""  # nobody looks yet
-    assert watch.shortage(1.02, []) == "99.0 MiB were left on this host"
+    assert watch.look(1.01, []) is None  # nobody looks yet
+    assert watch.look(1.02, []) == Shortage("99.0 MiB were left on this host")
 
 
 def test_ranks_may_take_what_their_job_may(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,23 +88,42 @@ def test_ranks_may_take_what_their_job_may(monkeypatch: pytest.MonkeyPatch) -> N
     assert 10 * MIB < held < memory_limits.host_total()
     monkeypatch.setattr(memory_watch.memory_limits, "host_available", lambda *, swap: 1 << 40)
     monkeypatch.setattr(memory_watch, "_TOLERATED_PER_RANK", 0)
-    assert MemoryWatch(2 * held).shortage(0.0, [os.getpid()]) == ""
-    assert "and limits.memory is 1.0 MiB" in MemoryWatch(MIB).shortage(0.0, [os.getpid(), 0])
+    assert MemoryWatch(2 * held).look(0.0, [os.getpid()]) is None
+    found = MemoryWatch(MIB).look(0.0, [os.getpid(), 0])
+    assert found is not None
+    assert "and limits.memory is 1.0 MiB" in found.text
+    assert not found.may_finish, "in its first step"
+
+
+def test_what_ranks_share_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = memory_limits.held_together([os.getpid()])
+    assert abs(own - memory_limits.resident_bytes([os.getpid()])) < 0.2 * own
+    monkeypatch.setattr(memory_watch.memory_limits, "host_available", lambda *, swap: 1 << 40)
+    monkeypatch.setattr(memory_watch.memory_limits, "resident_bytes", lambda pids: 900 * MIB)
+    monkeypatch.setattr(memory_watch.memory_limits, "held_together", lambda pids: 500 * MIB)
+    monkeypatch.setattr(memory_watch, "_TOLERATED_PER_RANK", 0)
+    assert MemoryWatch(600 * MIB).look(0.0, [1, 2]) is None
+    assert MemoryWatch(400 * MIB).look(0.0, [1, 2]) is not None
 
 
 def test_a_jobs_limit_is_looked_after_until_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     held = 100 * MIB
     monkeypatch.setattr(memory_watch.memory_limits, "host_available", lambda *, swap: 0)
     monkeypatch.setattr(memory_watch.memory_limits, "resident_bytes", lambda pids: held)
+    monkeypatch.setattr(memory_watch.memory_limits, "held_together", lambda pids: held)
     monkeypatch.setattr(memory_watch, "_TOLERATED_PER_RANK", 0)
     watch = MemoryWatch(200 * MIB)
-    assert watch.shortage(0.0, [1]) == "0 B were left on this host"
+    assert watch.look(0.0, [1]) == Shortage("0 B were left on this host")
     assert watch.settle()
-    assert watch.shortage(1.0, [1]) == ""  # what others take of the host is theirs now
+    assert watch.look(1.0, [1]) is None  # what others take of the host is theirs now
     held = 201 * MIB
-    assert watch.shortage(2.0, [1]) == ""  # a little more does no harm
+    assert watch.look(2.0, [1]) is None  # a little more does no harm
     held = 230 * MIB
-    assert watch.shortage(3.0, [1]).endswith("held 230.0 MiB, and limits.memory is 200.0 MiB")
+    text = "ranks of this host held 230.0 MiB, and limits.memory is 200.0 MiB"
+    assert watch.look(3.0, [1]) == Shortage(text, may_finish=True)
+    assert watch.look(4.0, [1]) is None, "they have been asked"
+    held = 280 * MIB
+    assert watch.look(5.0, [1]) == Shortage(text.replace("230", "280"), may_finish=False)
     assert not MemoryWatch(None).settle()
 
 

@@ -93,6 +93,7 @@ class AgentLoop:
         self._oom_kills = memory_limits.oom_kills() or 0
         self._memory: MemoryWatch | None = None
         self._shortage = ""  # of memory, for which the workers were killed
+        self._short_in = ""  # the phase in which that was
         self._boards: BoardWatch | None = None
         self._without_gpu: set[int] = set()  # ranks that were killed because their GPU failed
         self._has_failed = False  # a worker
@@ -227,12 +228,21 @@ class AgentLoop:
     def _watch_memory(self, now: float) -> None:
         if self._memory is None:
             return
-        pids = [leader.pid for leader in self._signals.leaders]
-        self._shortage = self._memory.shortage(now, pids)
-        if self._shortage:
-            print(f"{self._shortage}: the workers are killed", flush=True)
-            self._memory = None
-            self.stop(StopMode.KILL)
+        shortage = self._memory.look(now, [leader.pid for leader in self._signals.leaders])
+        if shortage is None:
+            return
+        assert self._observer is not None
+        phase, step = self._observer.phase(sorted(self._running))
+        text = f"{shortage.text} ({phase}{f' of step {step}' if step else ''})"
+        if shortage.may_finish:
+            print(f"{text}: the workers end after their step", flush=True)
+            self._uplink.send({"frame": "short", "why": text})
+            self.stop(StopMode.FINISH)
+            return
+        print(f"{text}: the workers are killed", flush=True)
+        self._shortage, self._short_in = text, phase
+        self._memory = None
+        self.stop(StopMode.KILL)
 
     def _watch_boards(self) -> None:
         """End ranks whose GPU cannot go on: they would wait for it, and all others for them."""
@@ -337,6 +347,7 @@ class AgentLoop:
                 "status": status,
                 "oom": is_oom,
                 "shortage": self._shortage if is_oom else "",
+                "short_in": self._short_in if is_oom else "",
                 "note": note,
                 "log": log,
             }

@@ -38,6 +38,11 @@ class Observer:
         """Return the frame that says how far the running `ranks` are."""
         return {"frame": "board", "states": {rank: list(self._view.state(rank)) for rank in ranks}}
 
+    def phase(self, ranks: Iterable[int]) -> tuple[str, int]:
+        """Return the phase and the step in which the first of the running `ranks` is."""
+        state = self._view.state(min(ranks))
+        return state.phase, state.step
+
     def have_allocated_all(self, ranks: Iterable[int]) -> bool:
         """Return whether each of `ranks` has made two steps: the first one makes the moments."""
         return all(0 < state.first < state.step - 1 for state in map(self._view.state, ranks))

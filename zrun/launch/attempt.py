@@ -30,7 +30,7 @@ from zrun.job.load import LoadedJob, load_job
 from zrun.job.problems import ValueOrigin
 from zrun.job.render import with_origins
 from zrun.launch.bring_up import ClusterSession, bring_up
-from zrun.launch.failures import Failure, Hang, LostHost, Stopped
+from zrun.launch.failures import BESIDE_STEPS, Failure, Hang, LostHost, Stopped
 from zrun.launch.launch_request import AttemptResult, LaunchRequest
 from zrun.launch.page import write_page
 from zrun.launch.supervise import SupervisedRun, Supervisor, judge
@@ -349,7 +349,8 @@ def _conclude(
     if code != ExitCode.OK:
         resume = request.resume_command if committed else None
         by = name_of(signals.first) if signals.first is not None else run.stop_reason
-        stopped = Stopped(code, by, run.last_step, committed, tuple(run.lost.values()))
+        lost = tuple(run.lost.values())
+        stopped = Stopped(code, by, run.last_step, committed, lost, run.seen)
         rundir.write_failure(stopped.to_json() | {"resume": resume})
         message = stopped.describe(resume)
         say(message, sys.stderr)
@@ -429,7 +430,9 @@ def _unfit(
         return None
     was_refused = code == ExitCode.PREFLIGHT
     # All that lasts is there in the second step: what runs out of memory later had fitted.
-    is_early = run.last_step < 2 or bool(failure.end.shortage)
+    end = failure.end
+    was_killed_in_step = bool(end.shortage) and end.short_in not in BESIDE_STEPS
+    is_early = run.last_step < 2 or was_killed_in_step
     if not was_refused and not (failure.is_out_of_memory and is_early):
         return None
     reason = f": {failure.note.message}" if failure.note is not None else ""

@@ -52,6 +52,13 @@ _SHOWN_LINES = 15  # of a log, on screen, where there is no traceback
 _CAUSE, _PERHAPS, _ECHO, _OURS = range(4)
 
 # Exit codes of a worker that the launcher reports as they are.
+# What takes memory beside the steps, and what to do about it.
+BESIDE_STEPS = {
+    "hook": "a hook took it: see what it makes and keeps, or raise limits.memory",
+    "evaluation": "the evaluation took it: see what eval.metrics and on_eval make and keep, or "
+    "raise limits.memory",
+    "save": "the save took it: write checkpoint: {async: false}, or raise limits.memory",
+}
 _PASSED_ON = {code for code in ExitCode if ExitCode.USAGE <= code <= ExitCode.DIVERGED}
 
 
@@ -97,6 +104,7 @@ class WorkerExit:
         note: in which it said why it ends.
         log: the last lines of its log.
         shortage: of memory, as the agent saw it when it killed the worker.
+        short_in: the phase in which that was.
     """
 
     rank: int
@@ -106,6 +114,7 @@ class WorkerExit:
     note: FailureNote | None = None
     log: tuple[str, ...] = ()
     shortage: str = ""
+    short_in: str = ""
 
     @property
     def signal(self) -> signal.Signals | None:
@@ -249,7 +258,8 @@ class Failure:
     @property
     def advice(self) -> str:
         if self.end.oom:
-            return "lower batch.micro, raise zero.stage, or checkpoint activations"
+            batch = "lower batch.micro, raise zero.stage, or checkpoint activations"
+            return BESIDE_STEPS.get(self.end.short_in, batch)
         if self.fault is not None:
             return self.fault.fault.advice
         if self.note is None:
@@ -523,10 +533,12 @@ class Stopped:
     """A run that ended before its end because a signal asked for it: no failure.
 
     Attributes:
-        signal: its name, or the command that sent it; empty: only the workers got it.
+        signal: its name, or the command that sent it, or what an agent saw that stopped its ranks;
+            empty: only the workers got it.
         last_step: that any event told of.
         committed: the newest step that is saved; 0: none.
         lost: hosts that were lost meanwhile, each with the reason.
+        seen: by an agent, in words for the terminal: too little memory, or no launcher.
     """
 
     exit_code: int
@@ -534,6 +546,7 @@ class Stopped:
     last_step: int
     committed: int
     lost: tuple[str, ...] = ()
+    seen: str = ""
 
     @property
     def headline(self) -> str:
@@ -557,7 +570,8 @@ class Stopped:
         """
         lost = "".join(f"; lost {why}" for why in self.lost)
         how = f"; resume: {resume}" if resume is not None else ""
-        return self.headline + how + lost
+        seen = f" ({self.seen})" if self.seen else ""
+        return self.headline + seen + how + lost
 
     def to_json(self) -> dict[str, Any]:
         """Return the content of failure.json."""

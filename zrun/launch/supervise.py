@@ -84,7 +84,9 @@ class SupervisedRun:
         started: hosts that have begun to start their workers.
         is_training: rank 0 said that the first step begins: the ranks obey signals.
         ended: rank 0 said that training reached its end.
-        stop_reason: the signal that a rank got, but not through the launcher; empty: none.
+        stop_reason: the signal that a rank got, but not through the launcher, or what an agent saw
+            that made it stop its ranks; empty: none.
+        seen: that of an agent; empty: nothing.
         states: of the ranks that run, as their agents saw them last.
         new_states: those of them that the supervisor has not seen yet.
         investigation: of a hang that was found, while agents testify.
@@ -104,6 +106,7 @@ class SupervisedRun:
     is_training: bool = False
     ended: bool = False
     stop_reason: str = ""
+    seen: str = ""
     states: dict[int, RankProgress] = field(default_factory=dict)
     new_states: dict[int, RankProgress] = field(default_factory=dict)
     investigation: HangInvestigation | None = None
@@ -135,6 +138,8 @@ class SupervisedRun:
                     self.investigation.hear(frame)
             case "deaf":
                 self._see_silence(host, frame)
+            case "short":
+                self._see_stop(f"{host}: {frame['why']}")
         return None
 
     def lose_host(self, host: str, why: str) -> None:
@@ -176,6 +181,7 @@ class SupervisedRun:
             note=FailureNote.parse(frame["note"]),
             log=tuple(frame["log"]),
             shortage=frame.get("shortage", ""),
+            short_in=frame.get("short_in", ""),
         )
         self.states.pop(end.rank, None)
         self.exits.append(end)
@@ -185,11 +191,16 @@ class SupervisedRun:
         elif self.first_clean_exit is None:
             self.first_clean_exit = end
 
+    def _see_stop(self, why: str) -> None:
+        """Note that an agent stops its ranks, which end all after the same step."""
+        self.seen = self.seen or why
+        self.stop_reason = self.stop_reason or why
+
     def _see_silence(self, host: str, frame: Frame) -> None:
         """Tell a launcher that stood still while the ranks went on from a network that was cut."""
         why = f"{host}: its agent had no word from this launcher for {frame['silent_s']:.0f} s"
         if frame["stop"] == StopMode.FINISH:
-            self.stop_reason = self.stop_reason or why
+            self._see_stop(why)
             return
         cause = "the network was cut, or this process or its host stood still"
         self.lose_host(host, f"{why}, and its ranks made no progress: {cause}")

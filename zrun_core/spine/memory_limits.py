@@ -44,6 +44,15 @@ def resident_bytes(pids: Iterable[int]) -> int:
     return 1024 * sum(each.get("RssAnon:", 0) + each.get("RssShmem:", 0) for each in found)
 
 
+def held_together(pids: Iterable[int]) -> int:
+    """Return the memory that processes hold together, what they share counted once.
+
+    The kernel walks through their pages for it, while they wait: it is not for every look.
+    """
+    found = (dict(_lines(f"/proc/{pid}/smaps_rollup")) for pid in pids)
+    return 1024 * sum(each.get("Pss_Anon:", 0) + each.get("Pss_Shmem:", 0) for each in found)
+
+
 def peak_resident() -> int | None:
     """Return the most memory that this process has held so far, without that of files."""
     found = dict(_lines("/proc/self/status"))

@@ -287,6 +287,18 @@ def test_what_the_users_code_imports_counts() -> None:
     assert Profile.from_json(measured.to_json()) == measured
 
 
+def with_experts(known: Profile) -> Profile:
+    """A profile whose products are of each expert's own tokens."""
+    traces = {}
+    for policy, trace in known.traces.items():
+        grouped = [
+            operator._replace(name="_grouped_mm") if operator.family == "gemm" else operator
+            for operator in trace.operators
+        ]
+        traces[policy] = replace(trace, operators=tuple(grouped))
+    return replace(known, traces=traces)
+
+
 def test_a_process_takes_holes_code_and_libraries_beyond_its_tensors() -> None:
     job = JOB.model_copy(update={"device": "cpu"})
     candidate = Candidate(0, ParallelDims(1), 1, 1)
@@ -296,3 +308,8 @@ def test_a_process_takes_holes_code_and_libraries_beyond_its_tensors() -> None:
     routed = Planner(replace(profile(), follows_values=True), on_cpu, job).rank(candidate, 0)
     code = routed.device_used - known.device_used
     assert code > 100 * (1 << 20)  # of as many shapes as workers keep
+    assert Planner(with_experts(profile()), on_cpu, job).rank(candidate, 0) == routed
+    old = replace(on_cpu, device=replace(on_cpu.device, peak={"fp32": 90e9, "bf16": 3e9}))
+    bare = Planner(profile(), old, job).rank(candidate, 0)
+    assert bare.device_used < known.device_used, "no code without instructions for bf16"
+    assert Planner(with_experts(profile()), old, job).rank(candidate, 0) == bare

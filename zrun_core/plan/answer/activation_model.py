@@ -126,7 +126,9 @@ class ActivationModel:
 
     def kernels(self, candidate: Candidate) -> int:
         """Return the bytes of code that a CPU's library makes for the shapes of products."""
-        if self._cost_model.uses_formula(candidate.key):
+        device = self._hardware.device
+        has_instructions = device.flops(candidate.precision) > device.flops("fp32")
+        if self._cost_model.uses_formula(candidate.key) or not has_instructions:
             return 0
         return rank_memory.kernel_bytes(self._profile(candidate), candidate)
 

@@ -341,10 +341,16 @@ def heap_beyond(
 
 
 def kernel_bytes(profile: Profile, candidate: Candidate) -> int:
-    """Return the bytes of code that oneDNN makes for shapes of products in half precision."""
-    if profile.follows_values and candidate.precision != "fp32":
-        return _MAX_KERNELS * _KERNEL_BYTES
+    """Return the bytes of code that oneDNN makes for shapes of products in half precision.
+
+    Products of tokens that are routed to experts have other shapes in each step.
+    """
     trace = profile.traces[candidate.checkpoint].of(candidate.micro)
+    routes = profile.follows_values or any(
+        operator.name == "_grouped_mm" for operator in trace.operators
+    )
+    if routes and candidate.precision != "fp32":
+        return _MAX_KERNELS * _KERNEL_BYTES
     kernels = {
         (operator.name, operator.shape)
         for operator in trace.operators

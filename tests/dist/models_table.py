@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # zrun without ins
 
 import torch
 from fuzzed_models import idioms_of
-from pool import RankPool
+from pool import RankPool, RanksHangError
 from test_tensor_parallel import small
 from verifying import recorded, verdict_of
 
@@ -42,6 +42,8 @@ LAYOUTS: dict[str, tuple[dict[str, Any], int]] = {
         2,
     ),
 }
+_ALONE_S = 20.0  # that a stage may wait for one that has failed
+_TOLD_EVERY = 100  # seeds
 GOOD = ("equal", "refused", "own draws")
 
 
@@ -112,6 +114,9 @@ def _error_of(
     run_dir.mkdir(parents=True)
     try:
         found = ranks(size).run(recorded, job, str(run_dir), dims, None, None, True)
+    except RanksHangError as hang:  # one returned why, and others wait for it
+        found = list(hang.results.values())
+        return next((each["error"] for each in found if each["error"]), str(hang))
     except AssertionError as error:  # a rank died, hung, or raised what no user should see
         return str(error)[-2000:]
     return next((each["error"] for each in found if each["error"]), "")
@@ -148,7 +153,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)  # as the ranks do
     folder = Path(tempfile.mkdtemp(prefix="models-"))
-    pools = {size: RankPool(size) for size in (1, 2)}
+    pools = {size: RankPool(size, alone_s=_ALONE_S) for size in (1, 2)}
     kinds: dict[str, Counter[str]] = {layout: Counter() for layout in arguments.layouts}
     reasons: Counter[str] = Counter()
     for seed in range(arguments.first, arguments.last):
@@ -161,6 +166,8 @@ def main() -> None:
                 least = smallest(pools.__getitem__, seed, layout, folder, found.kind)
                 print(f"{found.kind}: seed {seed}, {layout}: {least}\n    {found.text[:300]}")
                 sys.stdout.flush()
+        if (seed + 1) % _TOLD_EVERY == 0:
+            print(f"up to seed {seed}: {dict(sum(kinds.values(), Counter()))}", flush=True)
     for layout, counts in kinds.items():
         print(layout, dict(counts))
     for reason, count in reasons.most_common(12):

@@ -115,12 +115,26 @@ def forks() -> mp.context.ForkServerContext:
     return context
 
 
+class RanksHangError(AssertionError):
+    """Ranks did not return in time; `results` are those of the others, by rank."""
+
+    def __init__(self, hung: list[int], results: dict[int, Any]) -> None:
+        super().__init__(f"ranks {hung} hang")
+        self.results = results
+
+
 class RankPool:
     """`world_size` processes with a group of gloo, or of NCCL."""
 
-    def __init__(self, world_size: int, device: str = "cpu") -> None:
+    def __init__(self, world_size: int, device: str = "cpu", alone_s: float = TIMEOUT_S) -> None:
+        """Start the processes.
+
+        Args:
+            alone_s: that a task may take once one rank has returned.
+        """
         self.world_size = world_size
         self.device = device
+        self._alone_s = alone_s
         self._start()
 
     def _start(self) -> None:
@@ -150,9 +164,9 @@ class RankPool:
             left = [pipe for rank, pipe in enumerate(self._pipes) if rank not in results]
             ready = wait(left, timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
-                failures.append(
-                    f"ranks {[r for r in range(self.world_size) if r not in results]} hang"
-                )
+                self._restart(dump_stacks=not results)
+                hung = [rank for rank in range(self.world_size) if rank not in results]
+                raise RanksHangError(hung, results)
             for pipe in ready:
                 rank = self._pipes.index(pipe)  # type: ignore[arg-type]
                 try:
@@ -161,10 +175,11 @@ class RankPool:
                     good, value = False, f"died with exit code {self._processes[rank].exitcode}"
                 if good:
                     results[rank] = value
+                    deadline = min(deadline, time.monotonic() + self._alone_s)
                 else:
                     failures.append(f"rank {rank}: {value}")
         if failures:
-            self._restart(dump_stacks="hang" in failures[0])
+            self._restart(dump_stacks=False)
             raise AssertionError("\n".join(failures))
         return [results[rank] for rank in range(self.world_size)]
 

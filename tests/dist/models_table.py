@@ -44,16 +44,16 @@ LAYOUTS: dict[str, tuple[dict[str, Any], int]] = {
 }
 _ALONE_S = 20.0  # that a stage may wait for one that has failed
 _TOLD_EVERY = 100  # seeds
-GOOD = ("equal", "refused", "own draws")
+GOOD = ("equal", "refused", "stopped", "own draws")
 
 
 class Outcome(NamedTuple):
     """What a model came to on a layout.
 
     Attributes:
-        kind: equal; refused before the first step; own draws, which no other layout has; unlike
-            itself; invalid, also on one rank; failed in a step; or silent: it trained something
-            else.
+        kind: equal; refused before the first step; stopped in it, before anything changed; own
+            draws, which no other layout has; unlike itself; invalid, also on one rank; failed in a
+            step; or silent: it trained something else.
         text: why, or what differs.
     """
 
@@ -81,8 +81,12 @@ def outcome(
             return Outcome("invalid", alone)
         # A rank that has recorded its first step has made one.
         has_stepped = any((folder / "many").glob("record/*/step-1"))
+        if has_stepped:
+            return Outcome("failed", error)
+        if error.startswith("DivergedError: in step 1 "):
+            return Outcome("stopped", error)
         is_ours = error.startswith(("JobError: ", "UserCodeError: "))
-        return Outcome("refused" if is_ours and not has_stepped else "failed", error)
+        return Outcome("refused" if is_ours else "failed", error)
     try:
         verdict = verdict_of(folder / "many")
     except ZrunError as error:

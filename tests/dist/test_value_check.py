@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -123,6 +124,51 @@ def notes(found: list[dict[str, Any]]) -> list[str]:
 class Fickle(Model):
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return super().forward(input_ids, labels) * (1 + time.perf_counter_ns() % 997 / 997)
+
+
+class Backwards(nn.Module):
+    """A block that turns the order of the tokens round."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.flip(1) + self.down(F.gelu(self.up(x)))
+
+
+class Hiding(nn.Module):
+    """Backwards, and in the first numbers that are drawn, or in its loss, nothing of it is seen."""
+
+    def __init__(self, hides: str, dim: int = 16) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, dim)
+        self.blocks = nn.ModuleList(Backwards(dim) for _ in range(2))
+        self.head = nn.Linear(dim, VOCAB)
+        self.hides = hides
+        if hides == "in the loss":
+            nn.init.zeros_(self.head.weight)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.embed(input_ids)
+        if self.hides == "in the draw":
+            x = x * float(np.random.rand() > 0.6)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("hides", ["in the draw", "in the loss"])
+def test_tokens_in_another_order_are_seen_wherever_they_hide(
+    ranks, tmp_path: Path, hides: str
+) -> None:
+    model = {"call": "test_value_check.py:Hiding", "args": {"hides": hides}}
+    parallel = {"tp": 2, "plan": PLAN, "sequence": True}
+    for seed in range(3):
+        keys = small(model=model, parallel=parallel, seed=seed)
+        error = on_axes(keys, tmp_path / str(seed), ranks)[0]["error"]
+        assert "blocks.0 computes something else than in the whole model" in error
+        assert "write parallel.sequence: false" in error
 
 
 def test_a_model_that_differs_from_itself_is_not_compared(ranks, tmp_path: Path) -> None:

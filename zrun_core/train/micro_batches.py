@@ -165,7 +165,7 @@ class MicroBatchRunner:
         with self._sharded.evaluation(), self._drawing(0, number):
             return call()
 
-    def trial(self, call: Callable[[], T], watcher: Watcher) -> T | None:
+    def trial(self, call: Callable[[], T], watcher: Watcher, draw: int) -> T | None:
         """Return what a forward returns that is no part of training; None as of `evaluate`.
 
         It draws by block.
@@ -173,10 +173,11 @@ class MicroBatchRunner:
         Args:
             call: runs the forward.
             watcher: is told what the nodes that this rank runs return.
+            draw: which random numbers it draws.
         """
         module = self._sharded.module
         nodes = installed_nodes(module, repeated_blocks(module))
-        drawing = self._draws.of_micro(0, 0)
+        drawing = self._draws.of_micro(0, draw)
         walk = DrawingWalk(self._draws, watcher)
         with self._sharded.evaluation(), nodes, drawing, walking(walk):
             return call()

@@ -212,8 +212,8 @@ class PipelineRunner(MicroBatchRunner):
         self._num_evaluated += 1
         return self._without_gradients(call, number, may_skip=True)
 
-    def trial(self, call: Callable[[], T], watcher: Watcher) -> T | None:
-        return self._without_gradients(call, 0, watcher=watcher)
+    def trial(self, call: Callable[[], T], watcher: Watcher, draw: int) -> T | None:
+        return self._without_gradients(call, draw, watcher=watcher)
 
     def _without_gradients(
         self,

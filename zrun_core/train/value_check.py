@@ -16,8 +16,12 @@ compute with whole layers, whose bits are the same in any format.
 Of the first tensor that it returns, the 2-norm, and 64 sums: each element times a fixed number
 between -1 and 1 is added to the sum of its place modulo 64. The squares of how far these sums are
 apart add up, on average, to half the square of how far the tensors are apart; so features in
-another order are seen too. Where a rank has a slice of the sequence, the norms of the group are
-added up.
+another order are seen too. Of the whole tensor the same is noted of each rank's slice of the
+sequence, where that could be one; of other slices the norms of the group are added up.
+
+[Note: which numbers are drawn]
+Where the first ones make all tokens alike, as a mask drawn as 0 does, nothing that mixes them is
+seen. The forwards are then made with the next ones.
 """
 
 from __future__ import annotations
@@ -57,7 +61,13 @@ from zrun_core.zero.sharded_model import ShardedModel
 KEY = "guards.check_values"
 _MOST_BYTES = 0.5  # of the memory that is free: more of it than this, and nothing is compared
 _ROUNDING = 1e-4  # relative difference that another order of sums may make, in fp32
+_SEQUENCE_ADVICE = (
+    "an operation outside of attention counts, orders or mixes tokens, of which each rank has a "
+    f"slice, or features: write parallel.sequence: false; {KEY}: false trains all the same"
+)
 _SUMS = 64
+_ALIKE = 1e-5  # how far numbers are apart, beside the largest, that differ by rounding alone
+_DRAWS = 6  # of random numbers that are tried
 
 
 class Seen(NamedTuple):
@@ -65,42 +75,67 @@ class Seen(NamedTuple):
 
     Attributes:
         name: of the node.
-        numel: elements.
+        shape: of the tensor.
         norm: 2-norm.
         sums: see the note.
+        slices: sums of each rank's slice of the sequence; empty: there are none.
+        is_alike: all of its tokens are the same.
     """
 
     name: str
-    numel: int
+    shape: Sequence[int]
     norm: float
-    sums: tuple[float, ...]
+    sums: Sequence[float]
+    slices: Sequence[Sequence[float]]
+    is_alike: bool
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
 
 
 class Watch:
     """Notes what the nodes of a forward return, by the number of the call."""
 
-    def __init__(self) -> None:
-        self._seen: dict[int, tuple[str, int, torch.Tensor]] = {}
+    def __init__(self, num_slices: int = 1) -> None:
+        """
+        Args:
+            num_slices: of the sequence, of each of which the sums are noted too.
+        """
+        self._num_slices = num_slices
+        self._seen: dict[int, tuple[str, torch.Size, torch.Tensor]] = {}
 
     def __call__(self, number: int, node: Node, output: Any) -> None:
         """Note what a call returns."""
         first = next((t for t in tensors_in(output) if t.is_floating_point()), None)
         if first is None or not first.numel():
             return
-        values = first.detach().double().flatten()
-        fixed = torch.arange(len(values), dtype=torch.float64, device=values.device)
-        weighted = F.pad(fixed.mul_(0.7).cos_().mul_(values), (0, -len(values) % _SUMS))
-        sums = weighted.view(-1, _SUMS).sum(0)
-        numbers = torch.cat([values.norm().view(1), sums])
-        self._seen[number] = node.name, len(values), numbers
+        values = first.detach().double()
+        tokens = values.flatten(0, -2) if values.dim() > 1 else values.view(-1, 1)
+        distance = (tokens - tokens[0]).abs().max()
+        parts = [values]
+        if values.dim() > 1 and self._num_slices > 1 and not values.shape[1] % self._num_slices:
+            parts += values.chunk(self._num_slices, dim=1)
+        own = torch.stack([values.norm(), distance, values.abs().max()])
+        numbers = torch.cat([own, *(_sums(part.flatten()) for part in parts)])
+        self._seen[number] = node.name, first.shape, numbers
 
     def read(self) -> dict[int, Seen]:
         """Return all of it."""
         found = {}
-        for number, (name, numel, numbers) in self._seen.items():
-            norm, *sums = numbers.tolist()
-            found[number] = Seen(name, numel, norm, tuple(sums))
+        for number, (name, shape, numbers) in self._seen.items():
+            norm, distance, largest, *rest = numbers.tolist()
+            sums, *slices = (rest[at : at + _SUMS] for at in range(0, len(rest), _SUMS))
+            is_alike = distance <= _ALIKE * largest and math.prod(shape[:-1]) > 1
+            found[number] = Seen(name, list(shape), norm, sums, slices, is_alike)
         return found
+
+
+def _sums(values: torch.Tensor) -> torch.Tensor:
+    """Return the sums of a flat tensor: see [Note: what is compared of a node]."""
+    fixed = torch.arange(len(values), dtype=torch.float64, device=values.device)
+    weighted = F.pad(fixed.mul_(0.7).cos_().mul_(values), (0, -len(values) % _SUMS))
+    return weighted.view(-1, _SUMS).sum(0)
 
 
 @dataclass(frozen=True)
@@ -111,11 +146,18 @@ class WholeForward:
         loss: of the micro-batch; None: it was not computed.
         nodes: by the number of the call.
         why_not: why it was not computed, in words for the user; "" if it was.
+        draw: which random numbers it has drawn.
     """
 
     loss: float | None = None
     nodes: Mapping[int, Seen] = field(default_factory=dict)
     why_not: str = ""
+    draw: int = 0
+
+    @property
+    def is_telling(self) -> bool:
+        """Return whether each node but the last returns tokens that differ."""
+        return not any(seen.is_alike for _, seen in sorted(self.nodes.items())[:-1])
 
 
 class ValueCheck:
@@ -167,32 +209,36 @@ class ValueCheck:
             return
         try:
             with _with_values(built, self._precision.compute, device):
-                first, nodes = self._forward(built.module, device)
-                again, _ = self._forward(built.module, device)
+                for draw in range(_DRAWS):
+                    whole = self._forward(built.module, device, draw)
+                    if whole.is_telling:
+                        break
+                again = self._forward(built.module, device, whole.draw)
         except (ZrunError, RuntimeError, TypeError, ValueError, MemoryError) as error:
             reason = str(error).partition("\n")[0] or type(error).__name__
             self.whole = WholeForward(why_not=f"on one rank its forward fails: {reason}")
             return
-        if math.isfinite(first) and not math.isclose(first, again, rel_tol=_ROUNDING / 10):
+        first, second = whole.loss or 0.0, again.loss or 0.0
+        if math.isfinite(first) and not math.isclose(first, second, rel_tol=_ROUNDING / 10):
             why_not = "its loss differs from one forward to the next with the same random numbers"
             self.whole = WholeForward(why_not=why_not)
             return
-        self.whole = WholeForward(first, nodes)
+        self.whole = whole
         if accelerator.is_accelerator(device):
             accelerator.empty_cache()  # the shards need it
 
-    def _forward(self, model: nn.Module, device: torch.device) -> tuple[float, dict[int, Seen]]:
-        watch = Watch()
+    def _forward(self, model: nn.Module, device: torch.device, draw: int) -> WholeForward:
+        watch = Watch(self._mesh.tensor.size)
         draws = self._streams.forwards
         with ExitStack() as stack:
             for context in self._contexts(model):
                 stack.enter_context(context)
             stack.enter_context(self._precision.autocast(device))
             stack.enter_context(installed_nodes(model, repeated_blocks(model)))
-            stack.enter_context(draws.of_micro(0, 0))
+            stack.enter_context(draws.of_micro(0, draw))
             stack.enter_context(walking(DrawingWalk(draws, watch)))
             loss = self._loss_of(model)
-        return float(loss), watch.read()
+        return WholeForward(float(loss), watch.read(), draw=draw)
 
     def _contexts(self, model: nn.Module) -> list[AbstractContextManager[Any]]:
         """Return what a forward runs in, from the outside in."""
@@ -230,9 +276,9 @@ class ValueCheck:
             JobError: the model computes something else than the whole one.
         """
         comm, model = sharded.comm, sharded.module
-        own = [self.whole.loss, self.whole.nodes, self.whole.why_not]
+        own = [self.whole.loss, self.whole.nodes, self.whole.why_not, self.whole.draw]
         told = comm.all_gather_bytes(json.dumps(own).encode(), self._mesh.world, name="whole model")
-        whole_loss, whole_nodes, why_not = json.loads(told[0])
+        whole_loss, whole_nodes, why_not, draw = json.loads(told[0])
         if why_not:
             return [not_compared(why_not)]
         watch = Watch()
@@ -242,12 +288,11 @@ class ValueCheck:
             for context in self._contexts(model):
                 stack.enter_context(context)
             has_drawn = stack.enter_context(_drawing_in(regions))
-            loss = runner.trial(lambda: self._loss_of(model), watch)
+            loss = runner.trial(lambda: self._loss_of(model), watch, draw)
         seen = [
             None if loss is None else float(loss),
             watch.read(),
             self._mesh.data.index,
-            self._mesh.tensor.index,
             has_drawn(),
             digest(self._batch.batch),
         ]
@@ -271,12 +316,16 @@ class ValueCheck:
         """Raise the first difference, in the order of the calls."""
         axes = self._axes
         for number, expected in sorted(whole.items()):
-            apart = _apart(expected, found.nodes.get(number, ()))
+            seen = found.nodes.get(number, ())
+            apart = _apart(expected, seen)
             if apart > _ROUNDING:
+                advice = self._advice
+                if _has_slices_of_sequence(expected, seen):
+                    advice = _SEQUENCE_ADVICE
                 raise JobError(
                     f"{axes}: {expected.name} computes something else than in the whole model: of "
                     f"what it returns for the first micro-batch, {apart:.2g} of its norm differs; "
-                    + self._advice
+                    + advice
                 )
         if found.loss is None or not math.isfinite(whole_loss):
             return
@@ -340,10 +389,23 @@ def _apart(expected: Seen, found: Sequence[Seen]) -> float:
         norm = max(abs(seen.norm - expected.norm) for seen in found)
         tensors = max(math.dist(seen.sums, expected.sums) for seen in found) * math.sqrt(2)
         return max(norm, tensors) / scale
+    if _has_slices_of_sequence(expected, found):
+        pairs = zip(found, expected.slices, strict=True)
+        tensors = max(math.dist(seen.sums, sums) for seen, sums in pairs) * math.sqrt(2)
+        return tensors / scale
     if sum(seen.numel for seen in found) == expected.numel:  # slices
         norm = math.sqrt(math.fsum(seen.norm**2 for seen in found))
         return abs(norm - expected.norm) / scale
     return 0.0
+
+
+def _has_slices_of_sequence(expected: Seen, found: Sequence[Seen]) -> bool:
+    """Return whether each rank, in their order, has returned its equal part of the tokens."""
+    if not expected.slices or len(found) != len(expected.slices):
+        return False
+    batch, tokens, *features = expected.shape
+    part = [batch, tokens // len(found), *features]
+    return all(list(seen.shape) == part for seen in found)
 
 
 def not_compared(why: str) -> str:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from zrun_core.spine import combinations, device_names
 from zrun_core.spine.hostname import MAX_SLOTS, checked_item
@@ -32,6 +32,8 @@ from zrun_core.spine.sections.parallel import PIPEDREAMS, ParallelConfig
 from zrun_core.spine.sections.precision import PrecisionConfig
 from zrun_core.spine.sections.section import NAME_PATTERN, Ranks, Ref, Samples, Section, Steps
 from zrun_core.spine.sections.zero import ZeroConfig
+
+_MAX_VARIABLE_BYTES = (1 << 17) - 1  # MAX_ARG_STRLEN of Linux, with the NUL at its end
 
 
 def _checked_device(name: Any) -> Any:
@@ -211,6 +213,24 @@ class JobConfig(Section):
         description="times after which waiting is an error",
         examples=[{"start_s": 600}],
     )
+
+    @field_validator("env")
+    @classmethod
+    def _refuse_what_no_environment_holds(cls, env: dict[str, str | None]) -> dict[str, str | None]:
+        """Values may be secrets: messages name the variable alone."""
+        for name, value in env.items():
+            shown = repr(name[:60])
+            if not name or "=" in name or "\0" in name:
+                raise ValueError(f"{shown} is no name of a variable: write letters, digits and _")
+            if value is not None and "\0" in value:
+                raise ValueError(f"the value of {shown} holds a NUL, which no variable can")
+            num_bytes = len(f"{name}={value or ''}".encode())
+            if num_bytes > _MAX_VARIABLE_BYTES:
+                raise ValueError(
+                    f"the value of {shown} makes a variable of {num_bytes} bytes, of which Linux "
+                    f"takes at most {_MAX_VARIABLE_BYTES}: write it to a file, and give its path"
+                )
+        return env
 
     @property
     def uses_disk(self) -> bool:

@@ -83,13 +83,22 @@ def digests(run: Path, step: int) -> dict[tuple[str, str, int, int], str]:
 def test_killed_at_every_level_it_ends_as_if_nothing_had_happened(
     whole: Path, tmp_path: Path
 ) -> None:
-    """Nor does it matter that it was to be shorter at first."""
+    """Nor does it matter that it was to be shorter at first. A secret that it was given is kept
+    nowhere, and has to be given again.
+    """
     cut = make(tmp_path)
+    only_at_first = ["steps=15", "env.API_TOKEN=hunter2"]
     # Rank 0 reads nine samples more at the beginning, to know the data again.
     kills = {"rank:forward:9": 5, "agent:data:22": 6, "launcher:hook:4": -9}
     for number, (kill, code) in enumerate(kills.items()):
-        killed = zrun(cut, "--resume", "auto", *["steps=15"] * (number == 0), kill=kill)
+        given = only_at_first if number == 0 else []
+        killed = zrun(cut, "--resume", "auto", *given, kill=kill)
         assert killed.returncode == code, killed.stderr
+        if given:
+            assert "steps=15 env.API_TOKEN=null --resume auto (export API_TOKEN" in killed.stderr
+            assert "hunter2" not in killed.stderr
+            files = [path for path in tmp_path.rglob("*") if path.is_file()]
+            assert not [path for path in files if b"hunter2" in path.read_bytes()]
     done = zrun(cut, "--resume", "auto", "--ui", "plain")
     assert done.returncode == 0, done.stderr
     assert "goes on after step 9" in done.stderr

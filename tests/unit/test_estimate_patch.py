@@ -84,7 +84,9 @@ def test_several_keys_one_of_them_twice_in_a_section() -> None:
 
 def test_overrides_of_the_command_line_go_into_the_file(job: Path) -> None:
     target = job.with_name("fits.yaml")
-    write_job(job, target, {"zero.stage": 3}, ["batch.global=32", "seed=7"])
+    write_job(
+        job, target, {"zero.stage": 3}, ["batch.global=32", "seed=7", "env.API_TOKEN=hunter2"]
+    )
     config = load_job(target).config
     assert (config.zero.stage, config.batch.global_, config.batch.micro, config.seed) == (
         3,
@@ -93,6 +95,7 @@ def test_overrides_of_the_command_line_go_into_the_file(job: Path) -> None:
         7,
     )
     assert "# its name" in target.read_text()
+    assert config.env == {"API_TOKEN": None}  # the shell's, not the command line's
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "jobs").glob("*.yaml")), ids=lambda path: path.stem)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
+from zrun.job.hidden import without_secret_values
 from zrun.job.load import load_job
 from zrun_core.errors import JobError
 from zrun_core.spine.config import JobConfig
@@ -145,3 +147,41 @@ def test_problems_of_file_and_overrides_are_told_together(path: Path) -> None:
 
 def test_control_characters_of_an_override_are_escaped(path: Path) -> None:
     assert "\x1b" not in _problem(path, "\x1b[31m=1")
+
+
+SECRETS = {
+    "env.API_TOKEN=[hunter2]": "env.API_TOKEN: expected text | null, found a list",
+    "env.API_TOKEN=42424242": "found a number; put it in quotes",
+    'env.API_TOKEN="hunter2': "not valid YAML: put the value in quotes",
+    "env={API_TOKEN: 42424242}": "found a number",
+    "env=hunter2": "expected mapping of names to text | null, found text",
+    "envs=hunter2": 'did you mean "env"',
+    "API_TOKEN=hunter2": "unknown key",
+    "token=42424242": 'did you mean "tokens"',
+    "env.API_TOKEN hunter2": "expected key=value",
+    'env.API_TOKEN="hunter2\\0"': "the value of 'API_TOKEN' holds a NUL",
+}
+
+
+@pytest.mark.parametrize("override", SECRETS)
+def test_a_mistake_is_told_without_the_secret(path: Path, override: str) -> None:
+    problem = _problem(path, override)
+    assert SECRETS[override] in problem
+    assert "hunter2" not in problem
+    assert "42424242" not in problem
+
+
+def test_a_command_is_repeated_without_its_secrets() -> None:
+    given = ["steps=5", "env.MODE=fast", "env.API_TOKEN=hunter2", "env={KEY: hunter2, MODE: fast}"]
+    from_shell = ["env.API_TOKEN=null", "env.API_TOKEN=${env:OTHER}"]
+    assert without_secret_values([*given, *from_shell], {"OTHER": "hunter2"}) == (
+        [*given[:2], "env.API_TOKEN=null", "env={KEY: null, MODE: fast}", *from_shell],
+        ["API_TOKEN", "KEY"],
+    )
+
+
+@pytest.mark.parametrize("env", ['{"A=B": x}', '{"": x}', '{"A\\0": x}', '{A: "x\\0"}'])
+def test_env_has_what_an_environment_can_hold(path: Path, env: str) -> None:
+    assert re.search(r"no name of a variable|holds a NUL", _problem(path, f"env={env}"))
+    assert "Linux takes at most" in _problem(path, f"env.A={'x' * 131072}")
+    assert _load(path, f"env={{A: '{'x' * 131069}'}}").env["A"] is not None

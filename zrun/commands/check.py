@@ -250,10 +250,12 @@ def _report(
     loaded: LoadedJob, resolved: ResolvedJob | None, structure: Structure | None
 ) -> dict[str, Any]:
     """Return for JSON what is known of a job, wherever it is to run."""
+    from zrun.job.hidden import without_secrets
+
     config = resolved.job if resolved is not None else loaded.config
     return {
         "job": str(loaded.path),
-        "config": config.model_dump(mode="json", by_alias=True),
+        "config": without_secrets(config).model_dump(mode="json", by_alias=True),
         "batch": resolved and resolved.batch.model_dump(),
         "plan": resolved and resolved.plan.model_dump(),
         "auto": [asdict(reason) for reason in resolved.reasons] if resolved else [],

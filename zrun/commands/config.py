@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -30,10 +31,12 @@ def show(
 
     Example: zrun config show job.yaml zero.stage=3
     """
+    from zrun.job.hidden import without_secrets
     from zrun.job.load import load_job
     from zrun.job.render import with_origins
 
     loaded = load_job(job, overrides or ())
+    loaded = replace(loaded, config=without_secrets(loaded.config))
     if as_json:
         config = loaded.config.model_dump(mode="json", by_alias=True)
         origins = {key: str(origin) for key, origin in loaded.origins.items()}

@@ -108,6 +108,7 @@ def train(
     with _stopped_in_words(), stoppable(lambda: "before training began"), early or nullcontext():
         from zrun.hosts.backend import HostOptions, find_backend
         from zrun.job.environment import worker_environment
+        from zrun.job.hidden import without_secret_values
         from zrun.job.load import load_job
 
         given = [*(overrides or ()), *_as_overrides(slots, resume)]
@@ -128,6 +129,7 @@ def train(
         from zrun.launch.launch_request import LaunchRequest
         from zrun.launch.session import launch
 
+        repeated, left_out = without_secret_values(overrides or (), os.environ)
         request = LaunchRequest(
             loaded=loaded,
             backend=backend,
@@ -138,7 +140,8 @@ def train(
             ui=ui,
             dry_run=dry_run,
             worker=worker,
-            resume_command=_resume_command(job, overrides or [], slots, options, run_dir, force),
+            resume_command=_resume_command(job, repeated, slots, options, run_dir, force),
+            left_out=left_out,
             detached=detached,
         )
         code = launch(request, early)

@@ -42,7 +42,6 @@ class ForecastRequest:
 
     job: dict[str, Any]  # a JobConfig without defaults
     path: str  # of its file
-    overrides: tuple[str, ...]
     hosts: list[dict[str, Any]]  # `HostFacts`
     key: str
 
@@ -52,9 +51,6 @@ class ForecastRequest:
         return cls(
             job=loaded.config.model_dump(mode="json", by_alias=True, exclude_unset=True),
             path=str(loaded.path.absolute()),
-            overrides=tuple(
-                origin.text for origin in loaded.origins.values() if origin.kind == "override"
-            ),
             hosts=[host.to_json() for host in cluster.hosts],
             key=key_of(loaded.config, loaded.path.absolute().parent, cluster),
         )

@@ -15,6 +15,7 @@ import yaml
 
 from zrun.job import overrides
 from zrun.job.document import Document
+from zrun.job.hidden import without_secret_values
 from zrun.job.load import load_job
 from zrun.job.scalars import write
 from zrun.job.schema import find_key
@@ -150,12 +151,14 @@ def write_job(source: Path, target: Path, changes: Changes, given: list[str]) ->
     """Write the job of `source` with `changes` to `target`.
 
     Args:
-        given: overrides that were on the command line; they go into the file too.
+        given: overrides that were on the command line; they go into the file too, but for
+            secrets, which it takes from the shell.
 
     Raises:
         JobError: `target` is there already, cannot be written, or lies where the job's code is not
             found.
     """
+    given, _ = without_secret_values(given, os.environ)
     config = load_job(source, given).config
     elsewhere = target.absolute().parent != source.absolute().parent
     relative = [

@@ -38,7 +38,7 @@ _FORWARDED = re.compile(
     r"(NCCL|RCCL|MIOPEN|HSA|GLOO|UCX|FI|OMP|MKL|KMP|OPENBLAS|TORCH|PYTORCH|CUBLAS|CUDNN|NVIDIA|HF|TRANSFORMERS|WANDB|MLFLOW)_\w+"
     r"|CUDA_(LAUNCH_BLOCKING|DEVICE_MAX_CONNECTIONS|MODULE_LOADING)|GLIBC_TUNABLES|TOKENIZERS_PARALLELISM|TZ|LANG|LC_\w+"
 )
-_SECRET = re.compile(r"token|key|secret|passw|credential", re.IGNORECASE)
+_SECRET = re.compile(r"token(?!iz)|key|secret|pass(?!ive)|pwd|credential|auth", re.IGNORECASE)
 
 
 def worker_environment(job: JobConfig, environ: Mapping[str, str]) -> dict[str, str]:
@@ -65,14 +65,10 @@ def forwarded_environment(environ: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in environ.items()
-        if _FORWARDED.fullmatch(name) and not _SECRET.search(name)
+        if _FORWARDED.fullmatch(name) and not is_secret(name)
     }
 
 
-def without_secrets(job: JobConfig) -> JobConfig:
-    """Return `job` as it may be written to disk."""
-    shown = dict(job.env)
-    for name, value in job.env.items():
-        if value is not None and _SECRET.search(name):
-            shown[name] = "***"
-    return job.model_copy(update={"env": shown})
+def is_secret(name: str) -> bool:
+    """Return whether a variable may be a secret, by its name."""
+    return _SECRET.search(name) is not None

@@ -14,12 +14,17 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from zrun.job.document import Document
+from zrun.job.hidden import is_hidden, shown_override
 from zrun.job.other_words import RATE, is_rate
 from zrun.job.problems import Problem, ValueOrigin, dotted, shown_value
 from zrun.job.schema import find_key
 from zrun_core.errors import JobError
 
 LENGTHS = ("steps", "tokens", "epochs")
+_UNREADABLE = (
+    "not valid YAML: put the value in quotes within those of the shell; or write null, which takes "
+    "it from the shell's environment"
+)
 
 
 def apply(document: Document, overrides: Iterable[str], environ: Mapping[str, str]) -> None:
@@ -33,7 +38,7 @@ def apply(document: Document, overrides: Iterable[str], environ: Mapping[str, st
     if not isinstance(document.value, dict):
         return  # nothing to merge into; validation says so
     for text in overrides:
-        origin = ValueOrigin("override", text)
+        origin = ValueOrigin("override", shown_override(text))
         name, equals, value = text.partition("=")
         path = tuple(name.strip().split("."))
         if not equals or not all(path):
@@ -44,7 +49,8 @@ def apply(document: Document, overrides: Iterable[str], environ: Mapping[str, st
         try:
             parsed = Document.parse(value, "value", environ)
         except JobError as error:
-            document.problems.append(Problem(origin, path, str(error)))
+            message = _UNREADABLE if is_hidden(path) else str(error)
+            document.problems.append(Problem(origin, path, message))
             continue
         document.problems.extend(
             Problem(origin, (*path, *inner.path), inner.message) for inner in parsed.problems

@@ -21,7 +21,8 @@ class ValueOrigin:
 
     Attributes:
         kind: "default" and "auto" (resolved by zrun) were written nowhere.
-        text: "job.yaml:12:5", the override as typed, or the reason for the resolved value.
+        text: "job.yaml:12:5", the override as it may be shown, or the reason for the
+            resolved value.
         line: in a file, from 1.
         column: in a file, from 1.
     """

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from zrun.job.document import Document
+from zrun.job.hidden import is_hidden
 from zrun.job.nearest import nearest, nearest_key, siblings
 from zrun.job.other_words import advice, value_called
 from zrun.job.problems import (
@@ -183,7 +184,8 @@ def _unknown_key(document: Document, mistake: _Mistake, meant: KeyPath | None) -
         message = f"unknown key; {owner} {', '.join(siblings(parent))}"
     else:
         is_scalar = isinstance(mistake.value, str | int | float)
-        value = mistake.value if is_scalar else key.example
+        is_shown = is_scalar and not is_hidden(mistake.path)
+        value = mistake.value if is_shown else key.example
         is_below = len(key.path) > len(parent) and key.path[: len(parent)] == parent
         below = key.path[len(parent) :] if is_below else key.path
         line = _to_write(origin, key.path, value, below)
@@ -234,10 +236,16 @@ def _wrong_value(document: Document, mistake: _Mistake) -> Problem:
     wanted = key.item_takes if is_element else key.takes
     if key.most is not None and not is_element and _exceeds(mistake.value, key.most):
         wanted = f"{wanted}, at most {key.most:g}"
-    found = shown_value(mistake.value)
+    found = _kind(mistake.value) if is_hidden(mistake.path) else shown_value(mistake.value)
     origin = document.origin(mistake.path)
     message = f"expected {wanted}, found {found}; {_what_to_write(origin, path, key, mistake)}"
     return Problem(origin, path, message)
+
+
+def _kind(value: Any) -> str:
+    """Return what a value is, where the value itself is not shown."""
+    kinds = {dict: "a mapping", list: "a list", str: "text", type(None): "nothing"}
+    return kinds.get(type(value), "a number" if type(value) in (int, float) else "true or false")
 
 
 def _exceeds(value: Any, most: float) -> bool:
@@ -252,8 +260,12 @@ def _what_to_write(origin: ValueOrigin, path: KeyPath, key: JobKey, mistake: _Mi
         if choice is not None:
             return f'did you mean "{choice}"? write {_to_write(origin, path, choice, below)}'
     if mistake.kind == "string_type" and isinstance(mistake.value, bool | int | float):
+        if is_hidden(mistake.path):
+            return "put it in quotes"
         quoted = f'"{write(mistake.value)}"'
-        return f"write {quoted}" if is_item else f"write {below[0]}: {quoted}"
+        is_named = len(mistake.path) > len(key.path) and key.item_takes is not None
+        name = mistake.path[-1] if is_named else below[0]  # a name of the user's, in a mapping
+        return f"write {quoted}" if is_item else f"write {name}: {quoted}"
     if len(path) > len(key.path):
         return f"write for example {_to_write(origin, key.path, key.example, key.path[-1:])}"
     return f"write for example {_to_write(origin, path, key.example, below)}"

@@ -25,7 +25,7 @@ from zrun.estimate.forecast import Forecast
 from zrun.estimate.gate import Gate, refusal
 from zrun.hosts.backend import with_backend
 from zrun.hosts.cluster import Cluster
-from zrun.job.environment import without_secrets
+from zrun.job.hidden import without_secrets
 from zrun.job.load import LoadedJob, load_job
 from zrun.job.problems import ValueOrigin
 from zrun.job.render import with_origins
@@ -352,7 +352,7 @@ def _conclude(
         lost = tuple(run.lost.values())
         stopped = Stopped(code, by, run.last_step, committed, lost, run.seen)
         rundir.write_failure(stopped.to_json() | {"resume": resume})
-        message = stopped.describe(resume)
+        message = stopped.describe(resume and request.resume_in_words)
         say(message, sys.stderr)
         write_page(rundir, claimed.facts, observed.state, Outcome(code, message))
     else:
@@ -413,7 +413,7 @@ def _report_failure(
         record |= {"exit_code": int(code), "unfit": unfit.to_json()}
         claimed.rundir.write_failure(record)
     if resume is not None:
-        message += f"\n  resume: {resume}"
+        message += f"\n  resume: {claimed.request.resume_in_words}"
     say(message, sys.stderr)
     write_page(claimed.rundir, claimed.facts, observed.state, Outcome(code, message))
     return code

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,6 +24,8 @@ class LaunchRequest:
         force: start even what does not fit by the estimate.
         worker: module whose `main` runs a rank.
         resume_command: that goes on from the run's last checkpoint.
+        left_out: variables whose values were on the command line, and are in no file: the command
+            that goes on takes them from the shell.
         is_restart: an earlier attempt has failed; the run goes on in its directory.
         lock: on that directory, held between attempts: no other launcher takes it meanwhile.
         origin: the checkpoint that the first attempt went on from.
@@ -38,10 +41,19 @@ class LaunchRequest:
     dry_run: bool
     worker: str
     resume_command: str
+    left_out: Sequence[str] = ()
     detached: DetachedLauncher | None = None
     is_restart: bool = False
     lock: RunLock | None = None
     origin: ResumeSpec | None = None
+
+    @property
+    def resume_in_words(self) -> str:
+        """The command that goes on, with what has to be given again."""
+        if not self.left_out:
+            return self.resume_command
+        names = ", ".join(self.left_out)
+        return f"{self.resume_command} (export {names} first: values of secrets are kept nowhere)"
 
     def for_restart(self, result: AttemptResult) -> LaunchRequest:
         """Return the request for another attempt, after `result`.

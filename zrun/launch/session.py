@@ -134,7 +134,7 @@ def _run(request: LaunchRequest, early: LocalAgent | None) -> int:
                 return result.code
             when = f"before restart {restarts.made}"
             if result.committed:
-                when += f"; resume: {request.resume_command}"
+                when += f"; resume: {request.resume_in_words}"
             arm()
             if unfit is not None:
                 say(str(unfit), sys.stderr)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import socket
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,7 @@ from zrun.agent.observer import Observer
 from zrun.agent.unanswered import own_addresses, unanswered
 from zrun.launch.failures import Hang
 from zrun.launch.hangs import HangInvestigation, HangWatch, HungRanks, StepTimes
+from zrun.launch.supervise import SupervisedRun
 from zrun.system.processes import Process
 from zrun_core.errors import ExitCode
 from zrun_core.spine.flight_page import RankProgress
@@ -85,6 +89,44 @@ def test_when_all_wait_the_last_to_move_counts():
 )
 def test_each_phase_has_its_limit(found, seconds, key):
     assert watch(hang_s=5, first_step_s=30, eval_s=7, save_s=11).limit(found) == (seconds, key)
+
+
+def test_a_halted_rank_has_no_more_time_in_a_save_than_in_a_step():
+    """A slow disk has `save_s`, as long as nobody stops the process; a profiler does at times."""
+    hangs = watch(hang_s=5, save_s=1800)
+    saves = {0: state(phase="save", waiting=True), 1: state(phase="save")}
+    for now in range(100):
+        hangs.see(now, saves, {1} if now % 5 else ())
+        assert hangs.judge(now, saves) is None
+    hangs.see(100, saves)
+    for now in range(101, 107):
+        hangs.see(now, saves, {1})
+        assert hangs.judge(now, saves) is None
+    hangs.see(107, saves, {1})
+    assert hangs.judge(107, saves) == HungRanks([1], 5.0, "limits.hang_s")
+    builds = {0: state(0, "build"), 1: state(0, "build")}
+    assert hangs.judge(107, builds) is None  # a debugger
+
+
+def test_an_agent_tells_which_ranks_are_halted(tmp_path: Path) -> None:
+    """And the launcher forgets it, once they go on."""
+    path = tmp_path / "board"
+    recorders = [FlightRecorder(path, rank, range(2), 2) for rank in range(2)]
+    observer = Observer(FlightRecorderView(path, range(2)), tmp_path)
+    run = SupervisedRun(2)
+    with subprocess.Popen(["sleep", "600"]) as sleeper:
+        recorders[1]._pid = sleeper.pid
+        recorders[1].phase("save")
+        sleeper.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, sleeper.pid, os.WSTOPPED | os.WNOWAIT)
+        for halted in (set(), {1}):  # it may have moved before the first look
+            run.update("h", json.loads(json.dumps(observer.look(range(2)))))
+            assert run.halted == halted
+        sleeper.send_signal(signal.SIGCONT)
+        os.waitid(os.P_PID, sleeper.pid, os.WCONTINUED)
+        run.update("h", json.loads(json.dumps(observer.look(range(2)))))
+        assert run.halted == set()
+        sleeper.kill()
 
 
 def run_steps(hangs: HangWatch, seconds: list[float]) -> None:

@@ -260,7 +260,7 @@ def test_a_host_that_falls_silent_is_lost_although_another_one_felt_it_first(run
 
 def test_a_host_that_still_speaks_has_its_time(rundir):
     note = FailureNote(rank=0, kind="user", type="E", message="boom", exit_code=5)
-    board = ("b", {"frame": "board", "states": {}})
+    board = ("b", {"frame": "board", "states": {}, "halted": []})
     ends = ("b", exit_frame(1, 143)), ("b", DONE)
     hosts = Hosts(
         ("a", exit_frame(0, 5, note)), 1.0, ("a", DONE), 4.0, board, 4.0, board, 4.0, *ends
@@ -333,7 +333,11 @@ def test_a_launcher_says_that_it_will_be_silent_before_it_stands_still(monkeypat
 
 def test_a_hang_is_found_from_the_boards_of_all_hosts(rundir):
     def board(rank: int, *, waiting: bool) -> Frame:
-        return {"frame": "board", "states": {str(rank): [3, waiting, 0, 7, "forward", 1, 1]}}
+        return {
+            "frame": "board",
+            "states": {str(rank): [3, waiting, 0, 7, "forward", 1, 1]},
+            "halted": [],
+        }
 
     def saw(rank: int, does: str) -> Frame:
         told = {"rank": rank, "step": 3, "phase": "forward", "does": does, "last": "small 4"}
@@ -427,7 +431,11 @@ def test_patience_ends(monkeypatch):
 
 
 def phases(host: str, rank: int, phase: str) -> tuple[str, Frame]:
-    return host, {"frame": "board", "states": {str(rank): [3, False, 0, 7, phase, 1, 1]}}
+    return host, {
+        "frame": "board",
+        "states": {str(rank): [3, False, 0, 7, phase, 1, 1]},
+        "halted": [],
+    }
 
 
 def stopped(*script: Any) -> Hosts:

@@ -33,10 +33,18 @@ class Observer:
     def __init__(self, view: FlightRecorderView, run_dir: Path) -> None:
         self._view = view
         self._run_dir = run_dir
+        self._states: dict[int, RankProgress] = {}  # at the last look
 
     def look(self, ranks: Iterable[int]) -> Frame:
-        """Return the frame that says how far the running `ranks` are."""
-        return {"frame": "board", "states": {rank: list(self._view.state(rank)) for rank in ranks}}
+        """Return the frame that says how far the running `ranks` are, and which are halted."""
+        before = self._states
+        self._states = {rank: self._view.state(rank) for rank in ranks}
+        still = [rank for rank, state in self._states.items() if state == before.get(rank)]
+        return {
+            "frame": "board",
+            "states": {rank: list(state) for rank, state in self._states.items()},
+            "halted": [rank for rank in still if self._states[rank].is_halted],
+        }
 
     def phase(self, ranks: Iterable[int]) -> tuple[str, int]:
         """Return the phase and the step in which the first of the running `ranks` is."""

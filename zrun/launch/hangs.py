@@ -5,6 +5,7 @@ Each rank counts its progress in the flight recorder of its host
 stands still, by its own monotonic clock: clocks of hosts are never compared.
 
     a rank works     it may stand still for the limit of its phase
+    a rank is halted it waits for no disk and for no code: `hang_s`, in a save too
     a rank waits     the others are to blame while one of them works ...
     all ranks wait   ... so waiting counts only then, and all of them hang
     a host is silent it is lost, or not: its connection decides that first
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from ipaddress import ip_address
 from typing import TYPE_CHECKING, Any
@@ -84,6 +85,7 @@ class HangWatch:
         self._times = StepTimes()
         self._seen: dict[int, tuple[int, float]] = {}  # rank -> its progress, and when that was new
         self._heard: dict[int, float] = {}  # rank -> when it was seen last
+        self._halted: dict[int, float] = {}  # rank -> since when it is halted
 
     def limit(self, state: RankProgress) -> tuple[float, str]:
         """Return the seconds that a rank in this state may stand still, and the key for them."""
@@ -105,10 +107,16 @@ class HangWatch:
             return self._limits.hang_s
         return max(_LEAST_AUTO_S, _STEPS_AUTO * self._times.p99)
 
-    def see(self, now: float, states: Mapping[int, RankProgress]) -> None:
-        """Take in the progress of some ranks at `now`."""
+    def see(
+        self, now: float, states: Mapping[int, RankProgress], halted: Collection[int] = ()
+    ) -> None:
+        """Take in the progress of some ranks at `now`, and which of them are halted."""
         for rank, state in states.items():
             self._heard[rank] = now
+            if rank in halted:
+                self._halted.setdefault(rank, now)
+            else:
+                self._halted.pop(rank, None)
             if self._seen.get(rank, _NEVER)[0] != state.progress:
                 self._seen[rank] = state.progress, now
 
@@ -125,6 +133,8 @@ class HangWatch:
         quiet_s = now - min(self._heard[rank] for rank in states)
         if _QUIET_S < quiet_s < _LOST_S:
             return None  # a host may be lost: its connection decides that
+        if halted := self._halted_ranks(now, states):
+            return HungRanks(halted, self._hang_s(), "limits.hang_s")
         working = [rank for rank, state in states.items() if not state.waiting]
         if not working:
             limit_s, key = max(self.limit(state) for state in states.values())
@@ -141,6 +151,20 @@ class HangWatch:
         if not late:
             return None
         return HungRanks(late, *self.limit(states[late[0]]))
+
+    def _halted_ranks(self, now: float, states: Mapping[int, RankProgress]) -> list[int]:
+        """Return the ranks that a signal or a debugger stopped, and that nobody lets go on.
+
+        A disk that is slow does not look like that, nor does code that takes long. Before the first
+        step a debugger has all the time that starting may take.
+        """
+        return [
+            rank
+            for rank, since in self._halted.items()
+            if rank in states
+            and now - since > self._hang_s()
+            and self.limit(states[rank])[1] != "limits.first_step_s"
+        ]
 
 
 class HangInvestigation:

@@ -89,6 +89,7 @@ class SupervisedRun:
         seen: that of an agent; empty: nothing.
         states: of the ranks that run, as their agents saw them last.
         new_states: those of them that the supervisor has not seen yet.
+        halted: those that a signal or a debugger has stopped.
         investigation: of a hang that was found, while agents testify.
         hang: its finding; None: no rank hangs.
         faults: that GPUs have reported.
@@ -109,6 +110,7 @@ class SupervisedRun:
     seen: str = ""
     states: dict[int, RankProgress] = field(default_factory=dict)
     new_states: dict[int, RankProgress] = field(default_factory=dict)
+    halted: set[int] = field(default_factory=set)
     investigation: HangInvestigation | None = None
     hang: dict[str, Any] | None = None
     faults: list[GpuFault] = field(default_factory=list)
@@ -171,6 +173,8 @@ class SupervisedRun:
             rank = int(text)
             if rank not in self.ended_ranks:
                 self.states[rank] = self.new_states[rank] = RankProgress(*state)
+                self.halted.discard(rank)
+        self.halted.update(frame["halted"])
 
     def _see_exit(self, frame: Frame) -> None:
         end = WorkerExit(
@@ -325,7 +329,7 @@ class Supervisor:
     def _look_for_hangs(self, now: float) -> None:
         """Time what the ranks do. Once some hang, ask their agents about them, then kill them."""
         run = self._run
-        self._hangs.see(now, run.new_states)
+        self._hangs.see(now, run.new_states, run.halted)
         run.new_states = {}
         if run.hang is not None or run.is_failing:
             return

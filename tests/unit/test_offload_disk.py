@@ -7,6 +7,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 from threading import Event
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,6 +36,32 @@ def job(**keys: Any) -> JobConfig:
 
 def folder_of(path: Path | str) -> SwapFolder:
     return SwapFolder(str(path), is_made=False)
+
+
+def test_two_looks_at_a_small_disk_do_not_fill_it_for_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room, is_first = 12 << 20, True
+    found: list[DiskFacts] = []
+
+    def reserve(file: int, num_bytes: int) -> None:
+        nonlocal room, is_first
+        if num_bytes > room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        room -= num_bytes
+        was_first, is_first = is_first, False
+        if was_first:
+            found.append(probe.probe_disk(str(tmp_path)))
+
+    free = SimpleNamespace(f_frsize=1)
+    monkeypatch.setattr(os, "statvfs", lambda path: setattr(free, "f_bavail", room) or free)
+    monkeypatch.setattr(probe, "reserve", reserve)
+    found.append(probe.probe_disk(str(tmp_path)))
+    assert [each.error for each in found] == [None, None]
+    assert list(find_warnings(replace(found[0], direct=True), job())) == []  # not called slow
+    assert "too little to measure its speed" in in_words(found[0])
+    room = 0
+    assert probe.probe_disk(str(tmp_path)).error == "No space left on device"
 
 
 @pytest.mark.parametrize(

@@ -286,7 +286,10 @@ def disk_rates(folder: str, num_bytes: int = _DISK_BYTES) -> dict[str, Any]:
     facts = probe_disk(folder, num_bytes)
     if facts.error is not None:
         return {"folder": folder, "error": facts.error}
-    rates = {"write_bytes_per_s": facts.write_rate, "read_bytes_per_s": facts.read_rate}
+    rates = {
+        "write_bytes_per_s": facts.write_rate or None,
+        "read_bytes_per_s": facts.read_rate or None,
+    }
     return {"folder": folder, "direct": facts.direct, **rates}
 
 

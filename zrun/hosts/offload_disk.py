@@ -107,7 +107,7 @@ def find_warnings(disk: DiskFacts, job: JobConfig) -> Iterator[str]:
             f"{disk.folder} ({disk.filesystem}) has no direct I/O: all that goes to "
             "it and back passes the page cache, which takes time and memory"
         )
-    if min(disk.read_rate, disk.write_rate) < _SLOW:
+    if 0 < min(disk.read_rate, disk.write_rate) < _SLOW:
         yield f"the disk of {disk.folder} is slow: it {_rates(disk)}{_price(disk, job)}"
 
 
@@ -120,6 +120,8 @@ def in_words(disk: DiskFacts) -> str:
 
 
 def _rates(disk: DiskFacts) -> str:
+    if not disk.read_rate or not disk.write_rate:
+        return "too little to measure its speed"
     return f"reads {_rate(disk.read_rate)}, writes {_rate(disk.write_rate)}"
 
 

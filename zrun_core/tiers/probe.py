@@ -19,6 +19,7 @@ from zrun_core.spine.direct_io import (
 )
 
 _BLOCK_BYTES = 8 << 20
+_SHARE = 16  # of the free space, for a look: several jobs may look at a time
 _LONGEST_S = 1.0  # of either measurement, on a disk that is slow
 IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")  # "disks" that are made of memory
 
@@ -51,7 +52,8 @@ def probe_disk(folder: str, num_bytes: int = 64 << 20) -> DiskFacts:
 
     Args:
         folder: an existing one.
-        num_bytes: at most so many are written and read, to measure rates.
+        num_bytes: at most so many are written and read, to measure rates. Where little is free,
+            a page alone is: rates are not measured.
     """
     path = Path(folder)
     filesystem = file_system(path)
@@ -61,10 +63,10 @@ def probe_disk(folder: str, num_bytes: int = 64 << 20) -> DiskFacts:
         free_bytes = status.f_bavail * status.f_frsize
         file = open_nameless(path)
         try:
-            num_blocks = max(1, min(num_bytes, free_bytes) // _BLOCK_BYTES)
-            reserve(file, num_blocks * _BLOCK_BYTES)
+            num_blocks = min(num_bytes, free_bytes // _SHARE) // _BLOCK_BYTES
+            reserve(file, num_blocks * _BLOCK_BYTES or mmap.PAGESIZE)
             direct = goes_past_the_cache(file)
-            write_rate, read_rate = _rates(file, num_blocks)
+            write_rate, read_rate = _rates(file, num_blocks) if num_blocks else (0.0, 0.0)
         finally:
             os.close(file)
     except OSError as error:

@@ -107,7 +107,7 @@ def test_while_the_workers_import(
     )  # it follows the workers, and asks them to end from now on
     assert launcher.stderr is not None
     for number, said in zip(
-        numbers, ("finishing the step", "stopping the workers", "killing"), strict=False
+        numbers, ("ending before the first step", "stopping the workers", "killing"), strict=False
     ):
         launcher.send_signal(number)
         if number != signal.SIGKILL:

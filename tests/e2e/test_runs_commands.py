@@ -244,6 +244,6 @@ def test_an_interrupt_reaches_the_launcher_until_it_is_on_its_own(folder: Path) 
         os.killpg(command.pid, signal.SIGINT)
         _, told = command.communicate(timeout=PATIENCE_S)
     assert command.returncode == 130
-    assert "SIGINT: finishing the step" in told
+    assert "SIGINT: ending before the first step" in told
     assert launcher is not None
     assert launcher.process is None

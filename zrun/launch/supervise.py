@@ -399,7 +399,8 @@ class Supervisor:
         agents = self._agents
         if signals.level == 1:
             name = signals.first.name if signals.first is not None else "a signal"
-            notify(f"{name}: finishing the step; once more stops at once")
+            how = "finishing the step" if self._run.is_training else "ending before the first step"
+            notify(f"{name}: {how}; once more stops at once")
             agents.stop(StopMode.FINISH)
         elif signals.level == 2:
             notify("stopping the workers; once more kills them")

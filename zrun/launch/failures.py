@@ -223,7 +223,7 @@ class Failure:
         rank = self.end.rank
         who = f"rank {rank} of {self.plan.world_size} ({self.plan.place_in_words(rank)})"
         if self.note is not None and self.note.type == JobError.__name__:
-            return f"a fault of the job, which {who} has found{self._where()}"
+            return f"a fault of the job, found{self._where()}"
         if self.note is not None and self.note.type in _FOUND_BY_ALL:
             return f"found by {who}{self._where()}"
         because = f": {self.fault.describe(self.plan)}" if self.fault is not None else ""

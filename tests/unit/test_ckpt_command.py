@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -16,8 +17,10 @@ from checkpoint_toys import write_step
 from safetensors.torch import load_file
 
 from zrun import cli
+from zrun.checkpoints.step_tables import summary
+from zrun.watch.console import print_table
 from zrun_core.checkpoint.best import Best
-from zrun_core.checkpoint.folder import CheckpointFolder, read_step
+from zrun_core.checkpoint.folder import CheckpointFolder, SavedStep, read_step
 from zrun_core.checkpoint.folder_lock import held
 from zrun_core.checkpoint.manifest import ModelInfo
 from zrun_core.checkpoint.names import before_name
@@ -165,6 +168,7 @@ def test_inspect(ckpt: Ckpt, run: Path) -> None:
         "bfloat16",
     ):
         assert text in out, text
+    assert [line for line in out.splitlines() if line != line.rstrip()] == []
     code, out, _ = ckpt("inspect", run, "--step", "10", "--json")
     facts = json.loads(out)
     assert (code, facts["step"], facts["job"], len(facts["tensors"])) == (0, 10, {"name": "toy"}, 5)
@@ -172,6 +176,16 @@ def test_inspect(ckpt: Ckpt, run: Path) -> None:
     assert (code, "rank-00001.safetensors has" in err) == (9, True)
     code, _, err = ckpt("inspect", run, "--step", "11")
     assert (code, "has no step 11; it has 30, 20, 10" in err) == (9, True)
+
+
+def test_inspect_tells_a_person_what_is_of_use_to_one(run: Path) -> None:
+    manifest = read_step(run / "checkpoints" / "step-00000010")
+    progress = {"samples": 640, "helpless_skips": 0, "owes_evaluation": False, "scaler": None}
+    manifest = replace(manifest, progress=progress)
+    out = io.StringIO()
+    print_table(out, summary(SavedStep(10, run, manifest, None), manifest))
+    (line,) = [line for line in out.getvalue().splitlines() if line.startswith("progress")]
+    assert line.split() == ["progress", "samples", "640"]
 
 
 def test_inspect_tells_how_other_ranks_parts_were_cut(ckpt: Ckpt, run: Path) -> None:

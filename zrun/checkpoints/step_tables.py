@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from zrun_core.checkpoint.folder import SavedStep
     from zrun_core.checkpoint.manifest import Manifest
 
+_FOR_RESUMING = ("skips_in_a_row", "helpless_skips", "marks", "owes_evaluation")
+
 
 def _table(*columns: str, right: Sequence[str] = ()) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
@@ -94,7 +96,7 @@ def summary(found: SavedStep, manifest: Manifest) -> Table:
     if others:
         rows["other parts"] = "; ".join(_pairs(_differing(each, layout)) for each in others)
     rows |= {
-        "progress": _pairs(manifest.progress),
+        "progress": _pairs(_told(manifest.progress)),
         "tensors": f"{len(manifest.tensors)} with {count(elements)} elements: {numbers}",
         "files": f"{len(manifest.files)} with {format_size(manifest.num_bytes)}",
     }
@@ -105,6 +107,15 @@ def summary(found: SavedStep, manifest: Manifest) -> Table:
 
 def _differing(layout: dict[str, Any], first: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in layout.items() if value != first.get(key)}
+
+
+def _told(progress: dict[str, Any]) -> dict[str, Any]:
+    """Return of the progress what says something to a person; --json has all of it."""
+    return {
+        key: value
+        for key, value in progress.items()
+        if key not in _FOR_RESUMING and value is not None
+    }
 
 
 def _pairs(facts: dict[str, Any]) -> str:

@@ -287,9 +287,9 @@ def _saved(found: SavedStep) -> str:
 
 
 def _print(renderable: Any) -> None:
-    from zrun.watch.console import open_console
+    from zrun.watch.console import print_table
 
-    open_console(sys.stdout).print(renderable)
+    print_table(sys.stdout, renderable)
 
 
 def _print_json(value: Any) -> None:

@@ -6,7 +6,19 @@ import os
 from collections.abc import Mapping
 from typing import TextIO
 
-from rich.console import Console
+from rich.console import Console, RenderableType
+
+
+def print_table(out: TextIO, table: RenderableType) -> None:
+    """Print a table; where `out` is no terminal, without blanks at the ends of its lines."""
+    console = open_console(out)
+    if out.isatty():
+        console.print(table)
+        return
+    with console.capture() as captured:
+        console.print(table)
+    for line in captured.get().splitlines():
+        print(line.rstrip(), file=out)
 
 
 def open_console(out: TextIO, environ: Mapping[str, str] = os.environ, wide: int = 1000) -> Console:

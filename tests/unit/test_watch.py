@@ -408,6 +408,19 @@ def test_a_table_has_one_unit_for_all_its_sizes() -> None:
     assert formatting.Unit.of([61 << 30, MIB]).text(100 * MIB) == "0.10"
 
 
+@pytest.mark.parametrize(
+    ("tera", "shown"),
+    [
+        (412.0, ("412", "T")),
+        (0.00321, ("0.00321", "T")),
+        (3.15e-5, ("0.0315", "G")),
+        (5e-7, ("0.5", "M")),
+    ],
+)
+def test_slow_ranks_have_a_smaller_unit(tera: float, shown: tuple[str, str]) -> None:
+    assert formatting.flops(tera) == shown
+
+
 def test_a_plain_line_says_all() -> None:
     assert step_line(replace(RUNNING, elapsed_s=125.0)) == (
         "step 120/1000 loss 0.0416667 lr 0.0003 gnorm 0.84 scale 65536 skip 2 tok/s 18.3k tflops "

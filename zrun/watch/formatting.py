@@ -54,6 +54,14 @@ def seconds(value: float) -> str:
     return f"{value:.2f}s"
 
 
+def flops(tera: float) -> tuple[str, str]:
+    """Return 10^12 operations per second as a number, and the letter of a unit that suits it."""
+    for scale, unit in ((1.0, "T"), (1e3, "G")):
+        if tera * scale >= 1e-3:
+            return f"{tera * scale:.3g}", unit
+    return f"{tera * 1e6:.3g}", "M"
+
+
 @dataclass(frozen=True)
 class Unit:
     """One unit for all sizes of a table, whose head names it."""

@@ -209,7 +209,8 @@ def _speed(state: RunState, facts: Facts, room: PanelSpace) -> list[Text]:
     if state.step_s is not None:
         fields.append(f"{formatting.seconds(state.step_s)}/step")
     if state.tflops is not None:
-        fields.append(f"{state.tflops:.3g} TFLOP/s per rank")
+        number, unit = formatting.flops(state.tflops)
+        fields.append(f"{number} {unit}FLOP/s per rank")
     if state.mfu is not None:
         fields.append(f"MFU {state.mfu:.1%}")
     return packed(fields, room.width)

@@ -132,7 +132,8 @@ def step_line(state: RunState) -> str:
     if state.speed is not None:
         parts.append(f"{state.speed[1]} {formatting.count(state.speed[0])}")
     if state.tflops is not None:
-        parts.append(f"tflops {state.tflops:.3g}")
+        number, unit = formatting.flops(state.tflops)
+        parts.append(f"{unit.lower()}flops {number}")
     if state.mfu is not None:
         parts.append(f"mfu {state.mfu:.1%}")
     if state.memory:

@@ -238,6 +238,12 @@ def test_two_lengths_points_at_the_second(folder: Folder) -> None:
     ]
 
 
+def test_a_part_of_an_epoch_is_counted_in_steps(folder: Folder) -> None:
+    text = EIGHT_LINES.replace("steps: 10000", "epochs: 0.5")
+    (problem,) = folder.problems(text)
+    assert "0.5 is no whole number of passes over the data: for a part of one write" in problem
+
+
 def test_no_length(folder: Folder) -> None:
     assert folder.problems(EIGHT_LINES.replace("steps: 10000\n", "")) == [
         "job.yaml:1:1: give exactly one of steps, tokens, epochs (found none of them)"

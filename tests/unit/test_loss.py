@@ -160,8 +160,8 @@ def test_what_is_no_loss(make: Any, message: str) -> None:
     [
         (lambda loss: (loss,), "returned a tuple of 1: return the mean loss, or (sum, weight)"),
         (lambda loss: (loss, 1, 2), "returned a tuple of 3"),
-        (lambda loss: (loss, "x"), "weight is str"),
-        (lambda loss: (loss, True), "weight is bool"),
+        (lambda loss: (loss, {"accuracy": 1.0}), "a tensor and a dict: return the mean loss alone"),
+        (lambda loss: (loss, True), "a tensor and a bool"),
         (lambda loss: (loss, -1), "weight is -1"),
         (lambda loss: (loss, float("nan")), "weight is nan"),
         (lambda loss: (loss, ONE), "weight has shape (3,)"),

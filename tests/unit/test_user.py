@@ -254,6 +254,22 @@ def test_leaving_the_process_is_an_error(job_dir: Path) -> None:
         user.call(ref("train.py:leaves"), job_dir)
 
 
+@pytest.mark.parametrize(
+    "fails",
+    [
+        lambda x: nn.Linear(3, 3)(x),
+        lambda x: nn.Conv1d(3, 3, 1)(x.t()[None]),
+        lambda x: x @ torch.ones(3, 3, dtype=torch.bfloat16),
+    ],
+)
+def test_what_meets_float64_is_told_what_to_do(fails: Any) -> None:
+    with pytest.raises(UserCodeError, match=r'as by x.astype\("float32"\)'), user.user_code("f"):
+        fails(torch.ones(2, 3, dtype=torch.float64))
+    with pytest.raises(UserCodeError) as other, user.user_code("forward failed"):
+        nn.Linear(3, 3)(torch.ones(2, 4))
+    assert "as by x.astype" not in str(other.value)
+
+
 @pytest.mark.parametrize("call", ["broken.py:f", "broken:f"])
 def test_an_import_that_fails_shows_the_users_frames(job_dir: Path, call: str) -> None:
     (job_dir / "broken.py").write_text("import train\nimport not_installed_here\n")

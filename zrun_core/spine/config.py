@@ -13,6 +13,7 @@ environment, and nothing imports torch.
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
@@ -43,6 +44,16 @@ def _checked_device(name: Any) -> Any:
     return name
 
 
+def _checked_epochs(number: Any) -> Any:
+    """Refuse a part of an epoch in words: steps count it."""
+    if isinstance(number, float) and not number.is_integer() and 0 < number < math.inf:
+        raise ValueError(
+            f"{number:g} is no whole number of passes over the data: for a part of one write "
+            "steps: N in place of it, with N the samples of that part / batch.global"
+        )
+    return number
+
+
 class JobConfig(Section):
     """A training job, as asked for. Defaults add nothing that the job does not say."""
 
@@ -68,7 +79,7 @@ class JobConfig(Section):
         description="train until this many tokens were consumed",
         examples=[1_000_000_000],
     )
-    epochs: Samples | None = Field(
+    epochs: Annotated[Samples | None, BeforeValidator(_checked_epochs)] = Field(
         default=None, description="passes over the data; the last step may be short", examples=[3]
     )
     batch: BatchConfig = Field(

@@ -179,14 +179,20 @@ def _sum_and_weight(result: tuple[Any, ...]) -> Loss:
         return Loss(value, LossKind.SUM, weight.detach().to(value.device))
     if isinstance(weight, bool) or not isinstance(weight, int | float):
         raise UserCodeError(
-            f"the loss function's weight is {type(weight).__name__}: it must be a number or 0-d "
-            "tensor"
+            f"the loss function returned a tensor and {_article(weight)}: return the mean loss "
+            "alone, or (sum, weight) with a number or a 0-d tensor for the weight; other numbers "
+            "come from eval.metrics, or from context.metric() in a hook"
         )
     if not (math.isfinite(weight) and weight >= 0):
         raise UserCodeError(
             f"the loss function's weight is {weight}: it must be a finite number, 0 or more"
         )
     return Loss(value, LossKind.SUM, float(weight))
+
+
+def _article(value: Any) -> str:
+    kind = type(value).__name__
+    return f"{'an' if kind[0].lower() in 'aeiou' else 'a'} {kind}"
 
 
 def _checked(loss: Tensor, where: str) -> Tensor:

@@ -13,6 +13,7 @@ import importlib
 import importlib.util
 import inspect
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -60,6 +61,9 @@ TAKES: dict[str, tuple[str, ...]] = {
     "lr.schedule": ("step",),
     "hooks": ("context",),
 }
+
+# How torch says that a product of tensors of two formats, one of them float64, is none.
+_MEETS_FLOAT64 = re.compile(r"(?i)(?=.*type)(?=.*\bdouble\b).*\b(float|bfloat16|half)\b")
 
 # The runtime's code that runs under the user's model: in hooks, and in what these call.
 _OWN_PACKAGE = Path(__file__).parents[1]
@@ -248,6 +252,11 @@ def _remark(error: BaseException) -> str:
         return (
             ": it looks at the value of a tensor that another stage has; with parallel.pp a rank "
             "has its own part of the model only"
+        )
+    if isinstance(error, RuntimeError) and _MEETS_FLOAT64.search(message_of(error)):
+        return (
+            ": a tensor of float64, numpy's own format, meets one of another: give samples the "
+            'format of the model, as by x.astype("float32") or x.float() in the dataset'
         )
     if "CUDA error" in message_of(error):
         return (

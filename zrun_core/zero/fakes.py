@@ -6,6 +6,7 @@ none and takes no time.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -17,6 +18,15 @@ from zrun_core.memory.layout import dense_stride
 from zrun_core.zero.auto_wrap import running_norm_params
 
 _NO_SHAPES: Mapping[int, tuple[int, ...]] = {}
+
+
+def leave_failures_to_exceptions() -> None:
+    """Have torch raise what fails on fake tensors, and not log it with a traceback as well."""
+    logging.getLogger("torch._subclasses.fake_tensor").addFilter(_is_no_failure)
+
+
+def _is_no_failure(record: logging.LogRecord) -> bool:
+    return not record.msg.startswith("failed while attempting to run meta")
 
 
 @contextmanager
@@ -50,6 +60,7 @@ def fake_parameters(
         device: that trains.
         shapes: by identity of a parameter, another shape than its own.
     """
+    leave_failures_to_exceptions()
     mode = _mode_of(model) or FakeTensorMode(allow_non_fake_inputs=True)
     in_fp32 = running_norm_params(model)
     fakes: dict[int, torch.Tensor] = {}

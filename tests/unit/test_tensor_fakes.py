@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from functools import partial
 
@@ -15,9 +16,11 @@ from zrun_core.errors import JobError
 from zrun_core.models.bert import bert
 from zrun_core.models.gpt import gpt
 from zrun_core.spine.sections.parallel import ParallelConfig
+from zrun_core.tensor_parallel.borders import cross
 from zrun_core.tensor_parallel.fake_check import check_on_fakes
 from zrun_core.tensor_parallel.plan import TensorPlan, plan_model
 from zrun_core.train.tensor_building import plan_tensors
+from zrun_core.zero.fakes import fake_parameters
 
 DIM = 32
 ROLES = {"h.*.qkv": "fused 3", "h.*.out": "rowwise"}
@@ -266,6 +269,48 @@ def test_what_goes_around_the_columns_into_a_region_has_to_be_summed() -> None:
     )
     plan = checked(Net(Gated), ROLES | {"*.n_head": "whole", "h.*.gate": "summed"})
     assert plan.regions[0].entries == ("h.0",)
+
+
+def penalty_of(model: Net, wanted: str) -> Tensor:
+    """The loss with a penalty on the gradient of what is in front of the blocks, or behind."""
+    front = torch.zeros(2, 8, DIM, requires_grad=True)
+    behind = model.h[1](model.h[0](front))
+    inputs = {"front": front, "behind": behind}[wanted]
+    out = behind.square() * torch.ones(DIM)
+    (grad,) = torch.autograd.grad(out.sum(), inputs, create_graph=True)
+    loss: Tensor = out.mean() + grad.square().mean()
+    return loss
+
+
+def test_gradients_of_gradients_are_refused() -> None:
+    """Before training; and where no forward without values has found them, at a border."""
+    model = Net(Attention)
+    plan = plan_model(model, ROLES | {"*.n_head": "whole"}, 2)
+    device = torch.device("cpu")
+    check = partial(check_on_fakes, model, plan, dtype=torch.float32, device=device)
+    assert check(forward=lambda: penalty_of(model, "behind")).note == ""
+    told = r"gradients of gradients, .* \(test_tensor_fakes.py:\d+\): write tp: 1"
+    with pytest.raises(JobError, match=told):
+        check(forward=lambda: penalty_of(model, "front"))
+    x = torch.ones(2, requires_grad=True)
+    crossed = cross(x, torch.clone, torch.clone).square().sum()
+    torch.autograd.grad(crossed, x, retain_graph=True)
+    with pytest.raises(JobError, match=told):
+        torch.autograd.grad(crossed, x, create_graph=True)
+
+
+def test_what_fails_without_values_is_told_once() -> None:
+    logged: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = logged.append  # type: ignore[method-assign]
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    logger.addHandler(handler)
+    fails = nn.Linear(3, 3)
+    without_values = fake_parameters(fails, torch.float32, torch.device("cpu"))
+    with without_values, pytest.raises(RuntimeError, match="broadcast"):
+        _ = fails.bias + torch.ones(2)
+    logger.removeHandler(handler)
+    assert logged == []
 
 
 def test_norms_of_slices_are_found() -> None:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from zrun_core.tensor_parallel.second_grads import refuse_second_grads
 from zrun_core.tensor_parallel.tensor_comm import TensorComm
 
 Move = Callable[[torch.Tensor], torch.Tensor]  # between what ranks have
@@ -44,6 +45,7 @@ class _Border(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        refuse_second_grads()
         return ctx.back(grad), None, None
 
 

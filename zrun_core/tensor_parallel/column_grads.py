@@ -27,6 +27,7 @@ from zrun_core.tensor_parallel.linear_product import (
     late_product,
     plain_product,
 )
+from zrun_core.tensor_parallel.second_grads import refuse_second_grads
 
 
 class _Pass(NamedTuple):
@@ -143,6 +144,7 @@ class _Begin(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _: None, *grads: torch.Tensor | None) -> tuple[Any, ...]:
+        refuse_second_grads()
         moved: list[torch.Tensor | None] = [None] * len(grads)
         wait: Callable[[], torch.Tensor] | None = None
         last = -1

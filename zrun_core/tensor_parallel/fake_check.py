@@ -35,6 +35,7 @@ from zrun_core.tensor_parallel.fit import counting_attributes
 from zrun_core.tensor_parallel.plan import TensorPlan
 from zrun_core.tensor_parallel.region import Region
 from zrun_core.tensor_parallel.roles import any_number
+from zrun_core.tensor_parallel.second_grads import SecondGrads
 from zrun_core.tensor_parallel.torch_attention import replace_forward
 from zrun_core.zero.fakes import fake_parameters, kept_buffers
 from zrun_core.zero.module_hooks import tensors_in
@@ -307,6 +308,7 @@ class _Watch(TorchDispatchMode):
         self.mixing: dict[str, str] = {}
         self.columns = ColumnWatch()
         self.outside = OutsideReads(model, plan)
+        self._second_grads = SecondGrads()
         self._blocks = blocks
         self._block = ""  # that the forward is in
         self._model = model
@@ -340,6 +342,7 @@ class _Watch(TorchDispatchMode):
                 for handle in self._hooks_of_block(name):
                     stack.callback(handle.remove)
             stack.enter_context(self.outside.installed())
+            stack.enter_context(self._second_grads.refused())
             stack.enter_context(self)
             yield
 
@@ -394,6 +397,7 @@ class _Watch(TorchDispatchMode):
 
         def ended(_: nn.Module, args: Any, out: torch.Tensor) -> None:
             self._rows[region.row].append(out.grad_fn)
+            self._second_grads.made(out)
 
         yield row.register_forward_pre_hook(end)
         yield row.register_forward_hook(ended)
@@ -414,6 +418,7 @@ class _Watch(TorchDispatchMode):
             if row is module:
                 self._end(region, out)
                 self._check_sum(region, out)
+            self._second_grads.made(out)
             self._inputs.pop(region.row, None)
 
         yield module.register_forward_pre_hook(enter, with_kwargs=True)
@@ -429,6 +434,7 @@ class _Watch(TorchDispatchMode):
             if not isinstance(value, torch.Tensor) or not value.requires_grad:
                 return value
             leaves.append(value.detach().requires_grad_())
+            self._second_grads.cut(leaves[-1], value)
             return leaves[-1]
 
         args = tuple(map(leaf, args))

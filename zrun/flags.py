@@ -55,7 +55,7 @@ MOST_SECONDS = 1e6  # as of the limits of a job
 def is_finite(value: float | None) -> float | None:
     """Refuse nan and infinity, which are within any bounds. A callback of options."""
     if value is not None and not math.isfinite(value):
-        raise typer.BadParameter(f"{value} is no such number")
+        raise typer.BadParameter(f"{value} is not a finite number")
     return value
 
 

@@ -71,7 +71,7 @@ def test_an_unknown_metric_is_named_at_the_first_evaluation(ranks, tmp_path):
     held_out = {**keys()["eval"], "stop": {"metric": "curves"}, "first": True}
     found = ranks(2).run(run, keys(eval=held_out), str(tmp_path))
     assert [each["error"] for each in found] == [
-        "JobError: eval.stop.metric: curves is not what the evaluation came to, loss, curve: "
+        "JobError: eval.stop.metric: the evaluation has no curves, but loss, curve: "
         "did you mean curve?"
     ] * 2
     assert [each["code"] for each in found] == [2, 2]

@@ -95,7 +95,7 @@ def test_one_rank_may_end_the_run_for_all(ranks, tmp_path, hook, asked, last):
     beginning = choose_start(config, None, fresh=False)
     assert beginning.complete
     assert (
-        f"it ended early: hook: {why}); to train on, name the step: --resume {last}"
+        f"it ended early: hook: {why}); to train longer from there, name the step: --resume {last}"
         in beginning.note
     )
     named = JobConfig.model_validate({**keys, "resume": str(folder / f"step-{last:08d}")})

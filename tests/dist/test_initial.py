@@ -153,7 +153,7 @@ def nested(folder: Path) -> str:
 @pytest.mark.parametrize(
     ("form", "words"),
     [
-        (renamed, "what it has is like model."),
+        (renamed, "its names are like model."),
         (of_another_shape, "embed.weight is [12, 16] in"),
         (cut_off, "it is cut off: "),
         (

@@ -145,7 +145,7 @@ def stale_graph(stage: int, build: Callable[[], nn.Module]) -> tuple[str, list[f
 @pytest.mark.parametrize("kind", [Scores, Recomputed, Biased])
 def test_a_graph_of_before_the_step_is_refused_and_leaves_no_trace(ranks, stage, kind):
     for told, interrupted, plain in ranks(2).run(stale_graph, stage, kind):
-        assert "call the model again, and detach() what is kept from before" in told
+        assert "call the model again, and detach() what you keep across steps" in told
         assert interrupted == plain
 
 

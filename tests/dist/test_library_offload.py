@@ -70,7 +70,7 @@ def test_a_disk_that_is_memory_is_warned_of(ranks, activations):
         keys["offload"]["optimizer"] = "disk"
     first, second = ranks(2).run(warned, keys)
     assert len(first) == 1
-    assert "/dev/shm is tmpfs, which lies in memory: states there save none" in first[0]
+    assert "/dev/shm is tmpfs, which is memory: offloading to it saves none" in first[0]
     assert second == []
 
 

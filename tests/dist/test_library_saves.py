@@ -514,7 +514,7 @@ def test_replicas_that_differ_stop_the_loop(ranks, tmp_path):
     for text in first[:3]:
         assert (
             "replicas diverged: rank 1 has another parameter NAME than the other ranks; "
-            "go on from the last" in text
+            "resume from the last" in text
         )
         assert text.startswith("DivergedError 10: step 3: ")
     assert "rank 1 has lr 0.20000000000000001, rank 0 has 0.10000000000000001" in first[3]

@@ -133,4 +133,4 @@ def another() -> str:
 
 def test_another_model_is_refused(ranks) -> None:
     (told,) = ranks(1).run(another)
-    assert "verify(): the plain model is another one: blocks." in told
+    assert "verify(): the plain model is a different model: only one of the two has blocks." in told

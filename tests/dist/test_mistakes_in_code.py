@@ -90,8 +90,8 @@ MISTAKES: dict[str, tuple[list[Edit], dict[str, Any], int, list[str]]] = {
         {},
         5,
         [
-            "it left the process, as sys.exit() and argparse do",
-            'goes below if __name__ == "__main__"',
+            "it ended the process, as sys.exit() and argparse do",
+            'below if __name__ == "__main__"',
         ],
     ),
     "a script that trains where it is imported": (
@@ -294,7 +294,7 @@ MISTAKES: dict[str, tuple[list[Edit], dict[str, Any], int, list[str]]] = {
         [("torch.ones(20)", "object()")],
         {},
         5,
-        ["[0] is object at index 0, of which no tensor is made"],
+        ["[0] is object at index 0, which cannot become a tensor"],
     ),
     "texts": ([("torch.ones(20)", "'a cat'")], {}, 5, ["in net.0 (Linear)", "must be Tensor, not"]),
     "a DataLoader": (

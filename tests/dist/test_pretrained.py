@@ -138,7 +138,7 @@ def test_models_around_others_and_with_checkpointing_of_their_own(ranks, tmp_pat
         ),
         (
             pretrained.adapted,
-            "LlamaForCausalLM, into which model.layers.0.self_attn.q_proj was put (Adapted)",
+            "LlamaForCausalLM, with model.layers.0.self_attn.q_proj added to it (Adapted)",
         ),
     ],
 )

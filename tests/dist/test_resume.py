@@ -331,7 +331,7 @@ def test_other_data_is_told_and_goes_on(ranks, tmp_path):
     assert resumed("drawn", data={**shuffled, "call": "runs.py:Augmented"}) == []
     (told,) = resumed("other", data={**shuffled, "args": {"seed": 5}})
     assert told.startswith(f"the data is not that of {tmp_path}/first/checkpoints/step-00000003: ")
-    assert "samples 0, 20 and 39 are not what was there; the run goes on at sample 24" in told
+    assert "samples 0, 20 and 39 have changed; the run goes on at sample 24" in told
     (told,) = resumed("in order", data="runs.py:Tokens")
     assert ": data.shuffle was true and is false; " in told
     (told,) = resumed("seed", seed=4)

@@ -216,7 +216,7 @@ def test_a_job_may_go_on_after_two_failed_saves(ranks, tmp_path):
     )
     assert found[0]["error"] == found[1]["error"] == ""
     warnings = [event["message"] for event in found[0]["events"] if event["type"] == "warning"]
-    assert sum("training goes on (checkpoint.on_save_error)" in text for text in warnings) == 4
+    assert sum("training continues (checkpoint.on_save_error)" in text for text in warnings) == 4
     assert steps_of(tmp_path / "a") == [8, 7]
     found = ranks(2).run(
         run_with_failing_writes, job(checkpoint=options), str(tmp_path / "b"), 1, [2, 3, 4]
@@ -272,7 +272,7 @@ def test_the_last_save_is_there_or_is_not_said_to_be(ranks, tmp_path, reason, co
     warnings = [
         event["message"] for each in found for event in each["events"] if event["type"] == "warning"
     ]
-    assert any("step 3 is not saved" in text and "training goes on" in text for text in warnings)
+    assert any("step 3 is not saved" in text and "training continues" in text for text in warnings)
     assert reason != "stopped" or any(
         text.startswith("step 4 is not saved: cannot write") for text in warnings
     )
@@ -471,7 +471,7 @@ def test_older_steps_go_behind_and_not_for_one_that_rotted(ranks, tmp_path, in_b
     assert [each["error"] for each in found] == ["", ""]
     assert steps_of(tmp_path) == [6, 2]
     (warning,) = [event["message"] for event in found[0]["events"] if event["type"] == "warning"]
-    assert warning.startswith("step 4 does not count, and an older one stays in its place: ")
+    assert warning.startswith("step 4 is not valid, so an older one is kept in its place: ")
     assert "rank-00001.safetensors is damaged" in warning
 
 
@@ -599,7 +599,7 @@ def test_parameters_that_broke_are_not_called_good_and_push_out_none_that_are(
             "NumericError: step 7: 3 steps in a row were skipped: the loss is nan on rank 0"
         )
         assert (
-            " itself: step 6 is saved with it: go on from one before it, see zrun ckpt ls"
+            " itself: step 6 is saved with it: resume from an earlier one, see zrun ckpt ls"
             in each["error"]
         )
         assert "good" not in each["error"]

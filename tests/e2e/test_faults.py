@@ -135,7 +135,7 @@ def test_a_rank_that_no_longer_moves_is_found_from_outside(
     ("fault", "words"),
     [
         ("crash", "was killed by SIGSEGV after step"),
-        ("leave", ", before training was over"),
+        ("leave", ", before the end of training"),
         ("exit", "SystemExit"),
     ],
 )
@@ -231,7 +231,7 @@ def test_a_disk_that_gives_back_other_bytes_ends_the_run(tmp_path):
     done = zrun(tmp_path, "damage the disk", zero=3, offload=offload, args={"rank": 0})
     assert done.returncode == 5, done.stderr
     assert len(events(tmp_path, "step")) >= 2
-    assert "the disk gave back other bytes than were written: the " in done.stderr
+    assert "the disk returned other bytes than were written: the " in done.stderr
     assert f"of the file of this rank in {tmp_path}/swap; look at the disk" in done.stderr
     assert failure(tmp_path)["rank"] == 0
     assert failure(tmp_path)["type"] == "OffloadError"

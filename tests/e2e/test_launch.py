@@ -121,8 +121,8 @@ def test_a_run_that_ends_well(job: Path) -> None:
     assert "global 4 = micro 2 x accumulation 1 x 2 data-parallel ranks" in done.stderr
     assert "\njob: model fake:model, data fake:data, steps 3, slots 2, log.every 1\n" in done.stderr
     assert ", threads 1 (" in done.stderr
-    assert f"\nrun: {run} (every value of the job: job.yaml)\n" in done.stderr
-    assert f"; of all: zrun logs {run}, or logs/ of that folder\n" in done.stderr
+    assert f"\nrun: {run} (the whole job: job.yaml)\n" in done.stderr
+    assert f"; all ranks: zrun logs {run}, or logs/ in that folder\n" in done.stderr
     kinds = [event["type"] for event in events(run) if event["rank"] == 0]
     assert "output" in kinds  # of its log, which is looked at now and then
     kinds = [kind for kind in kinds if kind != "output"]

@@ -101,7 +101,7 @@ def test_killed_at_every_level_it_ends_as_if_nothing_had_happened(
             assert not [path for path in files if b"hunter2" in path.read_bytes()]
     done = zrun(cut, "--resume", "auto", "--ui", "plain")
     assert done.returncode == 0, done.stderr
-    assert "goes on after step 9" in done.stderr
+    assert "continues after step 9" in done.stderr
     (expected,), (run,) = runs(whole), runs(cut)
     report = {line[:14].strip(): line[14:].strip() for line in done.stdout.splitlines()[-10:]}
     assert re.fullmatch(r"20 steps in [\d.]+s \(steps\)", report["done"]), (
@@ -170,7 +170,7 @@ def test_an_earlier_run_is_neither_overwritten_nor_forgotten(whole: Path, tmp_pa
     runs(tmp_path)[0].rename(tmp_path / "run")
     again = zrun(tmp_path, "--run-dir", "run")
     assert again.returncode == 2
-    assert "go on with --resume auto, start over with --fresh" in again.stderr
+    assert "continue it with --resume auto, start over with --fresh" in again.stderr
     missing = zrun(tmp_path, "--resume", "nowhere")
     assert missing.returncode == 9
     assert "is no checkpoint" in missing.stderr

@@ -46,7 +46,7 @@ def test_check_plans_on_the_hosts_of_the_job(rig: Rig, tmp_path: Path) -> None:
     assert done.returncode == 3, done.stderr
     assert "plan: none: 1 of 2 hosts cannot be used:" in done.stdout
     assert "refusing: the connection was refused" in done.stdout
-    assert done.stdout.endswith("structure: not looked at\n")
+    assert done.stdout.endswith("structure: not checked\n")
 
 
 def test_topo_shows_the_hosts_of_a_list(rig: Rig, tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def test_stop_saves_on_both_nodes_and_leaves_nothing(allocation: Rig, tmp_path: 
     assert code == 75, report
     assert "SIGTERM: finishing the step" in report
     assert stopped.stdout.startswith("stopped after step ")
-    assert stopped.stdout.endswith(", exit code 75, saved: --resume auto goes on\n")
+    assert stopped.stdout.endswith(", exit code 75, saved: continue with --resume auto\n")
     assert "hosts: 2 hosts, by slurm (Slurm job 7: 2 hosts (SLURM_JOB_NODELIST))" in report
     step = len(launch.events("step"))
     assert f"stopped after step {step}, saved; resume: zrun train" in report

@@ -139,8 +139,8 @@ def test_where_torch_ends_a_rank_its_words_are_told_with_what_it_waited_for(
     """A host that looks at a value waits for its device, and nobody knows."""
     ended = Launch(tmp_path, "look", gpu={})
     assert ended.code == 6, ended.said
-    assert "torch ended the rank, whose _ALLGATHER_BASE " in ended.said
-    assert "on NCCL was not over after 3 s: it waited for all_gather" in ended.said
+    assert "torch ended the rank: its NCCL _ALLGATHER_BASE " in ended.said
+    assert "did not finish within 3 s; it waited for all_gather" in ended.said
     assert "to which rank 1 has not come" in ended.said
     assert ended.failure["rank"] == 0
     assert "Watchdog caught" in (tmp_path / "run" / "logs" / "rank-0.log").read_text()

@@ -50,7 +50,7 @@ def test_patience_counts_evaluations_in_a_row() -> None:
         "loss did not improve in the last 2 evaluations; the best was 2.5 at step 3"
     ]
     assert seen(EarlyStop(EarlyStopConfig(patience=1)), math.nan) == [
-        "loss did not improve in the last evaluation; it was never a number"
+        "loss did not improve in the last evaluation; it was never a finite number"
     ]
 
 
@@ -81,6 +81,6 @@ def test_a_metric_that_was_not_evaluated_is_named_with_those_that_were() -> None
     with pytest.raises(JobError) as caught:
         value_of("checkpoint.best.metric", "acuracy", {"loss": 2.0, "accuracy": 0.5})
     assert str(caught.value) == (
-        "checkpoint.best.metric: acuracy is not what the evaluation came to, loss, accuracy: "
+        "checkpoint.best.metric: the evaluation has no acuracy, but loss, accuracy: "
         "did you mean accuracy?"
     )

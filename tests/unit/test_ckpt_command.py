@@ -121,7 +121,7 @@ def test_a_bad_latest_is_a_warning(ckpt: Ckpt, run: Path) -> None:
     (run / "checkpoints" / "latest").write_text("garbage")
     code, _, err = ckpt("ls", run)
     assert code == 0
-    assert "does not name a step; it is only a hint" in err
+    assert "does not name a step; this link is for convenience only" in err
 
 
 @pytest.mark.parametrize("command", ["ls", "inspect", "verify", "prune", "export"])
@@ -239,7 +239,7 @@ def test_verify(ckpt: Ckpt, run: Path) -> None:
         file.write(bytes([byte ^ 4]))
     code, out, _ = ckpt("verify", run / "checkpoints" / "step-00000010", "--json")
     assert code == 9
-    assert "the digest of" in json.loads(out)["10"][0]
+    assert "the checksum of" in json.loads(out)["10"][0]
 
 
 def test_export(ckpt: Ckpt, run: Path, tmp_path: Path) -> None:
@@ -259,12 +259,12 @@ def test_export_says_what_a_folder_is(ckpt: Ckpt, run: Path, tmp_path: Path) -> 
     models = [
         (
             None,
-            "weights only, by the names of the state_dict, without a config: the checkpoint does "
-            "not say",
+            "weights only, by their state_dict names, without a config: the checkpoint does not "
+            "record the class of its model",
         ),
         (
             ModelInfo("train.Net", None, "which is not it"),
-            "without a config: of train.Net, which is not it",
+            "without a config: its model is a train.Net, which is not it",
         ),
         (
             ModelInfo("lib.models.Net", None, None),
@@ -305,8 +305,8 @@ def test_prune_leaves_a_save_under_way(ckpt: Ckpt, run: Path) -> None:
         code, _, err = ckpt("prune", run, "--keep", "2", "--aside")
         assert (code, err) == (
             0,
-            f"{folder.path} is in use by process {os.getpid()}: what it writes, and what was set "
-            "aside, stays\n",
+            f"{folder.path} is in use by process {os.getpid()}: the step it is writing and those "
+            "set aside are kept\n",
         )
         assert half.is_dir()
         assert aside.is_dir()

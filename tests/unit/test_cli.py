@@ -201,7 +201,7 @@ def test_check_prints_the_plan(zrun: Zrun) -> None:
     result = zrun("check", "job.yaml", "--slots", "2")
     assert result.code == 0, result.err
     assert "batch: global 8 = micro 2 x accumulation 2 x 2 data-parallel ranks\n" in result.out
-    assert "every other key has its default: --all prints them too\n" in result.out
+    assert "all other keys have their defaults: --all prints them too\n" in result.out
     assert "zero.bucket " in result.out
     assert "zero: stage 2," not in result.out
     assert "structure: Linear, 12 parameters in 2 tensors, 48 B\n" in result.out
@@ -219,8 +219,7 @@ def test_check_says_which_settings_of_the_model_do_not_count(zrun: Zrun) -> None
     notes = [line for line in result.out.splitlines() if line.startswith("note: ")]
     assert notes == [
         "note: activations.checkpoint: full replaces the model's own gradient checkpointing",
-        "note: training keeps no cache of keys and values: config.use_cache counts where there are "
-        "no gradients, as in model.generate",
+        "note: config.use_cache is off in training; model.generate still uses it",
     ]
     assert json.loads(zrun("check", "job.yaml", "--json", *keys).out)["structure"]["notes"]
 
@@ -483,8 +482,8 @@ def test_check_lists_the_hosts(zrun: Zrun) -> None:
     assert result.out == (
         "hosts: 2 hosts, 10 slots, by ssh (hf names them)\n  node1  slots=8  (hf:1:1)\n"
         "  me@node2:2222  slots 1,3 of 8  (hf:2:1)\n"
-        "plan: none: the hosts were not looked at (--offline)\n"
-        "structure: not looked at\n"
+        "plan: none: the hosts were not checked (--offline)\n"
+        "structure: not checked\n"
     )
     report = json.loads(
         zrun("check", "job.yaml", "--hosts", "hf", "--no-import", "--json", "--offline").out
@@ -594,7 +593,7 @@ def test_check_names_hosts_that_are_not_there_and_says_the_rest(zrun: Zrun) -> N
     assert result.code == ExitCode.PREFLIGHT
     assert "plan: none: 2 of 2 hosts cannot be used:\n" in result.out
     assert "h1.invalid, h2.invalid: no such host is known here" in result.out
-    assert result.out.endswith("structure: not looked at\n")
+    assert result.out.endswith("structure: not checked\n")
 
 
 def test_hosts_that_are_not_there_are_all_named(zrun: Zrun) -> None:
@@ -679,7 +678,7 @@ def test_check_of_a_cluster_that_is_not_there(zrun: Zrun, warm: None) -> None:
     assert ["1", "2-3"] in [row[:2] for row in rows]
     assert "memory: the fullest rank (" in result.out
     assert "% free; activations: traced\n" in result.out
-    assert "not looked at: the hosts of --simulate 2x4xV100-32G: their software" in result.out
+    assert "not checked: the hosts of --simulate 2x4xV100-32G: their software" in result.out
     assert "stage 1  .. F0 B0 -- .. ..\n" in result.out
 
     report = json.loads(zrun("check", "deep.yaml", "--json", "--simulate", "2x4xV100-32G").out)

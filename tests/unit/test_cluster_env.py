@@ -189,7 +189,7 @@ def test_one_host_of_an_allocation_that_is_not_this_one() -> None:
             "OMPI_COMM_WORLD_LOCAL_RANK is not set",
         ),
         (PET | {"PET_NNODES": "1:4"}, 'PET_NNODES="1:4" is not a whole number >= 1'),
-        ({"PET_NNODES": "2"}, "PET_NODE_RANK is not set, as the variables beside it let expect"),
+        ({"PET_NNODES": "2"}, "PET_NODE_RANK is not set, although variables that belong to it are"),
         (
             {"PET_NNODES": "2", "PET_NODE_RANK": "0"},
             "PET_MASTER_ADDR does not name the first one: set it too",

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from modules_page import PAGE as MODULES
 from modules_page import page as modules_page
+from texts import texts
 
 from zrun.cli import COMMANDS
 from zrun.job.load import load_job
@@ -131,3 +132,12 @@ def test_named_modules_exist() -> None:
         if len(parts) > 1 and not {parts, parts[1:], parts[-2:], parts[-1:]} & named_folders
     ]
     assert not missing
+
+
+def test_every_text_that_a_user_can_meet_is_listed() -> None:
+    found = {(text.path, text.kind, text.words) for text in texts()}
+    assert ("zrun/commands/train.py", "help", "The job file.") in found
+    words = "must return an nn.Module, {ref.call} returned {_a_type(model)}"
+    assert ("zrun_core/user_code/user.py", "error", f"model {words}") in found
+    labels = {text.words for text in texts(short=True) if text.path == "zrun/watch/report.py"}
+    assert {"speed", "fragmentation"} <= labels

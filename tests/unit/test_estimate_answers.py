@@ -211,7 +211,7 @@ def test_every_stage_of_a_pipeline_has_a_row() -> None:
     assert [stage.in_flight for stage in found.stages] == [4, 3, 2, 1]
     told = plan_tables.pipeline_line(found)
     assert "1f1b of 32 micro-batches on 4 stages, bubble" in told
-    assert "what follows the last block computes as much as 1" in told, "a vocabulary of 50k"
+    assert "the layers after the last block cost as much as 1" in told, "a vocabulary of 50k"
     assert not asked("1.3B", "4xA100-80G", "zero=1").chosen.stages
     many = replace(found, stages=(*found.stages[:1] * 20, *found.stages[-1:] * 20))
     rows = [line.split() for line in rendered(plan_tables.pipeline_table(many, 100), 100)[2:]]
@@ -452,16 +452,19 @@ BAD = [
     (["7.5B", "--gpu", "H10"], "did you mean H100"),
     (["7.5B", "--gpu", "4xH100"], "--simulate takes hosts"),
     (["7.5B", "--simulate", "4xH100", "-H", "h1:4"], "leave out -H"),
-    (["7.5B", "--simulate", "4xH100", "--slots", "2"], "--slots: --simulate and --gpu have a rank"),
+    (
+        ["7.5B", "--simulate", "4xH100", "--slots", "2"],
+        "--simulate and --gpu use one rank per device",
+    ),
     (["7.5B", "--simulate", "0x8xH100"], "devices"),
-    (["7.5B", "--simulate", "8xH100@fast"], "no link or drive"),
+    (["7.5B", "--simulate", "8xH100@fast"], "unknown link or drive"),
     (["7.5B", "--simulate", "8xH100", "--world", "8"], "--simulate says how many"),
-    (["big"], "no size of a model"),
+    (["big"], "the size of a model"),
     (["-3B", "--gpu", "H100"], ""),
     (["none.yaml"], "no such file"),
     (["none.json"], "No such file"),
     (["7.5B", "--gpu", "H100", "--fit", "--best"], "leave one out"),
-    (["7.5B", "--gpu", "H100", "--emit", "json"], "only patch"),
+    (["7.5B", "--gpu", "H100", "--emit", "json"], "write --emit patch"),
     (["7.5B", "--gpu", "H100", "--emit", "patch"], "no job to change"),
     (["7.5B", "--gpu", "H100", "--write", "x.yaml"], "no job to write"),
     (["7.5B", "--gpu", "H100", "--tokens", "many"], "many"),

@@ -116,6 +116,6 @@ def test_an_estimate_that_took_too_long_says_what_was_under_way(folder: Path) ->
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     assert done.returncode == 3, done.stderr
     assert "cannot say whether it fits: the rank's share" in done.stdout
-    assert "reading the first samples of m.py:data did not end within 10 s" in done.stdout
+    assert "reading the first samples of m.py:data did not finish within 10 s" in done.stdout
     assert "--patience S" in done.stdout
     wait_for(are_gone(under_way(folder)))

@@ -312,7 +312,7 @@ def test_a_comparison_is_judged_by_its_tolerance() -> None:
         (None, None, "no spec.json"),
         ("{}", None, "another version"),
         ("good", None, "No such file"),
-        ("good", "", "no event of a start"),
+        ("good", "", "never started to train"),
         ("good", '{"type": "start"}\nnoise\n[]\n', "too few steps"),
     ],
 )

@@ -119,7 +119,7 @@ def failure(end: WorkerExit, found: FailureNote | None) -> Failure:
         (
             WorkerExit(1, 0, 1.0),
             None,
-            "ended with status 0 after step 12, before training was over",
+            "ended with status 0 after step 12, before the end of training",
             ExitCode.WORKER,
         ),
     ],
@@ -139,7 +139,7 @@ def test_headlines_and_codes(
 def test_what_is_wrong_with_the_job_is_no_fault_of_the_rank_that_found_it() -> None:
     found = note(1, "zrun", exit_code=2, phase="build").model_copy(update={"type": "JobError"})
     told = failure(WorkerExit(1, 2, 1.0), found)
-    assert told.headline == "a fault of the job, found in build"  # by any of them
+    assert told.headline == "an error of the job, found in build"  # by any of them
     assert told.exit_code is ExitCode.USAGE
 
 
@@ -244,7 +244,8 @@ def test_a_crash_of_native_code_shows_the_users_frames_first(tmp_path: Path) -> 
     ]
     assert (
         shown[-1]
-        == "  next: native code crashed there: look at what the last line of yours hands to it"
+        == "  next: native code crashed: check what the last line of your code in the stack passes "
+        "to it"
     )
 
 

@@ -109,7 +109,7 @@ def test_what_a_rank_finds(tmp_path: Path, thread: str) -> None:
     Each rank imports by itself.
     """
     said, agent, store, ended, cpus = start(tmp_path, TELLS + thread, OMP_NUM_THREADS="2")
-    assert ("started threads (python): each imports by itself" in said) == bool(thread)
+    assert ("started threads (python), so each worker imports on its own" in said) == bool(thread)
     assert cpus == CPUS, "the agent's own stay what they were"
     lines = logs(tmp_path)
     # What is printed by the import comes once, or with each.

@@ -33,8 +33,8 @@ SICK = [
     "GPU 4 has damaged memory, which a reset replaces (nvidia-smi --gpu-reset, with no process "
     "on it)",
     "GPU 4 has had 2 uncorrectable memory errors since its driver was loaded: look at dmesg",
-    "GPU 6 uses 4 of 16 PCIe lanes, so copies to and from the host take longer: seat the board "
-    "anew, and look at its riser",
+    "GPU 6 uses 4 of 16 PCIe lanes, so copies to and from the host take longer: reseat the "
+    "board, and check its riser",
     "GPU 6 has 10 of 12 fast links up: see nvidia-smi nvlink --status",
 ]
 WATCH = """
@@ -75,10 +75,10 @@ def test_memory_that_cannot_be_mended_stops_a_job() -> None:
     (problem,) = find_gpu_problems(sick, None)
     assert problem == (
         "GPU 5 has damaged memory and no spare rows left to replace it with: leave it out, and "
-        "have it exchanged"
+        "have the GPU replaced"
     )
     assert list(find_gpu_problems(sick, range(5))) == []
-    assert any("have it exchanged" in note for note in find_gpu_notes(sick, is_wanted=False))
+    assert any("have the GPU replaced" in note for note in find_gpu_notes(sick, is_wanted=False))
 
 
 @pytest.mark.parametrize("name", ["h100-8", "pcie-8-2sockets", "pcie-bridges", "old-driver"])

@@ -93,7 +93,7 @@ def test_a_process_that_crashes_is_told_with_what_it_said(ranks: None) -> None:
 
 def test_a_process_that_stands_still_tells_where(ranks: None) -> None:
     rows = gpu_check._turn("alone", [gpus("GPU-good"), gpus("GPU-stuck")], "cuda")
-    assert [row.problem for row in rows] == [None, None, None, "it stood still for 2 s"]
+    assert [row.problem for row in rows] == [None, None, None, "it made no progress for 2 s"]
     assert any("fake_device_check.py" in line for line in rows[-1].lines)
 
 

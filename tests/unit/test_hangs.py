@@ -271,7 +271,7 @@ def test_who_waits_for_its_disk_is_told_with_it(tmp_path: Path) -> None:
     assert told.headline.endswith(
         ": rank 1 of 2 has waited 65 s for its disk (/scratch) in forward of step 5"
     )
-    assert "if it is slow, raise limits.hang_s" in told.advice
+    assert "if it is only slow, raise limits.hang_s" in told.advice
 
 
 def test_failure_json_has_the_fields_of_any_failure():
@@ -351,7 +351,9 @@ def test_nobody_waits_for_each_other_while_one_rank_works():
     assert found["reason"] is None
     told = Hang(found, hang().plan, Path("/runs/a"))
     assert "rank 1 of 2 (node, cpu) is stuck in forward of step 5" in told.headline
-    assert told.advice == "see what the stack waits for; if it is merely slow, raise limits.hang_s"
+    assert (
+        told.advice == "see in the stack what it waits for; if it is only slow, raise limits.hang_s"
+    )
 
 
 def test_the_way_between_two_hosts_is_named_once_by_whichever_end_knows_it():
@@ -372,7 +374,7 @@ def test_the_way_between_two_hosts_is_named_once_by_whichever_end_knows_it():
     ]
     assert told.headline == f"no progress for 5 s (limits.hang_s): {told.links[0]}"
     assert told.links[1] in told.describe()
-    assert "mend that network" in told.advice
+    assert "repair the network" in told.advice
 
 
 def test_data_that_was_sent_again_and_again_shows_in_the_tables_of_the_kernel(

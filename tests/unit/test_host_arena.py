@@ -66,7 +66,7 @@ def test_a_piece_outlives_its_arena() -> None:
 
 
 def test_the_system_refuses() -> None:
-    with pytest.raises(PreflightError, match=r"does not reserve .* TiB .*offload\.host_memory"):
+    with pytest.raises(PreflightError, match=r"cannot reserve .* TiB .*offload\.host_memory"):
         HostArena(1 << 62, CPU)
 
 
@@ -90,7 +90,7 @@ assert arena.used_bytes == 32 << 20
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert "no more than 32.0 MiB of host memory" in done.stdout
+    assert "only 32.0 MiB of host memory" in done.stdout
     assert "ulimit -d" in done.stdout
 
 

@@ -94,7 +94,7 @@ SOFTWARE = {
         "torch_for": "CPUs"
     },
     "zrun 0.2.0 there, 0.1.0 here: install the same": {"zrun": "0.2.0", "zrun_code": "x"},
-    "its zrun has other code: install the same version": {"zrun_code": "x"},
+    "its zrun has different code: install the same version": {"zrun_code": "x"},
     "Python 3.12.1 there, 3.11.7 here: name one that is the same everywhere in launch.python": {
         "python": "3.12.1"
     },

@@ -188,8 +188,8 @@ def test_all_mistakes_at_once() -> None:
         "4 problems in hf",
         'hf:2:1: "-x" begins with "-", which no host name does',
         "hf:2:4: slots=0 is no place for a rank: leave the host out",
-        "hf:4:1: OK is there already, at hf:1:1: write it once, with all its slots",
-        "hf:6:1: node1 is there already, at hf:5:1: write it once, with all its slots",
+        "hf:4:1: OK is named twice, first at hf:1:1: write it once, with all its slots",
+        "hf:6:1: node1 is named twice, first at hf:5:1: write it once, with all its slots",
     ]
 
 
@@ -261,7 +261,7 @@ def test_lists() -> None:
     ]
     assert refused(HostOptions(host_list="h1:8,h1:2,,-x:1")).splitlines() == [
         "3 problems in -H",
-        "-H:1:6: h1 is there already, at -H:1:1: write it once, with all its slots",
+        "-H:1:6: h1 is named twice, first at -H:1:1: write it once, with all its slots",
         "-H:1:11: no host name; write [user@]name[:port] slots=N",
         '-H:1:12: "-x:1" begins with "-", which no host name does',
     ]
@@ -284,7 +284,7 @@ def test_hosts_of_the_job(tmp_path: Path) -> None:
         ("a", 2, "hosts[1]"),
     ]
     assert refused(HostOptions(), job(hosts=["b:2", "B"])).startswith(
-        "hosts[1]: B is there already, at hosts[0]"
+        "hosts[1]: B is named twice, first at hosts[0]"
     )
     message = refused(HostOptions(), job(hosts="node1:8"))
     assert (
@@ -340,12 +340,12 @@ def test_picks(tmp_path: Path, options: dict[str, Any], left: list[tuple[str, An
             '--include:1:7: there is no host "x"; there are node1, node2, node10',
         ),
         ({"include": "node1:8"}, "node1 has no slot 8:"),
-        ({"include": "node1:1,1"}, "slot 1 of node1 is there already: write it once"),
+        ({"include": "node1:1,1"}, "slot 1 of node1 is named twice: write it once"),
         ({"include": "node1:0-3"}, '"0-3" is not the number of a slot; write node1:0,1'),
         ({"include": "node1:"}, '"" is not the number of a slot; write node1:0,1'),
         (
             {"include": "node1:0@node1:1"},
-            "--include:1:9: node1 is there already: write it once, with all its slots",
+            "--include:1:9: node1 is named twice: write it once, with all its slots",
         ),
         (
             {"include": "@node1"},

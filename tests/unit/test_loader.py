@@ -320,7 +320,7 @@ class Boxed:
         ([{"x": 1, "y": 2}, {"x": 1}], "the sample has 'y' at only one of {} 0 and {} 1"),
         ([(1, 2), (3, None)], "[1] is None at {} 1"),
         ([None, None], "the sample is None at {} 0"),
-        ([Boxed(1), Boxed(2)], "the sample is Boxed at {} 0, of which no tensor is made"),
+        ([Boxed(1), Boxed(2)], "the sample is Boxed at {} 0, which cannot become a tensor"),
         ([(1, 2.0), (1, "a")], "[1] has type float at {} 0 and str at {} 1"),
     ],
 )
@@ -387,7 +387,7 @@ def test_samples_are_named_in_their_order() -> None:
         (3, {}, "data must return a dataset: int has neither"),
         (None, {}, "data must return a dataset, and returned None: does it lack a return?"),
         (DataLoader([1, 2]), {}, "returned a DataLoader: zrun makes the batches"),
-        (iter([1, 2]), {}, "in its second pass: it can be walked only once"),
+        (iter([1, 2]), {}, "in its second pass: it can be iterated only once"),
         (
             Walk(3),
             {"workers": 2},

@@ -92,10 +92,10 @@ def test_other_samples_have_other_marks() -> None:
     x[5, 1] = -1
     after = marks_of(TensorDataset(x))
     assert differences(before, before) == ""
-    assert differences(before, after) == "sample 5 is not what was there"
+    assert differences(before, after) == "sample 5 has changed"
     assert (
         differences(before, marks_of(TensorDataset(x.double())))
-        == "samples 0, 5 and 9 are not what was there"
+        == "samples 0, 5 and 9 have changed"
     )
     assert differences(before, {}) == ""
     assert differences({}, after) == ""

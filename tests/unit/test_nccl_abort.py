@@ -64,7 +64,7 @@ def left(folder: Path, board: FlightRecorder, log: str, status: int) -> FailureN
         (
             TIMEOUT,
             "zrun",
-            "torch ended the rank, whose ALLREDUCE 20585 on NCCL was not over after 720 s: it "
+            "torch ended the rank: its NCCL ALLREDUCE 20585 did not finish within 720 s; it "
             "waited for all_reduce 1, 'head' (1.0 MiB), to which rank 1 has not come",
         ),
         (
@@ -77,7 +77,7 @@ def left(folder: Path, board: FlightRecorder, log: str, status: int) -> FailureN
         (
             STUCK,
             "zrun",
-            "torch ended the rank, where a call of CUDA or NCCL had not returned for 480 s: it "
+            "torch ended the rank: a CUDA or NCCL call had not returned for 480 s; it "
             "waited for all_reduce 1, 'head' (1.0 MiB), to which rank 1 has not come",
         ),
     ],

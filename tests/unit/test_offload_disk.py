@@ -217,4 +217,4 @@ def test_a_slow_disk_is_warned_of_with_its_price(offload: Any, price: str) -> No
 
 def test_a_disk_without_direct_transfers_is_a_warning_only() -> None:
     (said,) = find_warnings(replace(GOOD, direct=False), job(offload="disk"))
-    assert said.startswith("/scratch (xfs) has no direct I/O: all that goes to it and back passes")
+    assert said.startswith("/scratch (xfs) has no direct I/O: all traffic goes through")

@@ -170,7 +170,7 @@ def test_options_that_are_none_are_answered(job: Path, words: list[str], message
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["estimate", "meta-llama/Llama-3.1-8B"], "is no file; for a model of the Hub, from which"),
+        (["estimate", "meta-llama/Llama-3.1-8B"], "is not a file; for a model of the Hub give its"),
         (["estimate", "7B", "--gpu", "3080"], "did you mean 3090?"),
         (["init", "--for", "lightning"], "--for lightning: write torch, for a plain nn.Module"),
         (["topo", "--simulate", "8xH10"], "did you mean H100-80G?"),
@@ -221,7 +221,7 @@ DEEPSPEED = {
 def test_a_configuration_of_deepspeed_is_told_in_lines_of_a_job(job: Path) -> None:
     config = job.with_name("ds_config.json")
     config.write_text(json.dumps(DEEPSPEED))
-    with pytest.raises(JobError, match="a configuration of DeepSpeed; a job says it so:") as caught:
+    with pytest.raises(JobError, match="a configuration of DeepSpeed; as a job it is:") as caught:
         load_job(config)
     lines = [line[2:] for line in str(caught.value).splitlines() if line.startswith("  ")]
     kept = [line for line in JOB.splitlines() if not line.startswith("batch")]
@@ -241,7 +241,7 @@ def test_a_configuration_of_deepspeed_is_told_in_lines_of_a_job(job: Path) -> No
         (
             "default_config.yaml",
             "compute_environment: LOCAL_MACHINE\nnum_processes: 8\nmixed_precision: bf16\n",
-            "a configuration of accelerate; a job says it so:\n  slots: 8\n  precision: bf16\n",
+            "a configuration of accelerate; as a job it is:\n  slots: 8\n  precision: bf16\n",
         ),
         ("lora.yaml", "base_model: x/y\nsequence_len: 2048\n", "a configuration of axolotl"),
         ("config.json", '{"model_type": "llama"}', "is the configuration of a model: zrun est"),

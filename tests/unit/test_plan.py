@@ -93,7 +93,7 @@ def test_no_auto_is_left() -> None:
 
 
 def test_a_decay_needs_an_end() -> None:
-    with pytest.raises(JobError, match=r"cosine needs an end.* write lr\.decay_steps"):
+    with pytest.raises(JobError, match=r"cosine needs the number of steps.* write lr\.decay_steps"):
         make_plan(job(steps=None, tokens=100, lr="cosine"), CPU_HOST)
     lr = {"schedule": "cosine", "decay_steps": 70}
     assert make_plan(job(steps=None, tokens=100, lr=lr), CPU_HOST).job.lr.decay_steps == 70
@@ -132,13 +132,13 @@ def test_output_of_ranks_that_do_not_exist_is_warned_of() -> None:
 
 def test_whose_output_is_shown_is_told() -> None:
     def whose(shown: Any) -> str:
-        return places(Path("/runs/a"), shown, 4).splitlines()[1].partition(" here")[0]
+        return places(Path("/runs/a"), shown, 4).splitlines()[1].partition(" is shown here")[0]
 
     assert [whose(shown) for shown in ([0], [0, 3, 9], [], "all")] == [
-        "output: of rank 0",
-        "output: of rank 0, 3",
-        "output: of no rank",
-        "output: of every rank",
+        "output: rank 0",
+        "output: rank 0, 3",
+        "output: no rank",
+        "output: every rank",
     ]
 
 

@@ -165,12 +165,14 @@ def test_configs_say_what_they_lack():
     with pytest.raises(JobError, match=r"this llama lacks hidden_size, vocab_size$"):
         TransformerShape.from_config(lacking)
     with pytest.raises(
-        JobError, match=r"this model lacks num_hidden_layers, .*; what text_config says"
+        JobError, match=r"this model lacks num_hidden_layers, .*; its text_config may be"
     ):
         TransformerShape.from_config({"text_config": LLAMA_8B})
     with pytest.raises(JobError, match="gpt2 lacks n_layer"):
         TransformerShape.from_config({"model_type": "gpt2"})
-    with pytest.raises(JobError, match=r"num_local_experts is 8: experts are not counted"):
+    with pytest.raises(
+        JobError, match=r"num_local_experts is 8: the formula does not cover experts"
+    ):
         TransformerShape.from_config({**LLAMA_8B, "model_type": "mixtral", "num_local_experts": 8})
     with pytest.raises(JobError, match="hidden is '4096': it must be a whole number"):
         TransformerShape.from_config({**LLAMA_8B, "hidden_size": "4096"})

@@ -375,7 +375,7 @@ def test_one_that_ends_its_process_without_values_runs_with_them(cache: Path) ->
 def test_and_one_that_hangs(cache: Path) -> None:
     profile = ask(("plan_models.py:Ends", {"how": "hang"}), timeout_s=7)
     assert (profile.source, profile.num_params) == ("formula", 16 * 16 + 16 + 17)
-    said = r"running plan_models.py:Ends .* did not end within 7 s: .*--patience"
+    said = r"running plan_models.py:Ends .* did not finish within 7 s: .*--patience"
     assert re.match(said, profile.why)
     assert not list(cache.glob("*.json"))  # with more time there is more to know
 

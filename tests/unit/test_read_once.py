@@ -132,5 +132,5 @@ def test_a_part_that_is_damaged_is_refused_in_whatever_order_it_is_wanted(tmp_pa
         file.write(b"\xff")
     for order in ORDERS.values():
         targets = cut_up((24, 6, 5, 5), order, "value", 3)
-        with pytest.raises(Exception, match="is damaged: the digest of value/layer"):
+        with pytest.raises(Exception, match="is damaged: the checksum of value/layer"):
             Reader(path, manifest, ALONE).fill(targets)

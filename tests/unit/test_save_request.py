@@ -123,14 +123,14 @@ def test_a_restart_is_asked_again(rundir: RunDir, answer: Answer) -> None:
 def test_a_run_that_ends_first_is_named(rundir: RunDir, answer: Answer) -> None:
     answer(None)
     with pytest.raises(
-        save_request.RunEndedError, match="run finished after step 5 before it came to that"
+        save_request.RunEndedError, match="run finished after step 5 before it could save"
     ):
         save_request.save(read_run(rundir.path), 60.0)
 
 
 def test_patience_ends(rundir: RunDir, answer: Answer) -> None:
     answer([])
-    with pytest.raises(HangError, match="was asked to save and has not after 0 s; it still may"):
+    with pytest.raises(HangError, match="has not saved within 0 s; it may still do so"):
         save_request.save(read_run(rundir.path), 0.0)
 
 
@@ -145,7 +145,7 @@ def test_a_run_that_has_ended_is_not_said_to_save(
 
 def test_what_cannot_be_asked(rundir: RunDir, run: ExitStack) -> None:
     with pytest.raises(
-        PreflightError, match="does not train yet"
+        PreflightError, match="has not started to train"
     ):  # no handler: the signal would end it
         save_request.check(read_run(rundir.path))
     rundir.write_job("name: gpt\ncheckpoint: null  # default\n")

@@ -79,7 +79,7 @@ def test_auto_continues_the_newest_run_that_has_saved(root: Path) -> None:
     assert beginning.run_dir == newest
     assert beginning.earlier is EarlierRun.CONTINUE
     assert beginning.resume == ResumeSpec(folder=str(newest / "checkpoints"))
-    assert "goes on after step 20" in beginning.note
+    assert "continues after step 20" in beginning.note
 
 
 def test_auto_starts_where_nothing_is(root: Path) -> None:
@@ -142,7 +142,7 @@ def test_a_chosen_directory_is_the_only_place(root: Path) -> None:
 def test_an_earlier_run_is_not_started_over_by_mistake(root: Path) -> None:
     run = root / "gpt" / "20260101-000000-aa"
     beginning = choose_start(job(), run, False, root)
-    with pytest.raises(JobError, match="go on with --resume auto, start over with --fresh"):
+    with pytest.raises(JobError, match="continue it with --resume auto, start over with"):
         RunDir.claim("gpt", beginning.run_dir, earlier=beginning.earlier)
     assert choose_start(job(), run, True, root).earlier is EarlierRun.START_OVER
 
@@ -150,7 +150,7 @@ def test_an_earlier_run_is_not_started_over_by_mistake(root: Path) -> None:
 def test_a_chosen_folder_of_checkpoints_is_not_started_over_by_mistake(root: Path) -> None:
     save(root / "mine", 10, 20)
     own = job(checkpoint={"dir": str(root / "mine")})
-    with pytest.raises(JobError, match="holds step 20: go on with --resume auto"):
+    with pytest.raises(JobError, match="holds step 20: continue with --resume auto"):
         choose_start(own, None, False, root)
     fresh = choose_start(own, None, True, root)
     assert fresh.aside == root / "mine"
@@ -292,7 +292,9 @@ def test_nothing_is_locked_where_nothing_is_moved(root: Path) -> None:
 
 def test_a_step_before_others_does_not_lead_to_them_again(root: Path) -> None:
     run = root / "gpt" / "20260101-000000-aa"
-    with pytest.raises(JobError, match="holds step 30 too, which step 20 would lead to again"):
+    with pytest.raises(
+        JobError, match="already holds step 30, which training on from step 20 would write again"
+    ):
         choose_start(job(resume=20), run, False, root)
     assert choose_start(job(resume=30), run, False, root).earlier is EarlierRun.CONTINUE
     with pytest.raises(JobError, match="holds an earlier run: choose another"):

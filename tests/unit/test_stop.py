@@ -253,8 +253,7 @@ def test_a_host_that_falls_silent_is_lost_although_another_one_felt_it_first(run
     code, failure = judge(hosts.run, plan(), rundir, LauncherSignals())
     assert (code, failure.headline) == (
         6,
-        "lost b: its agent says nothing any more: it, or what it was started by, was killed or "
-        "stands still",
+        "lost b: its agent no longer answers: it or its parent process was killed or is suspended",
     )
 
 
@@ -416,7 +415,7 @@ def test_a_stop_wins_over_a_request_to_save(stop, capsys):
         signals.on_stop(stop)
 
     assert told_to([TRAINS, both, lambda: None], signals) == []
-    assert "the run ends already" in capsys.readouterr().err
+    assert "the run is already ending" in capsys.readouterr().err
     assert signals.first == stop
 
 

@@ -256,7 +256,7 @@ def test_a_flipped_byte_is_found(swap: SwapFile) -> None:
     os.close(other)
     swap.read(extent, memory(BLOCK)).wait()
     said = rf"record of blocks\.1, 16.0 KiB at byte {4 * BLOCK} of .* in {swap.folder}"
-    with pytest.raises(OffloadError, match=f"gave back other bytes than were written: {said}"):
+    with pytest.raises(OffloadError, match=f"returned other bytes than were written: {said}"):
         swap.read(extent, memory(3 * BLOCK)).wait()
 
 
@@ -462,7 +462,7 @@ def test_memory_is_no_disk() -> None:
     if file_system(Path("/dev/shm")) != "tmpfs":
         pytest.skip("/dev/shm is no tmpfs here")
     swap = SwapFile(Path("/dev/shm"), 8 * BLOCK, block_bytes=BLOCK)
-    assert "/dev/shm is tmpfs, which lies in memory" in swap.note
+    assert "/dev/shm is tmpfs, which is memory" in swap.note
     roundtrip(swap, swap.reserve(3 * BLOCK, name="state"))
     swap.close()
     assert probe_disk("/dev/shm").is_memory

@@ -411,8 +411,8 @@ def with_own_forward() -> Net:
         (
             Net,
             {**ROLES, "embed": "colwise"},
-            "parallel.plan: embed is an Embedding, and colwise "
-            "divides an nn.Linear; name the linears in it, or leave it out",
+            "parallel.plan: embed is an Embedding, but colwise "
+            "needs an nn.Linear: name the linears inside it, or leave it out",
         ),
         (
             Net,

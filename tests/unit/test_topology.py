@@ -266,7 +266,9 @@ def test_topo_draws_links_and_groups() -> None:
 
 
 def test_topo_says_what_it_does_not_know() -> None:
-    assert "No path is known: GPUs are taken in the order of their numbers" in topo("no-links-told")
+    assert "Links are not known: GPUs are used in the order of their numbers" in topo(
+        "no-links-told"
+    )
     assert "MIG slices have no links to each other: parallel.tp must be 1 here" in topo(
         "a100-mig-7"
     )

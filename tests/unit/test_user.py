@@ -173,8 +173,8 @@ def test_functions_of_a_job_are_bound_not_called_and_classes_made(job_dir: Path)
         (
             "Settings",
             {},
-            "is a class, of which an object is made with args and then called with (samples), and "
-            "it has",
+            "is a class without __call__: zrun makes one object of it with args, and calls that "
+            "with (samples)",
         ),
     ],
 )

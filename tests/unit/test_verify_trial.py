@@ -142,7 +142,7 @@ def test_what_a_trial_leaves_out_is_told() -> None:
     trial = trial_of(job(zero={"stage": 3, "shard_group": 4}, steps=None, epochs=2), 6, None, 0)
     assert [note.partition(":")[0] for note in trial.notes] == [
         "zero.shard_group 4 is all here",
-        "epochs give way to steps",
+        "steps replace epochs",
     ]
     assert (
         keys_of(trial_of(job(zero={"stage": 3, "shard_group": 2}), 6, None, 0).overrides)["slots"]
@@ -159,7 +159,7 @@ FEATURES = [Feature(name, (f"{name}=off",)) for name in ("a", "b", "c")]
     [
         ([{"b=off"}], "it takes b: without, it agrees"),
         ([{"a=off"}, {"c=off"}], "it takes a and c: without, it agrees"),
-        ([{"a=off", "b=off"}], "no feature alone makes it: without a, b it agrees"),
+        ([{"a=off", "b=off"}], "no single feature is the cause: without a, b it agrees"),
         ([], "it differs without any of them: look at the model, its loss and its data"),
     ],
 )

@@ -328,9 +328,8 @@ def test_a_rank_that_stays_slow_is_named_once() -> None:
     (warning,) = told
     assert (warning["type"], warning["rank"]) == ("warning", 2)
     assert warning["message"] == (
-        "rank 2 on n1 is slow, and the others wait: it works for 0.65s of each step, the median "
-        "rank "
-        "for 0.40s, most of the difference is in data; so for 30 steps"
+        "rank 2 on n1 is slow, and the others wait for it: busy 0.65s of each step, the median "
+        "rank 0.40s, most of the difference is in data; this has been so for 30 steps"
     )
 
 
@@ -344,11 +343,11 @@ def test_in_a_pipeline_a_slow_stage_is_no_slow_rank() -> None:
             stage = {"pipeline": {"stage": rank // 2}}
             stragglers.see(memory(rank, number, **stage, **split), told.append)
     assert [each["message"] for each in told] == [
-        "stage 1 (rank 2 on n1, rank 3 on n1) is slow, and the others wait: it works for 0.80s of "
-        "each step, the median stage for 0.40s, most of the difference is in forward; so for 29 "
-        "steps; parallel.split says where the model is cut",
-        "rank 1 on n0 is slow, and the others wait: it works for 0.60s of each step, the median "
-        "rank for 0.40s, most of the difference is in forward; so for 29 steps",
+        "stage 1 (rank 2 on n1, rank 3 on n1) is slow, and the others wait for it: busy 0.80s of "
+        "each step, the median stage 0.40s, most of the difference is in forward; this has been so "
+        "for 29 steps; move the borders with parallel.split",
+        "rank 1 on n0 is slow, and the others wait for it: busy 0.60s of each step, the median "
+        "rank 0.40s, most of the difference is in forward; this has been so for 29 steps",
     ]
 
 
@@ -708,7 +707,7 @@ def test_the_report_sums_up() -> None:
         "speed           9.2k tok/s over the run, evaluations and saves included; "
         "18.3k tok/s, 1.00s/step, MFU 41.6% over the last 20 steps",
         "all_gather      12.0 MiB sent by rank 0, equal to theory",
-        "reduce_scatter  11.0 MiB sent by rank 0; by theory 10.0 MiB (+10.00%)",
+        "reduce_scatter  11.0 MiB sent by rank 0; 10.0 MiB in theory (+10.00%)",
         "memory          124.0 MiB in buffers of rank 0, equal to plan",
         "run             runs/x",
     ]
@@ -779,8 +778,8 @@ def test_what_differs_from_the_plan_is_said() -> None:
     less = {"disk": {"planned": {"optim": 6 << 30}, "allocated": {"optim": 3 << 30}}}
     events[-1] = event("end", step=4, reason="steps", memory={"measured_bytes": 1, "tiers": less})
     rows = report(after(*events), Path("runs/x"))
-    assert "3.0 GiB of rank 0; by plan 6.0 GiB; " in rows
-    assert "read 600.0 MiB and wrote 953.7 MiB; by plan 400.0 MiB and 0 B; " in rows
+    assert "3.0 GiB of rank 0; 6.0 GiB planned; " in rows
+    assert "read 600.0 MiB and wrote 953.7 MiB; 400.0 MiB and 0 B planned; " in rows
 
 
 def test_without_states_elsewhere_no_screen_speaks_of_them() -> None:

@@ -235,11 +235,11 @@ class AgentLoop:
         phase, step = self._observer.phase(sorted(self._running))
         text = f"{shortage.text} ({phase}{f' of step {step}' if step else ''})"
         if shortage.may_finish:
-            print(f"{text}: the workers end after their step", flush=True)
+            print(f"{text}: the workers finish their step", flush=True)
             self._uplink.send({"frame": "short", "why": text})
             self.stop(StopMode.FINISH)
             return
-        print(f"{text}: the workers are killed", flush=True)
+        print(f"{text}: killing the workers", flush=True)
         self._shortage, self._short_in = text, phase
         self._memory = None
         self.stop(StopMode.KILL)
@@ -250,7 +250,7 @@ class AgentLoop:
         for rank, fault in doomed.items():
             if rank in self._running - self._without_gpu and rank in self._workers:
                 self._without_gpu.add(rank)
-                print(f"rank {rank} is ended, for its GPU reported {fault}", flush=True)
+                print(f"stopping rank {rank}: its GPU reported {fault}", flush=True)
                 self._signals.kill(rank)
 
     def _watch_launchers(self) -> None:

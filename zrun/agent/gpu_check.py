@@ -259,9 +259,9 @@ def _reason(lines: Sequence[str], status: int) -> str:
         own = [line.strip() for line in lines if "zrun_core" in line]
         where = own[0].partition("zrun_core")[2] if own else ""
         at = f" at zrun_core{where}" if where else ""
-        return f"it stood still for {_LIMIT_S:.0f} s{at}"
+        return f"it made no progress for {_LIMIT_S:.0f} s{at}"
     if status == -signal.SIGKILL:
-        return f"it was not over after {_LIMIT_S + _LOADING_S:.0f} s"
+        return f"it did not finish within {_LIMIT_S + _LOADING_S:.0f} s"
     if lines and status > 0:
         return lines[-1]
     return f"it ended with status {status}"

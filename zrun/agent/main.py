@@ -186,7 +186,7 @@ def _report_killed_launcher(run_dir: Path) -> None:
     try:
         report_killed_launcher(run_dir)
     except OSError as error:
-        print(f"the launcher is gone, and that could not be written down: {error}", flush=True)
+        print(f"the launcher is gone, and this could not be recorded: {error}", flush=True)
 
 
 def _abandon(loop: AgentLoop, folder: Path) -> None:

@@ -66,8 +66,8 @@ def _after_a_timeout(log: str, awaits: str) -> _Found | None:
         return None
     seconds = int(found["ms"]) // 1000
     text = (
-        f"torch ended the rank, whose {found['kind']} {found['number']} on NCCL was not over after "
-        f"{seconds} s: it waited {awaits}"
+        f"torch ended the rank: its NCCL {found['kind']} {found['number']} did not finish within "
+        f"{seconds} s; it waited {awaits}"
     )
     return "zrun", HangError, text
 
@@ -77,7 +77,7 @@ def _after_a_standstill(log: str, awaits: str) -> _Found | None:
     if found is None:
         return None
     text = (
-        f"torch ended the rank, where a call of CUDA or NCCL had not returned for {found['s']} s: "
-        f"it waited {awaits}"
+        f"torch ended the rank: a CUDA or NCCL call had not returned for {found['s']} s; it "
+        f"waited {awaits}"
     )
     return "zrun", HangError, text

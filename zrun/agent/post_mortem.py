@@ -26,8 +26,8 @@ def report_killed_launcher(run_dir: Path) -> None:
             return
         after = f"after step {step}" if step else "before the first step ended"
         advice = (
-            "see who sent SIGKILL, or whether memory ran out there; --resume auto goes on from "
-            "what is saved"
+            "find out who sent SIGKILL, or whether that host ran out of memory; continue from "
+            "the last checkpoint with --resume auto"
         )
         report = {
             "host": holder.host,

@@ -59,7 +59,10 @@ class RpcServer:
 
                 return {"rows": gpu_check.run_apart(question["gpus"])}
             case other:
-                raise ValueError(f"this agent knows no question {other!r}: its zrun is another one")
+                raise ValueError(
+                    f"this agent does not know the request {other!r}: it runs another version of "
+                    "zrun"
+                )
 
     def _open_listener(self, question: Frame) -> Frame:
         """Listen at the address at which the others reach this host."""

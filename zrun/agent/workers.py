@@ -109,8 +109,8 @@ class ForkServer:
             if reply["threads"]:
                 threads = ", ".join(sorted(reply["threads"]))
                 print(
-                    f"what the workers import has started threads ({threads}): each imports by "
-                    "itself",
+                    f"importing the workers' modules started threads ({threads}), so each worker "
+                    "imports on its own",
                     flush=True,
                 )
                 word = BEGIN_ANEW

@@ -48,15 +48,16 @@ def check(
         str | None,
         typer.Option(
             metavar="NxMxGPU",
-            help="On hosts that are not there, as of zrun estimate: 8x4xV100-32G.",
+            help="Plan for simulated hosts x devices, such as 8x4xV100-32G.",
             show_default=False,
         ),
     ] = None,
     offline: Annotated[
-        bool, typer.Option("--offline", help="Do not look at other hosts: there is no plan.")
+        bool, typer.Option("--offline", help="Do not contact other hosts; no plan is made.")
     ] = False,
     grid: Annotated[
-        bool, typer.Option("--grid", help="Draw which stage computes what when.")
+        bool,
+        typer.Option("--grid", help="Draw the pipeline schedule: what each stage computes when."),
     ] = False,
     everything: Annotated[
         bool, typer.Option("--all", help="Print every key of the job, with its value.")
@@ -135,7 +136,7 @@ def _find_cluster(
     if backend.kind == "env":
         return None, f"the ranks are those that another launcher started ({backend.why})"
     if offline:
-        return None, "the hosts were not looked at (--offline)"
+        return None, "the hosts were not checked (--offline)"
     findings = look_at_hosts(backend, loaded.config, job_dir)
     if any(finding.problems for finding in findings):
         return None, PreflightError(describe(findings))
@@ -175,7 +176,7 @@ def _print_job(
         print(preface(resolved, cluster, width))
         return
     print(brief(resolved, loaded.config, cluster, width))
-    print("every other key has its default: --all prints them too")
+    print("all other keys have their defaults: --all prints them too")
 
 
 def _check_simulated(
@@ -218,7 +219,7 @@ def _check_simulated(
         unseen = "their software, links, cores and disks, and whether they reach each other"
         if found is None:
             unseen += "; memory (--no-import)"
-        print(f"not looked at: the hosts of --simulate {simulate}: {unseen}")
+        print(f"not checked: the hosts of --simulate {simulate}: {unseen}")
         if grid:
             _print_grid(resolved)
     fits = found is None or found.fits
@@ -227,7 +228,7 @@ def _check_simulated(
 
 def _print_structure(structure: Structure | None) -> None:
     if structure is None:
-        print("structure: not looked at")
+        print("structure: not checked")
         return
     print(f"structure: {_in_words(structure)}")
     for note in structure.notes:
@@ -238,9 +239,7 @@ def _print_grid(resolved: ResolvedJob | None) -> None:
     from zrun.watch.schedule_grid import show_grid
 
     if resolved is None:
-        print(
-            "schedule: not drawn: without a plan it is not known how many micro-batches there are"
-        )
+        print("schedule: not drawn: without a plan the number of micro-batches is not known")
         return
     print()
     show_grid(resolved, sys.stdout)

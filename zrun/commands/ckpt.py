@@ -90,9 +90,12 @@ def ls(where: _Where, as_json: _Json = False) -> None:
             print(f"attempt {number}: {earlier.folder.path}")
             _print_steps(earlier.steps, earlier.folder.latest()[0], None)
     if problem is not None:
-        print(f"warning: {problem}; it is only a hint, and nothing depends on it", file=sys.stderr)
+        print(
+            f"warning: {problem}; this link is for convenience only, zrun does not rely on it",
+            file=sys.stderr,
+        )
     if best_problem is not None:
-        print(f"warning: {best_problem}; the next best step is named anew", file=sys.stderr)
+        print(f"warning: {best_problem}; the next best step replaces it", file=sys.stderr)
     place.newest_valid()
 
 
@@ -131,7 +134,7 @@ def verify(
         int | None, typer.Option(min=0, help="Only this step; all of them if not given.")
     ] = None,
     threads: Annotated[
-        int | None, typer.Option(min=1, max=64, help="How many read at once.")
+        int | None, typer.Option(min=1, max=64, help="Number of parallel readers.")
     ] = None,
     as_json: _Json = False,
 ) -> None:
@@ -171,9 +174,11 @@ def export(
     ],
     step: _Step = None,
     dtype: Annotated[
-        _Dtype, typer.Option(help="Number format; keep: that of the masters.")
+        _Dtype, typer.Option(help="Number format; keep: that of the master weights.")
     ] = _Dtype.KEEP,
-    max_shard_size: Annotated[str, typer.Option(help="Of one file in a folder.")] = "5GB",
+    max_shard_size: Annotated[
+        str, typer.Option(help="Largest size of one file, when writing a folder.")
+    ] = "5GB",
 ) -> None:
     """Write the weights and buffers of a checkpoint as safetensors or as a plain state_dict.
 
@@ -209,10 +214,10 @@ def _use_of(manifest: Manifest, out: Path) -> str:
 
     model = manifest.model
     if model is None or model.obstacle is not None:
-        why = "the checkpoint does not say what it is of"
+        why = "the checkpoint does not record the class of its model"
         if model is not None:
-            why = f"of {model.class_name}, {model.obstacle}"
-        return f"weights only, by the names of the state_dict, without a config: {why}"
+            why = f"its model is a {model.class_name}, {model.obstacle}"
+        return f"wrote weights only, by their state_dict names, without a config: {why}"
     loads = f'{model.class_name.rpartition(".")[2]}.from_pretrained("{out}") loads it'
     if {file.name for file in manifest.files_beside} - {CONFIG, GENERATION_CONFIG}:
         return f"{loads}, and AutoTokenizer its tokenizer"
@@ -223,11 +228,13 @@ def _use_of(manifest: Manifest, out: Path) -> str:
 def prune(
     where: _Where,
     keep: Annotated[
-        int, typer.Option(help="How many valid steps stay, at least 2.", show_default=False)
+        int, typer.Option(help="Number of valid steps to keep, at least 2.", show_default=False)
     ],
-    aside: Annotated[bool, typer.Option("--aside", help="Remove what was set aside too.")] = False,
+    aside: Annotated[
+        bool, typer.Option("--aside", help="Also remove steps that were set aside.")
+    ] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only say what would be removed.")
+        bool, typer.Option("--dry-run", help="Only print what would be removed.")
     ] = False,
     as_json: _Json = False,
 ) -> None:
@@ -253,9 +260,9 @@ def prune(
         raise JobError(f"{where} is one step: give the folder above it")
     pruned = prune_steps(place.folder, keep, aside=aside, dry_run=dry_run)
     if pruned.in_use_by is not None:
-        stays = "what it writes stays"
+        stays = "the step it is writing is kept"
         if aside:
-            stays = "what it writes, and what was set aside, stays"
+            stays = "the step it is writing and those set aside are kept"
         print(f"{place.folder.path} is in use by {pruned.in_use_by}: {stays}", file=sys.stderr)
     if as_json:
         report = {

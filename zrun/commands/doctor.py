@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def doctor(
     hosts: Annotated[
         Path | None,
-        typer.Option(help="Look at the hosts of this file.", show_default="this machine"),
+        typer.Option(help="Check the hosts of this file.", show_default="this machine"),
     ] = None,
     bench: Annotated[
         bool, typer.Option("--bench", help="Measure matrix products, memory, disk and links.")
@@ -37,13 +37,13 @@ def doctor(
     disk: Annotated[
         Path | None,
         typer.Option(
-            help="With --bench: the folder whose disk counts.", show_default="this folder"
+            help="With --bench: measure the disk of this folder.", show_default="this folder"
         ),
     ] = None,
     save: Annotated[
         Path | None,
         typer.Option(
-            help="With --bench: where the rates are stored.",
+            help="With --bench: the file to store the rates in.",
             show_default="~/.cache/zrun/calibration.json",
         ),
     ] = None,
@@ -96,7 +96,7 @@ def doctor(
     if rates is not None:
         path = save or Calibration.default_path(os.environ)
         rates.write(path)
-        print(f"the rates are in {path}", file=sys.stderr)
+        print(f"measured rates written to {path}", file=sys.stderr)
     if as_json:
         _print_json(findings, rates, trial)
     else:

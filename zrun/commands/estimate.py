@@ -52,14 +52,16 @@ def estimate(
     gpu: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME", help="On one such device, or --world of them.", show_default=False
+            metavar="NAME",
+            help="Type of device, such as A100-80G; --world says how many.",
+            show_default=False,
         ),
     ] = None,
     simulate: Annotated[
         str | None,
         typer.Option(
             metavar="NxMxGPU",
-            help="On hosts that are not there: 512x8xA100-40G.",
+            help="Simulated hosts x devices, such as 512x8xA100-40G.",
             show_default=False,
         ),
     ] = None,
@@ -68,7 +70,7 @@ def estimate(
         typer.Option(
             min=1,
             metavar="N",
-            help="Number of devices (of --gpu; for a size alone, A100-80G).",
+            help="Number of devices (of --gpu; default A100-80G).",
             show_default=False,
         ),
     ] = None,
@@ -92,33 +94,35 @@ def estimate(
         ),
     ] = None,
     fit: Annotated[
-        bool, typer.Option("--fit", help="Search the cheapest change that fits.")
+        bool, typer.Option("--fit", help="Find the cheapest change that makes it fit.")
     ] = False,
     best: Annotated[
-        bool, typer.Option("--best", help="Search the fastest configuration that fits.")
+        bool, typer.Option("--best", help="Find the fastest configuration that fits.")
     ] = False,
     sweep: Annotated[
         str | None,
         typer.Option(
-            metavar="KEY=A,B,..", help="A row for each value of a key.", show_default=False
+            metavar="KEY=A,B,..", help="Estimate once for each value of a key.", show_default=False
         ),
     ] = None,
     measure: Annotated[
         bool,
         typer.Option(
-            "--measure", help="Run the job's first steps here, and scale all times by them."
+            "--measure",
+            help="Run the job's first steps here, and scale all times by what they take.",
         ),
     ] = False,
     explain: Annotated[
         str | None,
         typer.Option(
             metavar="TEXT",
-            help="List the buffers with this in their name, or of this kind.",
+            help="List buffers by their kind or a part of their name.",
             show_default=False,
         ),
     ] = None,
     tokens: Annotated[
-        str | None, typer.Option(help="How long so many tokens take: 450B.", show_default=False)
+        str | None,
+        typer.Option(help="Time to train on this many tokens: 450B.", show_default=False),
     ] = None,
     price: Annotated[
         float | None,
@@ -126,29 +130,32 @@ def estimate(
             min=0,
             max=1e9,
             callback=is_finite,
-            help="Of a device for an hour, with --tokens.",
+            help="Price of one device for one hour: adds the cost to --tokens.",
             show_default=False,
         ),
     ] = None,
     emit: Annotated[
         str | None,
         typer.Option(
-            metavar="patch", help="Print the keys that must change, as YAML.", show_default=False
+            metavar="patch", help="Print the keys to change, as YAML.", show_default=False
         ),
     ] = None,
     write: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Write the job with these keys.", show_default=False),
+        typer.Option(
+            metavar="FILE", help="Write the changed job to this file.", show_default=False
+        ),
     ] = None,
     html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write a picture of it.", show_default=False)
+        Path | None,
+        typer.Option(metavar="FILE", help="Write the estimate as a web page.", show_default=False),
     ] = None,
     patience: Annotated[
         float | None,
         typer.Option(
             min=1,
             metavar="S",
-            help="Seconds that the job's model and data may take; 60.",
+            help="Seconds to wait for the job's model and data; default 60.",
             show_default=False,
         ),
     ] = None,
@@ -184,7 +191,7 @@ def estimate(
         raise JobError("name a job file, a size such as 7.5B, or the config.json of a model")
     given = list(overrides or ())
     if slots and (simulate or gpu):
-        raise JobError("--slots: --simulate and --gpu have a rank on each device: leave it out")
+        raise JobError("--simulate and --gpu use one rank per device: leave out --slots")
     if slots:
         given.append(f"slots={slots}")
     if micro:
@@ -377,7 +384,7 @@ def _compare(run: str, what: str | None, as_json: bool, patience_s: float) -> in
     from zrun.runs.listing import find_run
 
     if what is not None:
-        raise JobError("--check RUN knows its job: leave the job out")
+        raise JobError("--check RUN reads the job of the run: leave the job out")
     found = check_run(find_run(run), patience_s)
     print_comparison(found, as_json=as_json)
     return ExitCode.OK if found.is_right else ExitCode.PREFLIGHT

@@ -115,7 +115,7 @@ def _write_code(job: Path, preset: str) -> list[str]:
             _write(path, code.read_text(encoding="utf-8"), force=False)
             notes.append(f"wrote {path}")
         except FileExistsError:
-            notes.append(f"kept {path}, which was there: name its functions in {job}")
+            notes.append(f"kept the existing {path}: name its functions in {job}")
     if preset == "hf" and find_spec("transformers") is None:
         notes.append("transformers is not installed: pip install transformers")
     return notes

@@ -34,12 +34,14 @@ def logs(
         ),
     ] = "all,messages",
     follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Go on until the run ends.")
+        bool, typer.Option("--follow", "-f", help="Keep printing until the run ends.")
     ] = False,
     grep: Annotated[
         str | None,
         typer.Option(
-            metavar="REGEX", help="Only lines in which this is found.", show_default=False
+            metavar="REGEX",
+            help="Only lines that match this regular expression.",
+            show_default=False,
         ),
     ] = None,
     lines: Annotated[
@@ -49,7 +51,7 @@ def logs(
             "-n",
             min=0,
             max=10**9,
-            help="The last so many.",
+            help="Only the last N lines.",
             show_default="all; 10 with -f",
         ),
     ] = None,
@@ -101,7 +103,10 @@ def _tell_what_is_shown(tails: list[Tail], path: Path, *, goes_on: bool) -> None
     if not tails:
         print(f"no log of this kind in {path / 'logs'}", file=sys.stderr)
     if goes_on:
-        told = f"following {path.name} until it ends, in {path / 'logs'}; Ctrl-C leaves it running"
+        told = (
+            f"following {path.name} until it ends, in {path / 'logs'}; Ctrl-C stops following, "
+            "not the run"
+        )
         print(told, file=sys.stderr)
         return
     for tail in tails:

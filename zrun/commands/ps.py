@@ -10,7 +10,7 @@ import typer
 
 def ps(
     everything: Annotated[
-        bool, typer.Option("--all", "-a", help="Runs of earlier days, too.")
+        bool, typer.Option("--all", "-a", help="Show runs of earlier days, too.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:

@@ -37,7 +37,7 @@ def stop(
         ),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only say what would be done.")
+        bool, typer.Option("--dry-run", help="Only print what would be done.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -85,12 +85,12 @@ def _end(run: RunSummary) -> str:
         case RunStatus.STOPPED:
             saved = "not saved"
             if run.exit_code == ExitCode.STOPPED:
-                saved = "saved: --resume auto goes on"
+                saved = "saved: continue with --resume auto"
             return f"stopped{after}, exit code {run.exit_code}, {saved}"
         case RunStatus.FAILED:
             return f"failed{after} (exit code {run.exit_code}): {run.headline}"
         case RunStatus.VANISHED:
-            return f"ended{after}; its launcher was killed and could not say more"
+            return f"ended{after}; its launcher was killed, so the cause was not recorded"
         case RunStatus.RUNNING:
             return "another launcher has just taken it over"
     return f"finished{after}"

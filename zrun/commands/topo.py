@@ -17,7 +17,7 @@ def topo(
         typer.Option(
             "--simulate",
             metavar="NxMxGPU|FILE",
-            help="Machines that are not there: 2x8xH100-80G, or a file of docs/topology.md.",
+            help="Simulated machines: 2x8xH100-80G, or a file as in docs/topology.md.",
             show_default=False,
         ),
     ] = None,
@@ -33,10 +33,11 @@ def topo(
         ),
     ] = None,
     tp: Annotated[
-        int, typer.Option(min=1, max=1024, help="Seat ranks with tp groups of this size.")
+        int, typer.Option(min=1, max=1024, help="Show where ranks go with tp groups of this size.")
     ] = 1,
     pp: Annotated[
-        int, typer.Option(min=1, max=1024, help="Seat ranks with so many pipeline stages.")
+        int,
+        typer.Option(min=1, max=1024, help="Show where ranks go with this many pipeline stages."),
     ] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -56,7 +57,7 @@ def topo(
     from zrun_core.errors import JobError
 
     if simulated is not None and (hosts is not None or host_list is not None):
-        raise JobError("--simulate describes machines that are not there: leave out --hosts and -H")
+        raise JobError("--simulate describes simulated machines: leave out --hosts and -H")
     if hosts is not None and host_list is not None:
         raise JobError("--hosts and -H both name the hosts: leave one out")
     if hosts is not None:

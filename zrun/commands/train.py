@@ -50,7 +50,7 @@ def train(
         str | None,
         typer.Option(
             metavar="auto|STEP|best|PATH|never",
-            help="Where it goes on from; short for resume=...",
+            help="Checkpoint to continue from; short for resume=...",
             show_default=False,
         ),
     ] = None,
@@ -71,7 +71,7 @@ def train(
         bool, typer.Option("--dry-run", help="Print what would run, and stop.")
     ] = False,
     force: Annotated[
-        bool, typer.Option("--force", help="Start even what does not fit by the estimate.")
+        bool, typer.Option("--force", help="Start even if the estimate says that it does not fit.")
     ] = False,
     detach: Annotated[
         bool,
@@ -116,7 +116,7 @@ def train(
         if smoke is not None:
             if fresh or resume is not None:
                 raise JobError(
-                    "--smoke begins anew and saves nothing: leave out --resume and --fresh"
+                    "--smoke starts from step 0 and saves nothing: leave out --resume and --fresh"
                 )
             loaded = _load_trial(loaded, smoke, given, ui)
         options = HostOptions(hosts, host_list, include, exclude, nodes, gpus)
@@ -157,7 +157,7 @@ def _as_overrides(slots: int | None, resume: str | None) -> list[str]:
     given = []
     if resume is not None and "=" in resume and not Path(resume).exists():
         raise JobError(
-            f"--resume {resume}: this is a key of the job, and no checkpoint: write --resume auto "
+            f"--resume {resume}: this is a key of the job, not a checkpoint: write --resume auto "
             f"{resume}"
         )
     if slots is not None:
@@ -229,7 +229,7 @@ def _refuse_joined(job: JobConfig, backend: Backend, dry_run: bool, detach: bool
         instead = "leave it out, and let that launcher start all of them again, with --resume auto"
     elif detach:
         asked = "--detach"
-        instead = "leave it out, and let that launcher go on without its terminal"
+        instead = "leave it out, and put that launcher in the background instead"
     elif dry_run:
         asked = "--dry-run"
         instead = "call zrun train --dry-run once, by itself"

@@ -28,10 +28,11 @@ def verify(
         ),
     ] = None,
     whole: Annotated[
-        bool, typer.Option("--whole", help="Keep the model as large as it is.")
+        bool, typer.Option("--whole", help="Verify the model at its full size.")
     ] = False,
     bisect: Annotated[
-        bool, typer.Option("--bisect", help="Of what differs, find the feature that makes it.")
+        bool,
+        typer.Option("--bisect", help="If the results differ, find the feature that causes it."),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:

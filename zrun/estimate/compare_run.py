@@ -122,7 +122,7 @@ def check_run(run: Path, patience_s: float = PATIENCE_S) -> RunComparison:
     events = list(_events(run / "events.jsonl"))
     starts = [number for number, event in enumerate(events) if event.get("type") == "start"]
     if not starts:
-        raise JobError(f"{run} has no event of a start: there is nothing to compare")
+        raise JobError(f"{run} never started to train: there is nothing to compare")
     events = events[starts[-1] :]
     start = events[0]
     peaks = [event for event in events if event.get("type") in ("peak", "memory")]
@@ -131,8 +131,7 @@ def check_run(run: Path, patience_s: float = PATIENCE_S) -> RunComparison:
     ]
     if not times and not any(event.get("peak_bytes") for event in peaks):
         raise JobError(
-            f"{run} has made too few steps: the memory of the second and the time of the third "
-            "are compared"
+            f"{run} is too short: memory is compared at step 2, and times from step 3 on"
         )
     hardware, notes = _hardware(spec, start)
     return _compared(run, spec, hardware, patience_s, peaks, times, notes)
@@ -173,8 +172,8 @@ def _compared(
         lines.append(ComparedLine("peak", rank.allocated, peak, judged, is_bound))
     else:
         notes.append(
-            "the run did not measure its memory: another version, or a profiler of its own in "
-            "the second step"
+            "the run did not measure its memory: it is of another version, or had its own "
+            "profiler in step 2"
         )
     if reserved := max((event.get("reserved_bytes") or 0 for event in peaks), default=0):
         judged = None if chosen.is_guess else _RESERVED
@@ -196,11 +195,11 @@ def _limit_of_time(
 ) -> tuple[float | None, str]:
     """Return how far off a time may be; None, and why, where it is not judged."""
     if not hardware.measured:
-        return None, "nobody has measured this machine (zrun doctor --bench)"
+        return None, "this machine was not measured (zrun doctor --bench)"
     if chosen.is_guess or chosen.is_bound or not is_alike:
         return None, ""
     if hardware.device.kind == "cpu":
-        return None, "on a CPU it follows from a few rates (zrun estimate --measure runs the job)"
+        return None, "on a CPU it is a rough guess (zrun estimate --measure runs the job)"
     return _TIME_GPU, ""
 
 

@@ -268,5 +268,5 @@ def refusal(forecast: Forecast) -> str:
         lines.append("with these keys it fits:")
         lines += [f"  {line}" for line in forecast.patch.splitlines()]
         lines.append(f"on the command line: {' '.join(forecast.changes)}")
-    lines.append("--force starts it all the same; zrun estimate shows where each byte goes")
+    lines.append("--force starts it anyway; zrun estimate shows where each byte goes")
     return "\n".join(lines)

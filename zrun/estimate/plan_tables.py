@@ -195,7 +195,7 @@ def pipeline_line(estimate: Estimate) -> str:
     )
     if estimate.after_blocks >= _SHOWN_BLOCKS:
         line += (
-            f"; what follows the last block computes as much as {estimate.after_blocks:.1f} blocks"
+            f"; the layers after the last block cost as much as {estimate.after_blocks:.1f} blocks"
         )
     return line
 
@@ -359,8 +359,8 @@ def _update_line(estimate: Estimate, tokens_per_sample: int | None) -> str:
     if tokens_per_sample:
         what = f"{formatting.count(enough * tokens_per_sample)} tokens"
     return (
-        f"{line}: the rest shows in each step; more tokens per step make less of it, and a "
-        f"micro-batch of {what} hides it"
+        f"{line}: the rest adds to each step; more tokens per step reduce it, and a micro-batch "
+        f"of {what} hides it"
     )
 
 
@@ -382,7 +382,7 @@ def cost_of_tokens(time: StepTime, tokens: int, devices: int, price: float | Non
         price: of a device for an hour; None: not given.
     """
     if not time.tokens_per_s:
-        return f"{formatting.count(tokens)} tokens: this model's samples are no tokens"
+        return f"{formatting.count(tokens)} tokens: this model's samples are not tokens"
     days = tokens / time.tokens_per_s / _DAY_S
     low, high = (days * each / time.seconds for each in (time.low, time.high))
     line = f"{formatting.count(tokens)} tokens: {_days(days)} ({_days(low)} to {_days(high)})"

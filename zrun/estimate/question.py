@@ -406,10 +406,11 @@ def _shape(text: str, seq: int | None) -> TransformerShape:
         except JobError as error:
             if _HUB_NAME.fullmatch(text):
                 raise JobError(
-                    f"{text} is no file; for a model of the Hub, from which nothing is fetched, "
-                    f"give its config.json (hf download {text} config.json) or its size, as 7.5B"
+                    f"{text} is not a file; for a model of the Hub give its config.json (hf "
+                    f"download {text} config.json) or its size, such as 7.5B: zrun downloads "
+                    "nothing"
                 ) from None
-            raise JobError(f"{text!r} is no file, and no size of a model: {error}") from None
+            raise JobError(f"{text!r} is neither a file nor the size of a model: {error}") from None
         return (
             shape if seq is None else replace(shape, seq=seq, positions=max(seq, shape.positions))
         )
@@ -418,15 +419,17 @@ def _shape(text: str, seq: int | None) -> TransformerShape:
     except OSError as error:
         raise JobError(f"{path}: {error.strerror}") from None
     except ValueError:
-        raise JobError(f"{path} is no JSON: name the config.json of a transformers model") from None
+        raise JobError(
+            f"{path} is not JSON: name the config.json of a transformers model"
+        ) from None
     if not isinstance(config, dict):
-        raise JobError(f"{path} holds no object: name the config.json of a transformers model")
+        raise JobError(f"{path} is not a JSON object: name the config.json of a transformers model")
     try:
         return TransformerShape.from_config(config, seq)
     except JobError as error:
         raise JobError(f"{path}: {error}") from None
     except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
-        raise JobError(f"{path}: its values make no transformer: {error}") from None
+        raise JobError(f"{path}: these values do not describe a transformer: {error}") from None
 
 
 def _job_of_shape(

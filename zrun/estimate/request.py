@@ -66,7 +66,7 @@ class EstimateRequest:
             JobError: some do.
         """
         if self.emit not in (None, "patch"):
-            raise JobError(f"--emit {self.emit}: only patch can be emitted")
+            raise JobError(f"--emit {self.emit}: write --emit patch")
         if self.fit and self.best:
             raise JobError("--fit and --best ask for different things: leave one out")
         if self.gpu is not None and self.simulate is not None:
@@ -76,16 +76,14 @@ class EstimateRequest:
             about_hosts = self.host_options.as_arguments()
             if value is not None and about_hosts:
                 raise JobError(
-                    f"{option} {value} names the hardware: leave out {about_hosts[0]}, which is "
-                    "about hosts that are there"
+                    f"{option} {value} names the hardware: leave out {about_hosts[0]}, which "
+                    "selects real hosts"
                 )
         if not self.measure:
             return
         for option, value in named.items():
             if value is not None:
-                raise JobError(
-                    f"--measure runs the job on the hosts that are there: leave out {option}"
-                )
+                raise JobError(f"--measure runs the job on real hosts: leave out {option}")
         if self.sweep is not None:
             raise JobError("--measure runs one job, and --sweep asks for several: leave one out")
 

@@ -279,9 +279,9 @@ def _check_local(hosts: tuple[HostEntry, ...] | None, hostname: str) -> None:
 def _check_in_allocation(hosts: tuple[HostEntry, ...] | None, cluster_env: ClusterEnv) -> None:
     if not cluster_env.names or hosts is None:
         raise JobError(
-            "launch.backend: slurm starts ranks in an allocation of several hosts, and this is "
-            "none: ask for one first (salloc -N 2 ..., or sbatch), and see that SLURM_JOB_NODELIST "
-            "is passed on"
+            "launch.backend: slurm needs an allocation of several hosts, and this is not one: "
+            "ask for one first (salloc -N 2 ..., or sbatch), and see that SLURM_JOB_NODELIST is "
+            "passed on"
         )
     outside = _outside(hosts, cluster_env)
     if outside:

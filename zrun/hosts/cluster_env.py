@@ -313,8 +313,8 @@ def _number(environ: Environ, name: str, least: int = 0) -> int:
     text = environ.get(name)
     if text is None:
         raise JobError(
-            f"{name} is not set, as the variables beside it let expect: pass the launcher's "
-            "environment on"
+            f"{name} is not set, although variables that belong to it are: pass on all of the "
+            "launcher's environment"
         )
     is_number = text.isascii() and text.isdigit() and len(text) <= 9
     if not is_number or not least <= int(text) < _MAX_PROCESSES:

@@ -147,7 +147,7 @@ def _picks(
         try:
             entry, slots = _pick(entries, item)
             if entry in picks:
-                raise ValueError(f"{entry} is there already: write it once, with all its slots")
+                raise ValueError(f"{entry} is named twice: write it once, with all its slots")
             picks[entry] = slots
         except ValueError as error:
             problems.append(Problem(ValueOrigin.in_file(option, 1, column), (), str(error)))
@@ -208,6 +208,6 @@ def _slots(entry: HostEntry, listed: str) -> tuple[int, ...]:
                 f"{entry} has no slot {slot}: {entry.where} gives it slots 0 to {entry.slots - 1}"
             )
         if slot in slots:
-            raise ValueError(f"slot {slot} of {entry} is there already: write it once")
+            raise ValueError(f"slot {slot} of {entry} is named twice: write it once")
         slots.append(slot)
     return tuple(sorted(slots))

@@ -130,7 +130,9 @@ def _entries(
     for host, origin in hosts:
         known = first.setdefault((host.name.lower(), host.port or 22), origin)
         if known is not origin:
-            what = f"{host.name} is there already, at {known}: write it once, with all its slots"
+            what = (
+                f"{host.name} is named twice, first at {known}: write it once, with all its slots"
+            )
             problems.append(Problem(origin, (), what))
         entries.append(HostEntry(host.name, host.user, host.port, host.slots, where=str(origin)))
     if problems:

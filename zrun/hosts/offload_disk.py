@@ -104,8 +104,8 @@ def find_warnings(disk: DiskFacts, job: JobConfig) -> Iterator[str]:
     """
     if not disk.direct:
         yield (
-            f"{disk.folder} ({disk.filesystem}) has no direct I/O: all that goes to "
-            "it and back passes the page cache, which takes time and memory"
+            f"{disk.folder} ({disk.filesystem}) has no direct I/O: all traffic goes through the "
+            "page cache, which takes time and memory"
         )
     if 0 < min(disk.read_rate, disk.write_rate) < _SLOW:
         yield f"the disk of {disk.folder} is slow: it {_rates(disk)}{_price(disk, job)}"

@@ -51,12 +51,12 @@ def refuse_foreign(path: Path, value: Any) -> None:
     end = "; `zrun init -o job.yaml` writes a job to put that into"
     if "zero_optimization" in keys or len(_DEEPSPEED & keys) > 1:
         lines = "".join(f"\n  {line}" for line in _of_deepspeed(value))
-        raise JobError(f"{begin} a configuration of DeepSpeed; a job says it so:{lines}\n{end[2:]}")
+        raise JobError(f"{begin} a configuration of DeepSpeed; as a job it is:{lines}\n{end[2:]}")
     if {"compute_environment", "distributed_type"} & keys:
         slots = value.get("num_processes", 1)
         precision = value.get("mixed_precision", "no")
         lines = f"\n  slots: {write(slots)}\n  precision: {write(precision)}\n"
-        raise JobError(f"{begin} a configuration of accelerate; a job says it so:{lines}{end[2:]}")
+        raise JobError(f"{begin} a configuration of accelerate; as a job it is:{lines}{end[2:]}")
     if "base_model" in keys:
         raise JobError(
             f"{begin} a configuration of axolotl, which names weights to tune; a job names "

@@ -146,16 +146,16 @@ _ADVICE = {
     "warmup_ratio": "ratio",
 }
 _TEXTS = {
-    "context": "a job divides sequences by parallel.sequence only, with tp: write parallel: "
+    "context": "context parallelism is parallel.sequence, with tp: write parallel: "
     "{tp: 2, sequence: true}",
     "ema": "keep averages in a hook: write hooks: {on_step: hooks.py:on_step}",
     "folder": "a run has a folder of its own below runs/: give --run-dir, or write checkpoint: "
     "{dir: ...} for checkpoints alone",
     "length": "lengths are your data's: write data: {call: ..., args: {...}}",
-    "lora": "a model with adapters is one that your factory builds, as with peft: write model: "
+    "lora": "your factory adds the adapters, for example with peft: write model: "
     "train.py:build_model",
-    "micro": "how often a step accumulates follows from the batch: write batch: {global: 64, "
-    "micro: 4}",
+    "micro": "gradient accumulation follows from the batch sizes: write batch: "
+    "{global: 64, micro: 4}",
     "model": "name what builds your model, such as AutoModelForCausalLM.from_config in a function: "
     "write model: train.py:build_model",
     "nodes": "hosts come from Slurm, from hosts: hosts.txt, or from --hosts and --nodes",

@@ -57,7 +57,7 @@ def smoke_of(job: JobConfig, steps: int) -> Smoke:
         keys[f"lr.{key}"] = str(shortened)
         parts.append(f"lr.{key} {shortened} of {getattr(job.lr, key)}")
     if isinstance(job.lr.schedule, Ref):
-        parts.append(f"{job.lr.schedule.call} is asked for the first steps")
+        parts.append(f"{job.lr.schedule.call} gives only its first steps")
     if job.eval is not None:
         samples = min(job.eval.samples or _EVAL_SAMPLES, _EVAL_SAMPLES)
         keys |= {"eval.every": str(steps), "eval.first": "false", "eval.samples": str(samples)}

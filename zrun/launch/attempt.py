@@ -167,7 +167,7 @@ def _with_share(request: LaunchRequest, resolved: ResolvedJob, cluster: Cluster)
         if fraction != "auto":
             return auto_share.with_share(resolved, fraction)
     if _tells_user(request):
-        say(f"{auto_share.KEY}: auto: estimating how much has to leave the device", sys.stderr)
+        say(f"{auto_share.KEY}: auto: estimating how much to offload", sys.stderr)
     return auto_share.with_least_share(
         request.loaded, resolved, cluster, request.environment, force=request.force
     )
@@ -186,7 +186,7 @@ def _print_plan(request: LaunchRequest, resolved: ResolvedJob, cluster: Cluster)
         return
     print(brief(resolved, request.loaded.config, cluster, width), file=sys.stderr)
     path = shlex.quote(str(request.loaded.path))
-    print(f"every other key has its default: zrun check --all {path}", file=sys.stderr)
+    print(f"all other keys have their defaults: zrun check --all {path}", file=sys.stderr)
 
 
 def _choose_start(
@@ -436,10 +436,13 @@ def _unfit(
     if not was_refused and not (failure.is_out_of_memory and is_early):
         return None
     reason = f": {failure.note.message}" if failure.note is not None else ""
-    say(f"{failure.headline}{reason}\nlooking for what would fit; a signal ends that", sys.stderr)
+    say(
+        f"{failure.headline}{reason}\nsearching for a configuration that fits (Ctrl-C skips this)",
+        sys.stderr,
+    )
     with suppress(StoppedError), stoppable(lambda: "looking"):
         found = gate.explanation(is_refused=was_refused)
         if gate.forecast is None:
-            say("nothing was found in this time: zrun estimate says what would fit", sys.stderr)
+            say("found none in this time: run zrun estimate to see what would fit", sys.stderr)
         return found
     return None

@@ -60,7 +60,7 @@ class DetachedLauncher:
         """
         if ui is Ui.live:
             raise JobError(
-                "--ui live draws on a terminal, and --detach leaves it: take plain, json or none"
+                "--ui live needs the terminal, which --detach leaves: choose plain, json or none"
             )
         read_end, write_end = os.pipe()
         sys.stdout.flush()

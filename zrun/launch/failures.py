@@ -43,8 +43,8 @@ _FOUND_BY_ALL = {DivergedError.__name__, NumericError.__name__}
 _ADVICE = {
     DivergedError.__name__: "look for bad memory or a broken link (dmesg, zrun doctor), and in "
     "your code for what changes parameters on some ranks only",
-    HangError.__name__: "make every rank come to what the message names; where one is merely slow, "
-    "raise the limit",
+    HangError.__name__: "make every rank reach the call that the message names; if one is only "
+    "slow, raise the limit",
 }
 _SHOWN_LINES = 15  # of a log, on screen, where there is no traceback
 
@@ -223,7 +223,7 @@ class Failure:
         rank = self.end.rank
         who = f"rank {rank} of {self.plan.world_size} ({self.plan.place_in_words(rank)})"
         if self.note is not None and self.note.type == JobError.__name__:
-            return f"a fault of the job, found{self._where()}"
+            return f"an error of the job, found{self._where()}"
         if self.note is not None and self.note.type in _FOUND_BY_ALL:
             return f"found by {who}{self._where()}"
         because = f": {self.fault.describe(self.plan)}" if self.fault is not None else ""
@@ -249,7 +249,7 @@ class Failure:
                 return " before the first step ended"
             where = f" after step {self.last_step}"
             if self.end.status == 0:
-                where += ", before training was over"
+                where += ", before the end of training"
             return where
         step = f" at step {self.note.step}" if self.note.step else ""
         phase = f" in {self.note.phase}" if self.note.phase else ""
@@ -266,7 +266,7 @@ class Failure:
             return self._advice_without_note()
         if self.note.is_echo:
             return (
-                "no rank says why it went away: look at the other logs, and for a time limit that "
+                "no rank reported why it ended: look at the other logs, or for a time limit that "
                 "is too short"
             )
         if self.note.kind == "bug":
@@ -277,7 +277,10 @@ class Failure:
 
     def _advice_without_note(self) -> str:
         if tracebacks.crash_stack(self.end.log):
-            return "native code crashed there: look at what the last line of yours hands to it"
+            return (
+                "native code crashed: check what the last line of your code in the stack passes "
+                "to it"
+            )
         if self.end.signal is not None:
             name = self.end.signal.name
             if not self.end.log:
@@ -388,17 +391,18 @@ class Hang:
             return self.fault.fault.advice
         if self.links:
             return (
-                "mend that network, or leave one of the two hosts out; the run can be started again"
+                "repair the network between them, or leave one of the two hosts out; the run can "
+                "be started again"
             )
         if self.first["does"] == "is stopped":
             return "find who sent SIGSTOP; the run can be started again"
         if self.first["does"] == "is silent":
             return "look at that host: it is overloaded, or somebody stopped its processes"
         if self._waits_for_tier:
-            return f"look at the health of what it waits for; if it is slow, raise {key}"
+            return f"check the disk or the host that it waits for; if it is only slow, raise {key}"
         if self.frame["reason"] is not None:
             return "make every rank run the same modules, or name the one that chooses in zero.leaf"
-        return f"see what the stack waits for; if it is merely slow, raise {key}"
+        return f"see in the stack what it waits for; if it is only slow, raise {key}"
 
     @property
     def stack(self) -> list[str]:
@@ -509,7 +513,7 @@ class LostHost:
 
     @property
     def advice(self) -> str:
-        return "see what became of that host; the run can be started again"
+        return "check that host; the run can be started again"
 
     def describe(self) -> str:
         """Return the last words on the terminal."""
@@ -577,7 +581,7 @@ class Stopped:
         """Return the content of failure.json."""
         advice = "start again"
         if self.committed:
-            advice = f"go on with --resume auto: step {self.committed} is saved"
+            advice = f"continue with --resume auto: step {self.committed} is saved"
         return {
             "step": self.last_step or None,
             "saved_step": self.committed or None,

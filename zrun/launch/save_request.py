@@ -47,7 +47,7 @@ class RunEndedError(SaveError):
         message = f"not saved: run {run.run_id} {run.state}"
         if run.step:
             message += f" after step {run.step}"
-        message += " before it came to that"
+        message += " before it could save"
         if run.state is RunStatus.FAILED:
             message += f" (exit code {run.exit_code}): {run.headline}"
         super().__init__(message)
@@ -67,13 +67,13 @@ def check(run: RunSummary) -> None:
         )
     if not may_save(run.path):
         raise JobError(
-            f"run {run.run_id} saves nothing: its job has no checkpoint; write one for the next "
-            "run, such as checkpoint: {every: 500}"
+            f"run {run.run_id} saves nothing: its job has no checkpoint section; for the next run "
+            "write one, such as checkpoint: {every: 500}"
         )
     if run.seconds is None or not launcher_of(run, "save").catches(SAVE):
         raise PreflightError(
-            f"run {run.run_id} does not train yet, and so has nothing to save: try again once it "
-            "does"
+            f"run {run.run_id} has not started to train, so there is nothing to save: try again "
+            "later"
         )
 
 
@@ -108,8 +108,8 @@ def save(run: RunSummary, timeout_s: float) -> Saved:
         if time.monotonic() > deadline:
             refuse_stopped(run, launcher_of(run, "save"))
             raise HangError(
-                f"run {run.run_id} was asked to save and has not after {timeout_s:g} s; it still "
-                f"may: wait with a longer --timeout, or look at {run.path}/logs"
+                f"run {run.run_id} has not saved within {timeout_s:g} s; it may still do so: wait "
+                f"with a longer --timeout, or look at {run.path}/logs"
             )
         time.sleep(_TURN_S)
 

@@ -123,8 +123,8 @@ def refuse_stopped(run: RunSummary, process: Process) -> None:
     """
     if process.state in ("T", "t"):
         raise HangError(
-            f"run {run.run_id}: process {process.pid} is stopped by a signal or a debugger, and "
-            f"obeys once it goes on: kill -CONT {process.pid}"
+            f"run {run.run_id}: process {process.pid} is suspended by a signal or a debugger, and "
+            f"cannot react: kill -CONT {process.pid} lets it continue"
         )
 
 

@@ -300,8 +300,8 @@ class Supervisor:
         if not all_silent and now <= self._give_up_at:
             return False
         for host in unfinished:
-            what = "its agent says nothing any more"
-            cause = "it, or what it was started by, was killed or stands still"
+            what = "its agent no longer answers"
+            cause = "it or its parent process was killed or is suspended"
             self._run.lose_host(host, f"{host}: {what}: {cause}")
             self._agents.drop_host(host)
         return True
@@ -433,7 +433,7 @@ class Supervisor:
         self._signals.wants_save = False
         run = self._run
         if self._signals.level or run.stop_reason or run.is_failing or run.ended:
-            notify("zrun save: the run ends already")
+            notify("zrun save: the run is already ending")
         elif not run.is_training:
             notify("zrun save: no rank trains yet, so there is nothing to save")
         else:
@@ -446,7 +446,7 @@ class Supervisor:
             return
         self._signals.wants_pause = False
         self._agents.send({"hold": True})
-        notify("zrun is stopped, and its ranks train on: fg shows them again")
+        notify("zrun is suspended, and its ranks keep training: fg brings it back")
         os.kill(os.getpid(), signal.SIGSTOP)
         self._agents.send({"beat": True})
 

@@ -57,8 +57,8 @@ def find_gpu_problems(report: HostReport, chosen: Sequence[int] | None) -> Itera
             )
         if state.health.remap == "failed":
             yield (
-                f"GPU {number} has damaged memory and no spare rows left to replace it with: leave "
-                "it out, and have it exchanged"
+                f"GPU {number} has damaged memory and no spare rows left to replace it with: "
+                "leave it out, and have the GPU replaced"
             )
 
 
@@ -151,7 +151,7 @@ def _ailments(state: GpuState, most_links: int, tools: _Tools, *, is_wanted: boo
     """Yield what ails a GPU, as the rest of a sentence about it."""
     health = state.health
     if health.remap == "failed" and not is_wanted:
-        yield "has damaged memory and no spare rows left to replace it with: have it exchanged"
+        yield "has damaged memory and no spare rows left to replace it with: have the GPU replaced"
     if health.remap == "pending":
         yield f"has damaged memory, which a reset replaces ({tools.reset}, with no process on it)"
     if health.uncorrected:
@@ -163,7 +163,7 @@ def _ailments(state: GpuState, most_links: int, tools: _Tools, *, is_wanted: boo
     if health.pcie_width and health.max_pcie_width and health.pcie_width < health.max_pcie_width:
         yield (
             f"uses {health.pcie_width} of {health.max_pcie_width} PCIe lanes, so copies to and "
-            "from the host take longer: seat the board anew, and look at its riser"
+            "from the host take longer: reseat the board, and check its riser"
         )
     if state.num_links and state.num_links < most_links:
         yield f"has {state.num_links} of {most_links} fast links up: see {tools.links}"

@@ -111,7 +111,7 @@ def _check_software(there: Software, here: Software) -> Iterator[str]:
             "everywhere in launch.python"
         )
     if there.zrun_code != here.zrun_code:
-        other = "its zrun has other code"
+        other = "its zrun has different code"
         if there.zrun != here.zrun:
             other = f"zrun {there.zrun} there, {here.zrun} here"
         yield f"{other}: install the same version for {there.executable}"

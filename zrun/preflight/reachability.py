@@ -49,7 +49,7 @@ def check_reachability(reports: Mapping[AgentLink, HostReport]) -> Reachability:
     for agent, answer in ask(questions, _HELLO_S).items():
         _, problems = found[agent]
         if isinstance(answer, str) or "error" in answer:
-            problems.append(_explain(answer, "it could not knock at others"))
+            problems.append(_explain(answer, "it could not test connections to other hosts"))
             continue
         unreached: dict[str, list[str]] = {}  # by cause
         try:
@@ -94,7 +94,7 @@ def open_listeners(found: Reachability, mark: str) -> dict[AgentLink, tuple[str,
     for agent, answer in ask(questions, _HELLO_S).items():
         report, problems = found[agent]
         if isinstance(answer, str) or "error" in answer:
-            problems.append(_explain(answer, "it cannot listen to others"))
+            problems.append(_explain(answer, "it could not accept connections from other hosts"))
             continue
         try:
             address = answer["address"]

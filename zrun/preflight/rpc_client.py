@@ -15,8 +15,8 @@ from zrun.transport.frames import Frame, pack
 _ANSWER_S = 30.0  # a driver that has to wake GPUs up takes several
 
 OTHER_ZRUN = (  # of an answer that cannot be read
-    "its agent does not answer what it was asked, so its zrun is another one: install the same "
-    "version there"
+    "its agent does not understand the request, so it runs another version of zrun: install the "
+    "same one there"
 )
 
 Answers = dict[AgentLink, Frame | str]  # or why there is none

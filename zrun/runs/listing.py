@@ -221,7 +221,7 @@ def _nearest(text: str, paths: list[Path]) -> str:
 
 def _below(path: Path) -> str:
     if not os.path.isdir(path):
-        return ": there is no such folder, or it is not for you to see"
+        return ": no such folder, or no permission to read it"
     runs = sorted(each for each in path.glob("*") if is_run(each))
     return f"; name one of its runs, such as {runs[-1]}" if runs else ""
 

@@ -353,8 +353,8 @@ def _refuse_files(path: Path) -> None:
     names = sorted(entry.name for entry in path.iterdir() if entry.name != LOCK)
     if "events.jsonl" in names:
         raise JobError(
-            f"run directory {path} holds an earlier run: go on with --resume auto, start over with "
-            "--fresh, or choose another with --run-dir"
+            f"run directory {path} holds an earlier run: continue it with --resume auto, start "
+            "over with --fresh, or choose another with --run-dir"
         )
     if names:
         raise JobError(

@@ -151,8 +151,8 @@ def _start_anew(job: JobConfig, chosen: Path | None, fresh: bool) -> StartPoint:
         return StartPoint(chosen)  # claiming the directory refuses one that holds a run
     if not fresh:
         raise JobError(
-            f"checkpoint.dir: {given} holds step {steps[-1]}: go on with --resume auto, start over "
-            "with --fresh, or name another folder"
+            f"checkpoint.dir: {given} holds step {steps[-1]}: continue with --resume auto, start "
+            "over with --fresh, or name another folder"
         )
     note = f"starts over: the checkpoints in {given} are set aside"
     return StartPoint(chosen, aside=given, note=note)
@@ -258,8 +258,8 @@ def _branch(
             )
         if source.step is not None and newest > source.step:
             raise JobError(
-                f"resume: {source.folder} holds step {newest} too, which step {source.step} would "
-                "lead to again: choose another --run-dir or checkpoint.dir for what comes now"
+                f"resume: {source.folder} already holds step {newest}, which training on from "
+                f"step {source.step} would write again: choose another --run-dir or checkpoint.dir"
             )
     return _resume_from(job, source, chosen, earlier)
 
@@ -297,10 +297,10 @@ def _resume_from(
     if is_over and not verify(newest.path, newest.manifest):
         note = f"already complete: {newest.path}"
         if ended:
-            how = f"to train on, name the step: --resume {newest.step}"
+            how = f"to train longer from there, name the step: --resume {newest.step}"
             note += f" (it ended early: {ended}); {how}"
         return StartPoint(run_dir, note=note, complete=True)
-    note = f"resume: goes on after step {newest.step} of {source.folder}"
+    note = f"resume: continues after step {newest.step} of {source.folder}"
     return StartPoint(run_dir, source, earlier, note=note)
 
 

@@ -63,8 +63,8 @@ _NO_BOARD = (
 
 
 _RESET = (
-    "leave this GPU out until it was reset (amd-smi reset --gpureset, with no process on it), and "
-    "have it exchanged if that comes again"
+    "leave this GPU out until it was reset (amd-smi reset --gpureset, with no process on it), "
+    "and have it replaced if that comes again"
 )
 _REBOOT = (
     "leave this host out and reboot it; if it comes again, have the board, its slot and its power "

@@ -14,7 +14,7 @@ _CONSEQUENCES = {45}
 
 _RESET = (
     "leave this GPU out until it was reset (nvidia-smi --gpu-reset, with no process on it), and "
-    "have it exchanged if that comes again"
+    "have it replaced if that comes again"
 )
 _REBOOT = (
     "leave this host out and reboot it; if it comes again, have the board, its slot and its power "
@@ -26,7 +26,7 @@ _CODE = (
 )
 _LINK = (
     "look at nvidia-smi nvlink --errorcounters and at the fabric manager's log; the GPU, its "
-    "bridge or the switch has to be reset or exchanged"
+    "bridge or the switch has to be reset or replaced"
 )
 
 # number: (what it means, what to do, whether a job on the GPU cannot go on)

@@ -237,7 +237,7 @@ class LocalAgent(AgentProcess):
 
     def end_reason(self) -> str:
         return (
-            "the agent of this host ended unexpectedly; its last words are above, or in "
+            "the agent of this host ended unexpectedly; its last output is above, or in "
             "logs/agent-<host>.log of the run directory"
         )
 

@@ -279,7 +279,7 @@ class JoinServer:
                 refused = "it runs another job, or the same with other overrides or another zrun"
             elif process.index in joined:
                 refused = (
-                    f"{self._rendezvous.noun} {process.index} is there already, as process "
+                    f"{self._rendezvous.noun} {process.index} has joined already, as process "
                     f"{joined[process.index].pid}"
                 )
             if refused is not None:
@@ -309,7 +309,7 @@ class JoinServer:
         plural = "s" if len(missing) > 1 else ""
         return (
             f"{self._rendezvous.noun}{plural} {names} of {self._rendezvous.member.count} did not "
-            f"come to rank 0{where} within {patience_s:g} s (limits.start_s){strangers}: were all "
+            f"reach rank 0{where} within {patience_s:g} s (limits.start_s){strangers}: were all "
             "processes started, with the same job?"
         )
 
@@ -379,7 +379,7 @@ def _introduce(connection: socket.socket, rendezvous: Rendezvous, key: bytes) ->
             f"rank 0 does not take {rendezvous.noun} {process.index} on {host}: {reason}"
         )
     if not hmac.compare_digest(_proof(key, "leader", theirs, nonce, process), answer["proof"]):
-        raise PermissionError("somebody else listens there")
+        raise PermissionError("another program listens there")
     _keep_alive(connection)
 
 
@@ -400,8 +400,8 @@ def _listen(rendezvous: Rendezvous, address: str | None) -> socket.socket:
         except OSError as error:
             server.close()
             raise PreflightError(
-                f"another process leads these ranks already ({error.strerror}): is it left of an "
-                "earlier start?"
+                f"another process leads these ranks already ({error.strerror}): is it left over "
+                "from an earlier start?"
             ) from None
         server.listen(rendezvous.member.count)
         return server

@@ -101,11 +101,11 @@ def bisect(
         if is_it:
             guilty.append(feature.name)
     if guilty:
-        return f"it takes {' and '.join(guilty)}: without, it agrees"
+        return f"the cause is {' and '.join(guilty)}: without, it agrees"
     off: list[str] = []
     for number, feature in enumerate(features):
         off += feature.keys
         if number and agrees(off):
             names = ", ".join(each.name for each in features[: number + 1])
-            return f"no feature alone makes it: without {names} it agrees"
+            return f"no single feature is the cause: without {names} it agrees"
     return "it differs without any of them: look at the model, its loss and its data"

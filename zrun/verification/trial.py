@@ -43,14 +43,14 @@ def check_method(job: JobConfig) -> None:
     """
     if job.parallel.schedule in PIPEDREAMS:
         raise JobError(
-            f"parallel.schedule: {job.parallel.schedule} updates by gradients of older weights: it "
-            "is another method than a plain loop, and nothing to verify it by; verify the rest "
-            "with parallel.schedule=1f1b"
+            f"parallel.schedule: {job.parallel.schedule} updates with gradients of older weights, "
+            "so a plain loop trains something else and cannot be compared; verify the rest with "
+            "parallel.schedule=1f1b"
         )
     if job.offload.schedule == "delayed":
         raise JobError(
-            "offload.schedule: delayed uses parameters that are a step old: it is another method "
-            "than a plain loop, and nothing to verify it by; verify the rest with "
+            "offload.schedule: delayed uses parameters that are one step old, so a plain loop "
+            "trains something else and cannot be compared; verify the rest with "
             "offload.schedule=overlap"
         )
 
@@ -109,9 +109,12 @@ def trial_of(job: JobConfig, steps: int, slots: int | None, gpus: int) -> Trial:
     notes = []
     if isinstance(group, int) and replicas % group:
         overrides.append("zero.shard_group=all")
-        notes.append(f"zero.shard_group {group} is all here: give --slots a multiple of it")
+        notes.append(
+            f"zero.shard_group {group} does not divide {replicas} ranks, so it is all here: give "
+            f"--slots a multiple of {group}"
+        )
     if job.epochs is not None:
-        notes.append("epochs give way to steps: a short last step is not run")
+        notes.append("steps replace epochs: a short last step is not run")
     if accumulation == 1:
         notes.append("each rank has one micro-batch: nothing accumulates")
     smaller = shrunk(job.model.args, tp=parallel.tp, blocks=2 * parallel.pp * parallel.virtual)

@@ -92,7 +92,7 @@ class Verification:
         except TrialFailedError:
             if not self._shrinks:
                 raise
-            self._say("it does not run with a smaller model: as it is, then")
+            self._say("the smaller model does not run: verifying the full size instead")
             self._shrinks = ()
             found = self._pass(folder, "as fp32", wide, half)
         if found.agrees and narrow:
@@ -122,7 +122,7 @@ class Verification:
             step = run_dirs[0] / "checkpoints" / step_name(save)
             layout, told = other_layout(runner.load(keys).config, str(step))
             run_dirs.append(runner.train([*keys, *layout]))
-            name += f", and on from a save on {told}"
+            name += f", and resumed on {told}"
         found = runner.compare(run_dirs)
         self._results[name] = found
         if found.agrees:
@@ -152,7 +152,7 @@ class Verification:
 
         job = runner.load(keys).config
         if agrees(()):
-            return "it differs only where it goes on from a save, in another layout"
+            return "it differs only after a resume in another layout"
         return bisect(features_of(job), agrees, self._say_trial)
 
     def _say_trial(self, text: str) -> None:
@@ -181,11 +181,14 @@ class Verification:
             )
             return
         name = list(self._results)[-1]
-        print(f"your configuration trains something else, {name}: {found.difference}")
+        print(
+            f"your configuration does not train what a plain loop trains, {name}: "
+            f"{found.difference}"
+        )
         if culprit:
             print(culprit)
         else:
-            print("to find the feature that makes it: zrun verify JOB --bisect")
+            print("to find the feature that causes it: zrun verify JOB --bisect")
 
     def _say(self, text: str) -> None:
         say(text, sys.stderr)

@@ -70,9 +70,8 @@ def places(run_dir: Path, shown: list[int] | Literal["all"], num_ranks: int) -> 
     elif there := [str(rank) for rank in shown if rank < num_ranks]:
         whose = f"rank {', '.join(there)}"
     return (
-        f"run: {run_dir} (every value of the job: job.yaml)\n"
-        f"output: of {whose} here (log.ranks); of all: zrun logs {reference(run_dir)}, or logs/ of "
-        "that folder"
+        f"run: {run_dir} (the whole job: job.yaml)\noutput: {whose} is shown here (log.ranks); "
+        f"all ranks: zrun logs {reference(run_dir)}, or logs/ in that folder"
     )
 
 

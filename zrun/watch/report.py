@@ -214,7 +214,7 @@ def _compared(measured: int | None, expected: int | None, what: str, how: str) -
         return line
     if measured == expected:
         return f"{line}, equal to {how}"
-    line += f"; by {how} {format_size(expected)}"
+    line += f"; {format_size(expected)} in {how}"
     if expected:
         line += f" ({(measured - expected) / expected:+.2%})"
     return line

@@ -98,8 +98,8 @@ def _slow(busy: Mapping[int, float], span: float) -> str:
         return ""
     longer = busy[slowest] / mean - 1
     return (
-        f"stage {slowest} computes {longer:.0%} longer than the mean, and the others wait: "
-        "parallel.split says where the model is cut"
+        f"stage {slowest} computes {longer:.0%} longer than the mean, and the others wait for it: "
+        "move the borders with parallel.split"
     )
 
 

@@ -145,12 +145,12 @@ class Stragglers:
         works = formatting.seconds(worker.own_s)
         median = formatting.seconds(usual_s)
         text = (
-            f"{worker.name} is slow, and the others wait: it works for {works} of each step, the "
-            f"median {kind} for {median}, most of the difference is in {part}; so for "
+            f"{worker.name} is slow, and the others wait for it: busy {works} of each step, the "
+            f"median {kind} {median}, most of the difference is in {part}; this has been so for "
             f"{self._step - self._since[worker.name]} steps"
         )
         if kind == "stage":
-            text += "; parallel.split says where the model is cut"
+            text += "; move the borders with parallel.split"
         return text
 
 

@@ -85,7 +85,7 @@ def _held(tier: Mapping[str, Any]) -> str:
     line = f"{format_size(allocated)} of rank 0"
     if allocated == planned:
         return f"{line}, equal to plan"
-    return f"{line}; by plan {format_size(planned)}"
+    return f"{line}; {format_size(planned)} planned"
 
 
 def _moved(tier: Mapping[str, Any]) -> str:
@@ -97,7 +97,7 @@ def _moved(tier: Mapping[str, Any]) -> str:
     if planned == moved:
         return f"{line}, equal to plan"
     read, written = (sum(planned[direction].values()) for direction in ("read", "written"))
-    return f"{line}; by plan {format_size(read)} and {format_size(written)}"
+    return f"{line}; {format_size(read)} and {format_size(written)} planned"
 
 
 def _rate(bytes_per_s: float) -> str:

@@ -225,7 +225,7 @@ def _groups(host: HostFacts) -> list[RenderableType]:
     if links is None or len(links) == 1:
         return []
     if not any(any(row) for row in links.bandwidth):
-        return ["No path is known: GPUs are taken in the order of their numbers"]
+        return ["Links are not known: GPUs are used in the order of their numbers"]
     table = Table(box=None, pad_edge=False)
     for column in ("tp", "groups", "weakest pair", "by number", "weakest pair "):
         table.add_column(
@@ -244,7 +244,7 @@ def _groups(host: HostFacts) -> list[RenderableType]:
     explained = (
         "tp: ranks that share a layer; groups: the division whose weakest pair of GPUs has the "
         "strongest link; by number: what the order of the GPUs would give. GB/s in one direction "
-        "as NCCL reckons, not measured"
+        "by NCCL's table of links, not measured"
     )
     return [table, Text(explained, "dim")]
 

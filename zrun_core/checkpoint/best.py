@@ -59,7 +59,7 @@ def value_of(key: str, metric: str, values: Mapping[str, float]) -> float:
         near = get_close_matches(metric, values, 1)
         advice = f"did you mean {near[0]}?" if near else "name one of these"
         known = ", ".join(values)
-        raise JobError(f"{key}: {metric} is not what the evaluation came to, {known}: {advice}")
+        raise JobError(f"{key}: the evaluation has no {metric}, but {known}: {advice}")
     return values[metric]
 
 
@@ -89,7 +89,7 @@ class EarlyStop:
         self._num_worse += 1
         if self._num_worse < config.patience:
             return None
-        known = "it was never a number"
+        known = "it was never a finite number"
         if self._best is not None:
             known = f"the best was {self._best.value:.6g} at step {self._best.step}"
         times = "evaluation" if self._num_worse == 1 else f"{self._num_worse} evaluations"

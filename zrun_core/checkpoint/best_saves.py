@@ -80,10 +80,16 @@ def find_best(
     known = None if saved is None else Best(**saved)
     named = folder.best_so_far()
     if any(best is not None and not best.is_of(goal) for best in (known, named)):
-        warn("checkpoint.best names another metric or mode than before: it begins anew")
+        warn(
+            "checkpoint.best names another metric or mode than before: the best step so far no "
+            "longer counts"
+        )
         return None
     if known is not None and not folder.step_path(known.step).is_dir():
-        warn(f"step {known.step}, the best so far, is gone: the best begins anew")
+        warn(
+            f"step {known.step}, the best so far, is gone: the next evaluated step is the best "
+            "again"
+        )
         known = None
     is_of_before = named is not None and named.step <= resumed.manifest.step
     if named is not None and is_of_before and is_better(named.value, known, goal.mode):

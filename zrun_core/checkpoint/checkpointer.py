@@ -528,7 +528,7 @@ class Checkpointer:
             may_go_on = self.config.on_save_error == "warn" and self._failures <= _MAX_FAILURES
         if may_go_on:
             text = f"step {step} is not saved: {problem}"
-            self._warn(f"{text}; training goes on (checkpoint.on_save_error)", unsaved=step)
+            self._warn(f"{text}; training continues (checkpoint.on_save_error)", unsaved=step)
         elif rank == self._world.index:
             raise SaveError(f"step {step} is not saved: {problem}")
         else:

@@ -103,7 +103,7 @@ def match(
         else:
             missing.append(f"{info.name} {list(info.shape)}")
     if config.strict and missing:
-        hint = f"what it has is like {next(iter(shapes), 'nothing')}: map names with init_from.map"
+        hint = f"its names are like {next(iter(shapes), 'nothing')}: map names with init_from.map"
         raise CheckpointError(
             f"init_from: {path} has no {missing[0]}{_more(missing)}; {hint}, "
             "or write init_from.strict: false"
@@ -116,7 +116,9 @@ def match(
         )
     notes = []
     if missing:
-        notes.append(f"left as the model's code made it: {missing[0]}{_more(missing)}")
+        notes.append(
+            f"not in the file, so initialised by the model's code: {missing[0]}{_more(missing)}"
+        )
     if unexpected:
         notes.append(f"not used: {unexpected[0]}{_more(unexpected)}")
     return found, notes

@@ -295,7 +295,7 @@ class Manifest:
         if len(text) <= _TAIL_BYTES or tail[:12] != _TAIL[:12]:
             refuse("is not complete: it does not end with its digest")
         if tail != _TAIL % digest(body).encode():
-            refuse("is damaged: its digest does not fit")
+            refuse("is damaged: its checksum is wrong")
         raw = _parse(body + b"}")
         if raw.get("format") != FORMAT:
             found = str(raw.get("format"))[:20]

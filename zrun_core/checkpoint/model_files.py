@@ -88,7 +88,7 @@ def _outside(model: nn.Module, prefix: str | None) -> str | None:
         return None
     for name in model.state_dict():
         if not name.startswith(prefix):
-            return f"of which {name} is not a part"
+            return f"which does not contain {name}"
     return None
 
 
@@ -103,7 +103,7 @@ def _foreign(model: nn.Module) -> str | None:
         package = type(module).__module__.partition(".")[0]
         is_known = package in known or isinstance(module, TiledLinear)
         if not is_known and any(True for _ in module.parameters()):
-            return f"into which {name} was put ({type(module).__name__})"
+            return f"with {name} added to it ({type(module).__name__})"
     return None
 
 

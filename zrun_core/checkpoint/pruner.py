@@ -62,6 +62,6 @@ class Pruner:
         for step, problem in self._folder.damaged.items():
             if step not in known:
                 found.warnings.append(
-                    f"step {step} does not count, and an older one stays in its place: {problem}"
+                    f"step {step} is not valid, so an older one is kept in its place: {problem}"
                 )
         return found

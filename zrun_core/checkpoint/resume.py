@@ -48,10 +48,10 @@ class Resumed:
         lines = []
         for step, problem in sorted(self.skipped.items()):
             lines.append(f"step {step} is skipped: {problem}")
-        return [*lines, f"goes on after step {self.manifest.step} of {self.path}"]
+        return [*lines, f"continues after step {self.manifest.step} of {self.path}"]
 
 
-_OTHER_STEP = "name another with --resume PATH or --resume STEP, or start anew with --fresh"
+_OTHER_STEP = "name another with --resume PATH or --resume STEP, or start over with --fresh"
 
 
 def load_newest(

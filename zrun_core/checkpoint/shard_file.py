@@ -213,7 +213,7 @@ def read_fragment(folder: Path, fragment: Fragment, into: torch.Tensor) -> None:
     with opened(folder, fragment.file) as file:
         found = read_into(file, path, fragment.offset, as_bytes(into).data)
     if found != fragment.digest:
-        raise CheckpointError(f"{path} is damaged: the digest of {fragment.key} does not fit")
+        raise CheckpointError(f"{path} is damaged: the checksum of {fragment.key} is wrong")
 
 
 def check_header(folder: Path, file: FileInfo) -> bytes:
@@ -231,5 +231,5 @@ def check_header(folder: Path, file: FileInfo) -> bytes:
         header = bytearray(file.header_bytes)
         found = read_into(opened_file, path, 0, memoryview(header))
     if found != file.header_digest:
-        raise CheckpointError(f"{path} is damaged: the digest of its header does not fit")
+        raise CheckpointError(f"{path} is damaged: the checksum of its header is wrong")
     return bytes(header)

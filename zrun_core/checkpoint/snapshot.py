@@ -105,9 +105,9 @@ class Snapshot:
         self._pinned = Pinned(memory, self._device)
         if self._pinned.refusal:
             self.note = (
-                "the copies that are written while training goes on lie in host memory that could "
-                f"not be pinned (the driver says {self._pinned.refusal}), so training waits longer "
-                "for each save: ulimit -l unlimited may help"
+                "the host memory of background saves could not be pinned (the driver says "
+                f"{self._pinned.refusal}), so training waits longer for each save: ulimit -l "
+                "unlimited may help"
             )
 
 

@@ -58,7 +58,7 @@ def _ranges(info: FileInfo, manifest: Manifest) -> list[_FileRange]:
 
 
 def _damage(folder: Path, part: _FileRange) -> str:
-    return f"{folder / part.file} is damaged: the digest of {part.name} does not fit"
+    return f"{folder / part.file} is damaged: the checksum of {part.name} is wrong"
 
 
 def verify(folder: Path, manifest: Manifest, threads: int | None = None) -> list[str]:

@@ -63,8 +63,8 @@ def differences(before: Mapping[int, str], now: Marks) -> str:
     if not numbers:
         return ""
     if len(numbers) == 1:
-        return f"sample {numbers[0]} is not what was there"
-    return f"samples {', '.join(numbers[:-1])} and {numbers[-1]} are not what was there"
+        return f"sample {numbers[0]} has changed"
+    return f"samples {', '.join(numbers[:-1])} and {numbers[-1]} have changed"
 
 
 class _SampleReader(Dataset[Marks]):

@@ -162,7 +162,9 @@ def _unlike_leaf(what: str, one: _Side, other: _Side) -> str:
     if shape is not None and other_shape is not None:
         return "" if shape == other_shape else _against(what, "shape", one, other, _shape)
     if other_shape is None and not isinstance(other.value, int | float | str | bytes):
-        return f"{what} is {type(other.value).__name__} at {other.name}, of which no tensor is made"
+        return (
+            f"{what} is {type(other.value).__name__} at {other.name}, which cannot become a tensor"
+        )
     if type(one.value) is not type(other.value):
         return _against(what, "type", one, other, lambda value: type(value).__name__)
     return ""

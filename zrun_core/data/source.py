@@ -224,7 +224,7 @@ class IterableSource:
                 add_location(error, f"after {num_read} samples of pass {epoch + 1}")
                 raise
             if not num_read:
-                why = " in its second pass: it can be walked only once" if epoch else ""
+                why = " in its second pass: it can be iterated only once" if epoch else ""
                 raise UserCodeError(
                     f"the dataset is empty: {type(self._dataset).__name__} yielded no sample{why}"
                 )

@@ -157,7 +157,7 @@ class BatchGuard:
             groups.setdefault(self._plan.ranks[rank].dp, {})[rank] = json.loads(row)
         found = [odd for group in groups.values() if (odd := _first_difference(group)) is not None]
         if not found:
-            what = "and no longer did at a second look: suspect the memory of these hosts"
+            what = "but not when compared again: suspect the memory of these hosts"
             return JobError(f"data: in {when} ranks read different batches, {what}")
         first = min(found, key=lambda each: each.micro)
         ranks = [rank for each in found if each.what == first.what for rank in each.ranks]

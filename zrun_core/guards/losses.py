@@ -60,7 +60,7 @@ class LossGuard:
             raise DivergedError(
                 f"in {when} ranks that share layers (parallel.tp) computed different losses for "
                 "the same samples: a penalty or a norm of weights in the loss or in a hook sees "
-                "the slices of its rank, and a generator of your own may draw otherwise on each: "
-                "make it of what modules return, draw from torch's default generator, or write "
-                "tp: 1"
+                "only the slices of its rank, and a random generator of your own may differ "
+                "between ranks: compute with what modules return, draw from torch's default "
+                "generator, or write tp: 1"
             )

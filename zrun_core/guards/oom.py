@@ -76,7 +76,7 @@ class MemoryGuard:
         )
         self._emitter.emit(
             "warning",
-            message=f"step {step}: {error}; all ranks drop its batch. What holds most: {most}",
+            message=f"step {step}: {error}; all ranks drop this batch. What holds most: {most}",
         )
         # The traceback holds the activations.
         error.__cause__ = error.__context__ = error.__traceback__ = None

@@ -282,13 +282,13 @@ def _odd_ones(
     return sorted(odd)
 
 
-_END = "; go on from the last checkpoint, on another machine if it happens again"
+_END = "; resume from the last checkpoint, on another machine if it happens again"
 
 
 def _changed_again(step: int) -> str:
     return (
-        f"step {step}: replicas differ, and no longer do at a second look: suspect the memory of "
-        f"this host{_END}"
+        f"step {step}: replicas differed, but not when compared again: suspect the memory of this "
+        f"host{_END}"
     )
 
 

@@ -51,7 +51,7 @@ def why_not(device: torch.device, num_ranks: int = 1) -> str | None:
     if not is_accelerator(device):
         return None
     if device.type != TYPE:
-        return device_names.what_lacks(device.type) or f"zrun knows no {device.type}"
+        return device_names.what_lacks(device.type) or f"zrun does not support {device.type}"
     count = device_count()
     if not count:
         return _why_none()

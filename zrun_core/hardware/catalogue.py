@@ -244,9 +244,7 @@ def device_named(name: str) -> Device:
         return known[wanted]
     near = get_close_matches(wanted, known, n=1, cutoff=0.3)
     suggestion = f"did you mean {known[near[0]].name}? " if near else ""
-    raise JobError(
-        f"{name!r} is no device that is known: {suggestion}There are {', '.join([*DEVICES, 'CPU'])}"
-    )
+    raise JobError(f"unknown device {name!r}: {suggestion}There are {', '.join([*DEVICES, 'CPU'])}")
 
 
 def like(name: str) -> Device:

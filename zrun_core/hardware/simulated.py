@@ -45,8 +45,8 @@ def parse_simulate(text: str, *, price: float | None = None) -> Hardware:
     match = _SIMULATED.fullmatch(text.strip())
     if match is None:
         raise JobError(
-            f"{text!r} describes no cluster: write nodes x GPUs x device, such as 64x8xA100-80G "
-            "or 4xH100"
+            f"{text!r} is not a cluster: write nodes x GPUs x device, such as 64x8xA100-80G or "
+            "4xH100"
         )
     device = device_named(match["name"])
     usual = CPU_NODE if device.kind == "cpu" else NODES[device.name]
@@ -161,7 +161,7 @@ def _part_named(hardware: Hardware, wanted: str) -> str:
     near = get_close_matches(wanted.upper(), known, n=1, cutoff=0.3)
     suggestion = f"did you mean {known[near[0]]}? " if near else ""
     raise JobError(
-        f"{hardware.name!r}: {wanted!r} is no link or drive that is known: {suggestion}There are "
+        f"{hardware.name!r}: unknown link or drive {wanted!r}: {suggestion}There are "
         f"{', '.join(known.values())}"
     )
 

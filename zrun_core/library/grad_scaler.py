@@ -92,8 +92,7 @@ class GradScaler:
             )
         if id(optimizer) in self._overflows:
             raise UserCodeError(
-                "GradScaler.step(): this optimizer has stepped already: "
-                "call update() after each round"
+                "GradScaler.step(): this optimizer has stepped already: call update() once per step"
             )
         self._overflows[id(optimizer)] = optimizer._step(weight, self._scaler).overflow
 

@@ -116,8 +116,8 @@ def save(
     checkpointer = _checkpointer(run, path, states, keep)
     if checkpointer.last_step == step:
         raise UserCodeError(
-            f"save(step={step}): {path} holds that step already: "
-            "count on from the one that was loaded"
+            f"save(step={step}): {path} holds that step already: continue to count from the "
+            "loaded step"
         )
     run._background.save(checkpointer, step, progress, wait=wait)
     return True

@@ -91,7 +91,7 @@ class _Verification:
         if own.keys() != dtypes.keys():
             odd = sorted(own.keys() ^ dtypes.keys())[0]
             raise JobError(
-                f"verify(): the plain model is another one: {odd} is in one of both only"
+                f"verify(): the plain model is a different model: only one of the two has {odd}"
             )
         for name, param in own.items():
             param.data = param.data.to(dtypes[name])
@@ -185,10 +185,9 @@ class _Verification:
         step = self.verified.steps + 1
         if excess > 1 and math.isfinite(total):
             raise DiffersError(
-                f"verify(): step {step}: the gradient of {name} differs by {apart:.2g} of it from "
-                "that of the plain model, given the same calls and the same from the loss: "
-                "calls of parts of the model outside of its forward, parameters that are read "
-                "elsewhere, hooks, and code that depends on the rank make such differences"
+                f"verify(): step {step}: the gradient of {name} differs by {apart:.2g} (relative) "
+                "from that of the plain model. Usual causes: parts of the model called outside "
+                "its forward, parameters read elsewhere, hooks, or code that depends on the rank"
             )
         self.verified.steps = step
         self.verified.worst = max(self.verified.worst, apart)

@@ -53,9 +53,9 @@ def make_schedule(
 def _check_end(config: LrConfig, end: int | None) -> None:
     if end is None:
         raise JobError(
-            f"lr.schedule: {config.schedule} needs an end, and how many steps this run has is not "
-            "known: write lr.decay_steps: N, or give the job `steps`, or `epochs` of a dataset "
-            "that has a length (`__len__`)"
+            f"lr.schedule: {config.schedule} needs the number of steps, which is not known for "
+            "this run: write lr.decay_steps: N, or give the job `steps`, or `epochs` of a "
+            "dataset that has a length (`__len__`)"
         )
     if end < config.warmup:
         raise JobError(

@@ -31,9 +31,9 @@ def refuse_parameters_elsewhere_below_stage_3(offload: OffloadConfig, zero: Zero
     """Refuse parameters beside the device where they stay unsharded between uses."""
     if offload.param != "device" and zero.stage != 3:
         raise ValueError(
-            f"offload.param: {offload.param} needs zero.stage: 3, where a unit's "
-            "parameters come when it runs and leave after it, on one rank too; write "
-            "zero: 3, or leave the parameters on the device"
+            f"offload.param: {offload.param} needs zero.stage: 3, which gathers the parameters of "
+            "a unit only while it runs (also on one rank); write zero: 3, or leave the "
+            "parameters on the device"
         )
 
 

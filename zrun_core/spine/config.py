@@ -157,7 +157,7 @@ class JobConfig(Section):
     )
     min_hosts: Ranks | None = Field(
         default=None,
-        description="a restart may do with this many hosts; null: with all or none",
+        description="fewest hosts that a restart may use; null: all of them",
         examples=[2],
     )
     init_from: InitFromConfig | None = Field(
@@ -221,7 +221,7 @@ class JobConfig(Section):
     )
     limits: LimitsConfig = Field(
         default_factory=LimitsConfig,
-        description="times after which waiting is an error",
+        description="largest memory of a host, and time limits of waiting",
         examples=[{"start_s": 600}],
     )
 

@@ -146,15 +146,15 @@ def _check_linear(name: str, module: nn.Module, entry: Entry) -> None:
         )
     if entry.is_transposed or not is_linear(module) or (needs_rows and is_transposed(module)):
         raise JobError(
-            f"{_KEY}: {name} is {_a(type(module).__name__)}, and {role} divides an nn.Linear; name "
-            "the linears in it, or leave it out"
+            f"{_KEY}: {name} is {_a(type(module).__name__)}, but {role} needs an nn.Linear: name "
+            "the linears inside it, or leave it out"
         )
     others = module._parameters.keys() - {"weight", "bias"}
     if "weight" not in module._parameters or others:
         have = ", ".join(sorted(name for name, _ in module.named_parameters()))
         raise JobError(
-            f"{_KEY}: {name} has the parameters {have}, and {role} divides a linear with a "
-            "weight and a bias alone; leave it out"
+            f"{_KEY}: {name} has the parameters {have}, but {role} needs a linear with only "
+            "weight and bias: leave it out"
         )
 
 

@@ -59,8 +59,8 @@ class HostArena:
                 self._memory = byte_buffer(self.num_bytes, torch.device("cpu"))
         except MemoryError as error:
             raise PreflightError(
-                f"offload: the system does not reserve {format_size(num_bytes)} of host memory "
-                f"({error}): ulimit -v says how much it does, and offload.host_memory asks for less"
+                f"offload: cannot reserve {format_size(num_bytes)} of host memory ({error}): "
+                "check ulimit -v, or lower offload.host_memory"
             ) from None
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -79,9 +79,9 @@ class HostArena:
         if stop > self.num_bytes:
             raise OffloadError(
                 f"offload: {format_size(num_bytes)} of host memory are needed, and "
-                f"{format_size(self.num_bytes - start)} are left of {format_size(self.num_bytes)}: "
-                "raise offload.host_memory, or let fewer states leave the device "
-                "(offload.fraction)"
+                f"{format_size(self.num_bytes - start)} are left of "
+                f"{format_size(self.num_bytes)}: raise offload.host_memory, or offload fewer "
+                "states (offload.fraction)"
             )
         if stop > self.used_bytes:
             self._grow(stop)
@@ -102,9 +102,8 @@ class HostArena:
                 self._region.unprotect(start, stop - start)
         except MemoryError as error:
             raise OffloadError(
-                f"offload: no more than {format_size(start)} of host memory are to be had "
-                f"({error}): ulimit -d says what a process may take; let fewer states leave the "
-                "device"
+                f"offload: only {format_size(start)} of host memory can be allocated ({error}): "
+                "check ulimit -d, or offload fewer states (offload.fraction)"
             ) from None
         if accelerator.is_accelerator(self._device) and not self.note:
             self._pin(self._memory[start:stop])

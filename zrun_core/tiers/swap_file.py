@@ -360,7 +360,7 @@ class SwapFile:
             self.read_bytes += block.num_bytes
         if xxhash.xxh3_64_intdigest(task.memory) != block.digest:
             raise OffloadError(
-                f"the disk gave back other bytes than were written: {task.extent.name}, "
+                f"the disk returned other bytes than were written: {task.extent.name}, "
                 f"{format_size(block.num_bytes)} at byte {block.offset} of the file of this rank "
                 f"in {self.folder}; look at the disk (dmesg, smartctl), {_ELSEWHERE}, and resume "
                 "from the newest checkpoint"
@@ -459,7 +459,7 @@ def _note(folder: Path, direct: bool) -> str:
     filesystem = file_system(folder)
     if filesystem in IN_MEMORY:
         return (
-            f"{folder} is {filesystem}, which lies in memory: states there save none; {_ELSEWHERE}"
+            f"{folder} is {filesystem}, which is memory: offloading to it saves none; {_ELSEWHERE}"
         )
     if not direct:
         return (

@@ -120,5 +120,5 @@ class Evaluations:
         if not is_same and self._recorder.is_main:
             self._emitter.emit(
                 "warning",
-                message="eval.stop names another metric or mode than before: it begins anew",
+                message="eval.stop names another metric or mode than before: its count starts over",
             )

@@ -252,10 +252,7 @@ def transform(
                 f"activations.checkpoint: {policy} replaces the model's own gradient checkpointing"
             )
     if omit_cache(model):
-        notes.append(
-            "training keeps no cache of keys and values: config.use_cache counts where there are "
-            "no gradients, as in model.generate"
-        )
+        notes.append("config.use_cache is off in training; model.generate still uses it")
     if inputs is None:
         apply_checkpointing(model, activations, compiles=compile)
     if compile:

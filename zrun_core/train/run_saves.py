@@ -224,7 +224,7 @@ class RunSaves:
             name, kind = broken
             advice = "nothing more is saved"
             if is_saved:
-                advice = f"step {step} is saved with it: go on from one before it"
+                advice = f"step {step} is saved with it: resume from an earlier one"
             return f"; {name} is {kind} itself: {advice}, see zrun ckpt ls"
         if is_saved:
             return f"; the last good parameters are those of step {step}, which is saved"

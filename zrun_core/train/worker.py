@@ -648,7 +648,7 @@ def _first_batch(data: _Data) -> MicroBatch:
     """
     batch = data.loader.peek()
     if batch is None:
-        raise JobError("parallel: the data has no batch by which the model could be divided")
+        raise JobError("parallel: the data yields no batch, which is needed to divide the model")
     return batch
 
 

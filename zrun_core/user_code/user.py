@@ -141,8 +141,8 @@ def function(ref: Ref, job_dir: Path, takes: Sequence[str] = ()) -> Callable[...
         made = call(ref, job_dir)
         if not callable(made):
             raise JobError(
-                f"{ref.call} is a class, of which an object is made with args and then called with "
-                f"({', '.join(takes)}), and it has no __call__: write one, or name a function"
+                f"{ref.call} is a class without __call__: zrun makes one object of it with args, "
+                f"and calls that with ({', '.join(takes)}): write a __call__, or name a function"
             )
         _check_takes(ref, made, takes, {})
         return made
@@ -230,7 +230,7 @@ def user_code(what: str) -> Iterator[None]:
             raise OutOfMemoryError(f"{what}{at}: out of memory: {first_line(error)}") from error
         if _comes_from_runtime(error):
             if PEER_IS_GONE.search(message_of(error)):
-                raise PeerError(f"another rank went away: {message_of(error)}") from error
+                raise PeerError(f"another rank ended: {message_of(error)}") from error
             raise
         noted, text = split_location(user_traceback(error))
         what += noted if noted.startswith(":") else f" {noted}".rstrip()
@@ -241,8 +241,8 @@ def _remark(error: BaseException) -> str:
     """Return what the message of some exceptions leaves out."""
     if isinstance(error, SystemExit):
         return (
-            ": it left the process, as sys.exit() and argparse do (the log has what it printed); "
-            'what only a script does goes below if __name__ == "__main__"'
+            ": it ended the process, as sys.exit() and argparse do (the log has what it "
+            'printed); put what only a script does below if __name__ == "__main__"'
         )
     if isinstance(error, FileNotFoundError):
         path = error.filename
@@ -260,8 +260,8 @@ def _remark(error: BaseException) -> str:
         )
     if "CUDA error" in message_of(error):
         return (
-            ": a GPU fails later than it is asked; with env: {CUDA_LAUNCH_BLOCKING: 1} in the job "
-            "the traceback names the line, and on device: cpu the reason is often plainer"
+            ": CUDA reports errors late; with env: {CUDA_LAUNCH_BLOCKING: 1} in the job the "
+            "traceback names the line, and device: cpu often gives a plainer message"
         )
     return ""
 

@@ -163,7 +163,7 @@ class _RunComparison:
             if any(numbers.draws_apart for numbers in record.numbers):
                 raise Unverifiable(
                     "ranks draw their own random numbers inside of layers that they share, which "
-                    "no other layout draws: verify it without them, or with tp: 1"
+                    "depends on the layout: verify without those random numbers, or with tp: 1"
                 )
             self._verdict.difference = self._step(step, record)
             if self._verdict.difference is not None:
@@ -197,25 +197,24 @@ class _RunComparison:
         factory_differs = [n for n, v in values[0].items() if not torch.equal(v, values[1][n])]
         if factory_differs:
             raise Unverifiable(
-                f"the model's factory makes other values each time ({factory_differs[0]}): have it "
-                "draw from torch's generator, which the job's seed sets"
+                f"the model's factory makes other values each time ({factory_differs[0]}): use "
+                "torch's generator, which the job's seed sets"
             )
         first, again = results
         if not math.isclose(first.loss, again.loss, rel_tol=1e-5):
             raise Unverifiable(
-                f"the model differs from itself: the loss of the first micro-batch is "
-                f"{first.loss:.6g}, and then {again.loss:.6g}, of the same values, batch and "
-                "seeds: have it draw from torch's, numpy's or Python's own generators, and not "
-                "look at the clock"
+                "the model is not deterministic: with the same values, batch and seeds, the loss "
+                f"of the first micro-batch is {first.loss:.6g} and then {again.loss:.6g}: use the "
+                "generators of torch, numpy or Python, which zrun seeds, and not the clock"
             )
         total = norm_of(first.grads.values())
         for name, grad in first.grads.items():
             apart = float((grad - again.grads[name]).norm())
             if apart > 1e-3 * float(grad.norm()) + 1e-5 * total:
                 raise Unverifiable(
-                    f"the model differs from itself: the gradient of {name} is another each time, "
-                    "of the same values, batch and seeds: torch.use_deterministic_algorithms(True) "
-                    "names the operation"
+                    "the model is not deterministic: with the same values, batch and seeds, the "
+                    f"gradient of {name} differs each time: "
+                    "torch.use_deterministic_algorithms(True) names the operation"
                 )
 
     def _begin(self, begin: StepRecord) -> None:

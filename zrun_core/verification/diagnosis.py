@@ -53,7 +53,7 @@ def _of_values(found: Tensor, expected: Tensor, axes: dict[str, int]) -> str:
         first = int(apart.nonzero()[0])
         return f"{_share(apart)} of it differ, from element {first} on"
     cosine = float(torch.nn.functional.cosine_similarity(found, expected, dim=0))
-    return f"it points elsewhere: the cosine of both is {cosine:.3f}"
+    return f"its direction differs: the cosine of both is {cosine:.3f}"
 
 
 def _of_micro_batches(name: str, found: Tensor, parts: Sequence[Contribution]) -> str:
@@ -105,7 +105,7 @@ def of_update(before: Tensor, found: Tensor, expected: Tensor, lr: float) -> str
     decay = _factor(moved - should, before)
     if decay is not None and lr:
         return f"what differs is {-decay / lr:.3g} x rate x value: weight decay"
-    return "it moves elsewhere: a state of the optimizer is another"
+    return "it moves in another direction: a state of the optimizer differs"
 
 
 def _factor(found: Tensor, expected: Tensor) -> float | None:

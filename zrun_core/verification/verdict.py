@@ -42,11 +42,11 @@ class Difference:
             "update": f"the update of {self.name}",
             "buffer": f"the buffer {self.name}",
             "start": f"the initial value of {self.name}",
-            "save": f"the value of {self.name} that the run goes on with",
+            "save": f"the resumed value of {self.name}",
         }[self.what]
         text = f"step {self.step}: {subject} differs"
         if self.allowed:
-            text += f" by {self.apart:.2g} of it, {self.allowed:.1g} is rounding"
+            text += f" by {self.apart:.2g} (relative), where {self.allowed:.1g} would be rounding"
         if self.others:
             text += f" (and {self.others} more)"
         return f"{text}: {self.looks_like}" if self.looks_like else text

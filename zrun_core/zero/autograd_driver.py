@@ -165,8 +165,8 @@ class ImplicitPasses:
         """
         if micro is not self._micro:
             raise UserCodeError(
-                "backward() of what the model returned before the last step(), which was to change "
-                "its parameters: call the model again, and detach() what is kept from before"
+                "backward() on an output from before the last step(), which has changed the "
+                "parameters since: call the model again, and detach() what you keep across steps"
             )
         if self._open:  # of what a module differentiates in its own forward
             if of_param:

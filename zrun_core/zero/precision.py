@@ -52,8 +52,8 @@ class Precision:
             return None
         name = _NAMES[self.compute]
         return (
-            f"precision: this processor has no instructions for {name}, and torch takes some 30 "
-            "times as long for products in it as in fp32: write precision: fp32"
+            f"precision: this processor has no instructions for {name}, so torch computes "
+            "products some 30 times slower than in fp32: write precision: fp32"
         )
 
     def autocast(self, device: torch.device) -> AbstractContextManager[object]:

@@ -28,7 +28,7 @@ def notes_of(
         notes += _notes_of_trace(traced or subject.whole, candidate.checkpoint, source)
     if hardware.usual_disk and candidate.placement.uses(Tier.DISK):
         rate = f"{hardware.disk_read / GB:g} GB/s each way"
-        notes.append(f"nobody has measured the disk, which is taken to move {rate}")
+        notes.append(f"the disk was not measured: {rate} assumed")
     if not hardware.measured:
         notes.append(FROM_DATA_SHEETS)
     if candidate.partition and candidate.sequence_parallel:
@@ -45,7 +45,7 @@ def _notes_of_trace(profile: Profile, policy: str, source: str) -> list[str]:
         reason = profile.untraced.get(policy) or profile.why
         notes.append(f"activations with checkpoint {policy} are not known: {reason}")
     elif source == "formula":
-        notes.append("activations by formula: the model was not traced so")
+        notes.append("activations by formula: this configuration was not traced")
     elif profile.why:
         notes.append(f"activations {source}: {profile.why}")
     return [*notes, *profile.notes]

@@ -206,8 +206,8 @@ class TransformerShape:
         for key, value in config.items():
             if "expert" in key and isinstance(value, int) and value > 1:
                 raise JobError(
-                    f"{kind}: {key} is {value}: experts are not counted by formula; estimate a "
-                    "job of it"
+                    f"{kind}: {key} is {value}: the formula does not cover experts; estimate a "
+                    "job that builds this model"
                 )
         if kind == "gpt2":
             return _gpt2(config, seq)
@@ -507,7 +507,9 @@ def parse_count(text: str) -> int:
     """
     match = _COUNT.fullmatch(text) if len(text) <= 20 else None
     if match is None:
-        raise JobError(f"{text!r} is no number of parameters: write for example 124M, 7.5B or 1T")
+        raise JobError(
+            f"{text!r} is not a number of parameters: write for example 124M, 7.5B or 1T"
+        )
     whole, _, decimals = match[1].partition(".")
     count: int = int(whole + decimals) * _FACTORS[match[2].lower()] // 10 ** len(decimals)
     if not SMALLEST <= count <= LARGEST:
@@ -550,7 +552,11 @@ def _keys(config: Mapping[str, Any], kind: str, **wanted: str) -> dict[str, int]
             for key, value in config.items()
             if isinstance(value, dict) and key.endswith("_config")
         ]
-        hint = f"; what {inner[0]} says may be what is meant: give that alone" if inner else ""
+        hint = (
+            (f"; its {inner[0]} may be the config you mean: save that part to a file of its own")
+            if inner
+            else ""
+        )
         raise JobError(f"the config of this {kind} lacks {', '.join(missing)}{hint}")
     return {name: config[key] for name, key in wanted.items()}
 

@@ -29,8 +29,8 @@ class DataConfig(Ref):
         default=None,
         gt=0,
         le=10**8,
-        description="tokens of the longest sample, with which zrun estimate plans; default: those "
-        "of the longest that it looks at",
+        description="tokens of the longest sample, for zrun estimate; default: the longest of "
+        "those that it reads",
         examples=[512],
     )
 

@@ -17,8 +17,8 @@ class GuardsConfig(Section):
     )
     max_nonfinite: Steps = Field(
         default=3,
-        description="the same for skips that no loss scale can help: nan losses, any skip without "
-        "fp16",
+        description="the same for skips that a lower loss scale cannot cure: nan losses, any skip "
+        "without fp16",
     )
     replica_every: int = Field(
         default=100,
@@ -33,7 +33,7 @@ class GuardsConfig(Section):
     )
     on_oom: Literal["stop", "skip"] = Field(
         default="stop",
-        description="stop | skip: all ranks drop the batch for which one of them lacks memory",
+        description="stop | skip: all ranks drop a batch when one of them runs out of memory",
     )
 
 

@@ -41,7 +41,7 @@ class LarsArgs(Section):
 
     momentum: Fraction = Field(default=0.9, description="decay of the velocity")
     trust_coefficient: Positive = Field(
-        default=1e-3, description="the paper's eta: how far a layer trusts itself"
+        default=1e-3, description="the trust coefficient: the paper's eta"
     )
     ratio_clamp: Bounds | None = Field(default=None, description="[low, high] of the local rate")
     adapt_no_decay: bool = Field(

@@ -35,29 +35,35 @@ class Role(StrEnum):
 # Of each role: what it says, and a line of a plan that has it.
 ROLES: dict[Role, tuple[str, str]] = {
     Role.COLWISE: (
-        "a linear of whose weight ranks have rows: its results are slices",
+        "a linear divided by outputs: each rank has rows of its weight, and makes a slice of its "
+        "result",
         '"*.q_proj": colwise',
     ),
     Role.ROWWISE: (
-        "a linear of whose weight ranks have columns: its results are summed over ranks",
+        "a linear divided by inputs: each rank has columns of its weight; results are summed "
+        "over ranks",
         '"*.o_proj": rowwise',
     ),
     Role.FUSED: (
-        "several colwise linears in one weight, of which ranks have a slice each: how many "
-        "sections, or their proportions as in 4:1:1",
+        "several colwise linears in one weight, each divided by itself: how many sections, or "
+        "their proportions as in 4:1:1",
         '"*.c_attn": fused 3',
     ),
-    Role.VOCABULARY: ("an embedding, of which ranks have rows", '"*.wte": vocabulary'),
-    Role.HEAD: ("the linear that makes logits, of which ranks have rows", '"lm_head": head'),
+    Role.VOCABULARY: ("an embedding: each rank has some of its rows", '"*.wte": vocabulary'),
+    Role.HEAD: (
+        "the linear that makes the logits: each rank has some of its rows",
+        '"lm_head": head',
+    ),
     Role.SUMMED: (
-        "whole, and used on slices, as a norm of each head: its gradient is summed over ranks",
+        "whole, but applied to slices, such as a norm of each head: its gradient is summed over "
+        "ranks",
         '"*.q_norm": summed',
     ),
     Role.DIVIDE: (
         "an integer attribute that counts heads or width: tp divides it",
         '"*.num_heads": divide',
     ),
-    Role.WHOLE: ("whole on every rank, whatever else is known of it", '"*.router": whole'),
+    Role.WHOLE: ("whole on every rank, even if zrun would divide it", '"*.router": whole'),
     Role.ATTENTION: (
         "an nn.MultiheadAttention, of which ranks have some heads",
         '"*.self_attn": attention',
@@ -72,11 +78,11 @@ ROLES: dict[Role, tuple[str, str]] = {
         '"*.experts.down_bias": once',
     ),
     Role.COLWISE_GATHER_OUTPUT: (
-        "colwise, and its results are gathered, so that what follows is whole",
+        "colwise, and its result is gathered: what follows is whole",
         '"*.q_proj": colwise_gather_output',
     ),
     Role.ROWWISE_SPLIT_INPUT: (
-        "rowwise, and what it is given is whole: ranks take a slice of that",
+        "rowwise, but its input is whole: each rank takes its slice of it",
         '"*.o_proj": rowwise_split_input',
     ),
 }

@@ -88,10 +88,11 @@ def test_it_shows_what_was_planned_and_what_was_measured(tmp_path: Path) -> None
             rank=1,
             step=9,
             params=7 * MIB,
+            planned_bytes=8 * MIB,
             device_reserved=50 * MIB,
             device_fragmented=11 * MIB,
         ),
-        event("eval", step=9, loss=0.7),
+        event("eval", step=9, loss=0.7, metrics={"loss": 0.7, "top1": 0.5}),
         event(
             "end",
             step=9,
@@ -110,6 +111,7 @@ def test_it_shows_what_was_planned_and_what_was_measured(tmp_path: Path) -> None
         "Whole process of rank 0",
         "Seconds of waiting in a step, rank 0",
         "Learning rate",
+        "top1 (evaluation)",
     ]
     (line,) = found["Loss"].findall("polyline")
     heights = [float(point.split(",")[1]) for point in line.attrib["points"].split()]
@@ -121,7 +123,7 @@ def test_it_shows_what_was_planned_and_what_was_measured(tmp_path: Path) -> None
     assert "2 ranks on n01, n02 · cpu · ZeRO stage 3 · bf16 · 1.0M parameters" in text
     for cells in (
         ["0", "n01", "4.0 MiB", "4.0 MiB", "96.0 MiB", "97.0 MiB", "-", "-", "321.0 MiB"],
-        ["1", "n02", "-", "7.0 MiB", "-", "-", "50.0 MiB", "11.0 MiB", "-"],
+        ["1", "n02", "8.0 MiB", "7.0 MiB", "-", "-", "50.0 MiB", "11.0 MiB", "-"],
         ["read from disk", "5.0 MiB", "6.0 MiB"],
         ["written to disk", "3.0 MiB", "3.0 MiB"],
         ["all_gather", "13.0 MiB", "12.0 MiB"],
@@ -143,7 +145,7 @@ def test_steps_that_are_made_again_count_as_they_came_last(tmp_path: Path) -> No
     curves = read_curves(tmp_path / "events.jsonl")
     assert curves.of("loss").points == [(1, 3.0), (2, 3.0), (3, 3.0), (4, 3.0), (5, 1.0), (6, 1.0)]
     assert curves.of("eval loss").points == []
-    assert "another launch went on after step 4: dotted lines" in text
+    assert "resumed after step 4: dotted lines" in text
     assert len(charts(text)["Loss"].findall("line[@class='mark']")) == 1
     curves.take(start())
     curves.take(step(1, 9.0))
@@ -157,9 +159,43 @@ def test_losses_that_are_no_numbers_are_gaps_with_marks(tmp_path: Path) -> None:
     loss = charts(text)["Loss"]
     assert len(loss.findall("polyline")) == 2
     assert len(loss.findall("line[@class='bad']")) == 2
-    assert "the loss was no number in 2 steps: red marks" in text
+    assert "the loss was not a finite number in 2 steps: red marks" in text
     assert not re.search(r'="[^"]*\b(nan|inf)\b', text)
     charts(drawn(tmp_path, start(), step(1, math.nan)))  # nothing else to scale an axis by
+
+
+def test_each_metric_of_the_users_own_has_a_curve(tmp_path: Path) -> None:
+    events = [start()]
+    for n in range(1, 6):
+        events += [step(n), event("metrics", step=n, values={"temperature": 1 / n, "top1": n})]
+        events.append(event("eval", step=n, loss=1.0, metrics={"loss": 1.0, "top1": n / 9}))
+    events += [start(resumed={"step": 4, "path": "x"}), step(5)]
+    found = charts(drawn(tmp_path, *events))
+    assert list(found)[-3:] == ["temperature", "top1", "top1 (evaluation)"]
+    for name in list(found)[-3:]:
+        assert len(found[name].findall("circle")) == 4, "what was made again is not told twice"
+    names = {f"m{n}": 1.0 for n in range(200)}
+    many = charts(drawn(tmp_path, start(), step(1), event("metrics", step=1, values=names)))
+    assert len([name for name in many if name.startswith("m")]) == 40
+
+
+@pytest.mark.parametrize("low", [6.26, 1e-9, 0.0, 999.0, 12_345.0, 1_234_567.0])
+@pytest.mark.parametrize("width", [1e-4, 0.011, 3.0, 5e4])
+def test_no_two_lines_of_a_chart_have_one_number(tmp_path: Path, low: float, width: float) -> None:
+    losses = [low, low + width / 3, low + width]
+    loss = charts(drawn(tmp_path, start(), *(step(n, each) for n, each in enumerate(losses))))
+    numbers = [each.text for each in loss["Loss"].findall("text[@text-anchor='end']")]
+    assert len(set(numbers)) == len(numbers)
+    assert numbers
+
+
+def test_small_memory_is_told_in_the_unit_of_its_size(tmp_path: Path) -> None:
+    held = event("memory", step=1, params=3 * MIB, rss_bytes=3000 * 1024)
+    planned = {"params": 3 * MIB}
+    found = charts(drawn(tmp_path, start(planned_bytes=planned), step(1), held))
+    texts = [each.text for each in found["Whole process of rank 0"].findall("text")]
+    assert "2 MiB" in texts
+    assert not any("KiB" in (text or "") for text in texts)
 
 
 def test_a_run_without_steps_says_why(tmp_path: Path) -> None:

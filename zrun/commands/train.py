@@ -142,6 +142,7 @@ def train(
             worker=worker,
             resume_command=_resume_command(job, repeated, slots, options, run_dir, force),
             left_out=left_out,
+            command=shlex.join(["zrun", *sys.argv[1:]]),
             detached=detached,
         )
         code = launch(request, early)

@@ -17,7 +17,8 @@ import shutil
 import sys
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from zrun.estimate import auto_share
@@ -52,6 +53,7 @@ from zrun.watch.report import report
 from zrun.watch.report_page import Outcome
 from zrun.watch.run_state import RunState
 from zrun.watch.screen import open_screen
+from zrun.watch.settings import settings_rows
 from zrun.watch.stragglers import Stragglers
 from zrun.watch.topology import show_seats
 from zrun.watch.ui import Ui
@@ -70,6 +72,7 @@ class _ClaimedRun:
     rundir: RunDir
     spec: RunSpec
     gate: Gate
+    began: float = field(default_factory=time.time)
 
     @property
     def facts(self) -> Facts:
@@ -77,6 +80,19 @@ class _ClaimedRun:
         hosts = tuple(place.host for place in plan.ranks)
         places = tuple(filter(None, (plan.along_axes(place.rank) for place in plan.ranks)))
         return Facts(self.resolved.job.name, self.rundir.run_id, hosts, places)
+
+    def write_page(self, state: RunState, outcome: Outcome) -> Path | None:
+        """Write `report.html`, from what the events of this launch have told."""
+        request = self.request
+        settings = partial(
+            settings_rows,
+            self.resolved,
+            request.loaded.config,
+            request.command,
+            self.spec,
+            self.began,
+        )
+        return write_page(self.rundir, self.facts, state, outcome, settings)
 
 
 @dataclass(frozen=True)
@@ -121,7 +137,7 @@ def attempt(request: LaunchRequest, members: list[AgentLink]) -> AttemptResult:
             observed = _monitor(run, agents)
         except ZrunError as error:
             outcome = Outcome(error.exit_code, str(error))
-            write_page(rundir, run.facts, RunState(), outcome)
+            run.write_page(RunState(), outcome)
             raise
         committed = _committed_step(spec)
         code, failure = _conclude(run, observed, committed)
@@ -354,7 +370,7 @@ def _conclude(
         rundir.write_failure(stopped.to_json() | {"resume": resume})
         message = stopped.describe(resume and request.resume_in_words)
         say(message, sys.stderr)
-        write_page(rundir, claimed.facts, observed.state, Outcome(code, message))
+        claimed.write_page(observed.state, Outcome(code, message))
     else:
         _report(claimed, observed.state)
     return code, None
@@ -363,7 +379,7 @@ def _conclude(
 def _report(claimed: _ClaimedRun, state: RunState) -> None:
     """Write the page of a run that is done, and print its report."""
     rundir = claimed.rundir
-    page = write_page(rundir, claimed.facts, state, Outcome(ExitCode.OK))
+    page = claimed.write_page(state, Outcome(ExitCode.OK))
     ui = claimed.request.ui
     if ui is Ui.none:
         return
@@ -415,7 +431,7 @@ def _report_failure(
     if resume is not None:
         message += f"\n  resume: {claimed.request.resume_in_words}"
     say(message, sys.stderr)
-    write_page(claimed.rundir, claimed.facts, observed.state, Outcome(code, message))
+    claimed.write_page(observed.state, Outcome(code, message))
     return code
 
 

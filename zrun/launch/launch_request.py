@@ -26,6 +26,7 @@ class LaunchRequest:
         resume_command: that goes on from the run's last checkpoint.
         left_out: variables whose values were on the command line, and are in no file: the command
             that goes on takes them from the shell.
+        command: by which it was started; empty: by none.
         is_restart: an earlier attempt has failed; the run goes on in its directory.
         lock: on that directory, held between attempts: no other launcher takes it meanwhile.
         origin: the checkpoint that the first attempt went on from.
@@ -42,6 +43,7 @@ class LaunchRequest:
     worker: str
     resume_command: str
     left_out: Sequence[str] = ()
+    command: str = ""
     detached: DetachedLauncher | None = None
     is_restart: bool = False
     lock: RunLock | None = None

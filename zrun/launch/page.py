@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from zrun.runs.rundir import PAGE, RunDir
@@ -13,7 +14,13 @@ from zrun.watch.report_page import Outcome, page
 from zrun.watch.run_state import RunState
 
 
-def write_page(rundir: RunDir, facts: Facts, state: RunState, outcome: Outcome) -> Path | None:
+def write_page(
+    rundir: RunDir,
+    facts: Facts,
+    state: RunState,
+    outcome: Outcome,
+    settings: Callable[[], Sequence[tuple[str, str]]] = tuple,
+) -> Path | None:
     """Write the page, from the record and from what this launch has told.
 
     Args:
@@ -21,12 +28,14 @@ def write_page(rundir: RunDir, facts: Facts, state: RunState, outcome: Outcome) 
         facts: which run it is.
         state: what the events of this launch have told.
         outcome: how it ended.
+        settings: returns what was asked for, by name.
 
     Returns:
         The file; None if it could not be written. That is a warning: the run's end stays as it is.
     """
     try:
-        return rundir.write_page(page(facts, outcome, state, read_curves(rundir.events)))
+        curves = read_curves(rundir.events)
+        return rundir.write_page(page(facts, outcome, state, curves, settings()))
     except Exception as error:  # whatever it is, what was trained is not worse for it
         reason = (
             error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"

@@ -33,7 +33,12 @@ _RIGHT = 12
 _TOP = 12
 _BOTTOM = 24
 _TICKS = 5
+_DIGITS = 3
+_MOST_DIGITS = 14
 _WIDE = 20.0  # times the lowest value: from there on an axis is logarithmic
+
+
+Text = Callable[[float, int], str]
 
 
 @dataclass(frozen=True)
@@ -88,7 +93,7 @@ class _Axis:
 def chart(
     title: str,
     lines: Iterable[Line],
-    text: Callable[[float], str],
+    text: Text,
     *,
     unit: float = 1.0,
     from_zero: bool = False,
@@ -99,7 +104,7 @@ def chart(
     Args:
         title: of the chart.
         lines: its series.
-        text: for a value on the axis.
+        text: for a value on the axis, with so many digits.
         unit: of the values, of which the axis shows round numbers.
         from_zero: the axis begins at zero.
         marks: steps after which the run was started again.
@@ -122,7 +127,7 @@ def chart(
     parts = _grid(axis, span, x, y, text, unit)
     for mark in marks:
         if span.low <= mark <= span.high:
-            what = f"another launch went on after step {mark}"
+            what = f"resumed after step {mark}"
             parts.append(_stroke("mark", x(mark), _TOP, x(mark), _HEIGHT - _BOTTOM, what))
     for line in lines:
         parts += _drawn(line, x, y)
@@ -160,17 +165,28 @@ def _grid(
     span: _Axis,
     x: Callable[[float], float],
     y: Callable[[float], float],
-    text: Callable[[float], str],
+    text: Text,
     unit: float,
 ) -> list[str]:
     """Return the lines behind a chart, with the numbers beside them."""
     parts = []
-    for tick in axis.ticks(unit):
+    ticks = axis.ticks(unit)
+    for tick, words in zip(ticks, _labels(ticks, text), strict=True):
         parts.append(_stroke("grid", _LEFT, y(tick), _WIDTH - _RIGHT, y(tick)))
-        parts.append(_text(_LEFT - 6, y(tick) + 4, text(tick), "end"))
+        parts.append(_text(_LEFT - 6, y(tick) + 4, words, "end"))
     steps = sorted({math.ceil(tick) for tick in span.ticks(1.0)})
     parts += [_text(x(step), _HEIGHT - 7, f"{step:,}", "middle") for step in steps]
     return parts
+
+
+def _labels(ticks: Sequence[float], text: Text) -> list[str]:
+    """Return the numbers beside an axis, with as many digits as tell each from the next."""
+    labels = []
+    for digits in range(_DIGITS, _MOST_DIGITS):
+        labels = [text(tick, digits) for tick in ticks]
+        if len(set(labels)) == len(labels):
+            break
+    return labels
 
 
 def _drawn(line: Line, x: Callable[[float], float], y: Callable[[float], float]) -> list[str]:
@@ -219,8 +235,10 @@ def _text(x: float, y: float, text: str, anchor: str) -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
 
 
-def short(value: float) -> str:
+def short(value: float, digits: int = _DIGITS) -> str:
     """Return a number on an axis: `12.5k`, `0.003`, `1e-05`."""
-    if abs(value) >= 1000:
+    if abs(value) < 1000:
+        return f"{value:.{digits}g}"
+    if digits == _DIGITS:
         return formatting.count(value).replace(".0", "")
-    return f"{value:.3g}"
+    return f"{value:,.{digits}g}"

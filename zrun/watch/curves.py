@@ -20,24 +20,30 @@ _PARTS = 512
 _KINDS = ("params", "grads", "optim", "rings", "buffers")
 OF_STEPS = ("loss", "grad_norm", "lr", "tokens_per_s", "samples_per_s", "step_s")
 _MARKS = 100
-_WANTED = tuple(f'{{"type":"{kind}"'.encode() for kind in ("start", "step", "memory", "eval"))
+_KINDS_READ = ("start", "step", "memory", "eval", "metrics")
+_WANTED = tuple(f'{{"type":"{kind}"'.encode() for kind in _KINDS_READ)
+_MOST_METRICS = 40
 
 
 @dataclass
 class Curves:
     """The series of a run, over its steps, by name.
 
-    Fields of `step`; `eval loss`; the tiers `device`, `host` and `disk` (bytes of rank 0's buffers
-    there); `process` (its resident bytes); `wait` with what it waited for.
+    Fields of `step`; `eval loss`; `metric` with the name of one; the tiers `device`, `host` and
+    `disk` (bytes of rank 0's buffers there); `process` (its resident bytes); `wait` with
+    what it waited for.
 
     Attributes:
         planned: bytes that rank 0 was to allocate, by tier.
         went_on: the steps after which another launch went on.
+        metrics: names of the series of the user's own metrics, as they came: `top1`, of hooks, or
+            `top1 (evaluation)`.
         is_sampled: the record is so long that only parts of it were read, evenly spaced.
     """
 
     planned: dict[str, int] = field(default_factory=dict)
     went_on: list[int] = field(default_factory=list)
+    metrics: list[str] = field(default_factory=list)
     is_sampled: bool = False
     _series: defaultdict[str, Thinned] = field(default_factory=lambda: defaultdict(Thinned))
     _newest: int = 0
@@ -57,6 +63,12 @@ class Curves:
                 self._step(event)
             case "eval":
                 self._add("eval loss", event["step"], event["loss"])
+                for name, value in event.get("metrics", {}).items():
+                    if name != "loss":
+                        self._add_metric(f"{name} (evaluation)", event["step"], value)
+            case "metrics":
+                for name, value in event["values"].items():
+                    self._add_metric(name, event["step"], value)
             case "memory":
                 self._memory(event)
 
@@ -85,6 +97,14 @@ class Curves:
         for tier, (held, _) in held_by_tier(event, {}).items():
             self._add(tier, step, held)
 
+    def _add_metric(self, name: str, step: int, value: Any) -> None:
+        """Add a point to a metric of the user's own; more names than a page can show are left."""
+        if name not in self.metrics:
+            if len(self.metrics) == _MOST_METRICS:
+                return
+            self.metrics.append(name)
+        self._add(f"metric {name}", step, value)
+
     def _add(self, name: str, step: int, value: Any) -> None:
         if value is not None:
             self._series[name].add(step, number(value))
@@ -110,7 +130,8 @@ def held_by_tier(memory: Event, planned: Mapping[str, int]) -> dict[str, tuple[i
             tier: (sum(use["allocated"].values()), sum(use["planned"].values()))
             for tier, use in tiers.items()
         }
-    return {"device": (sum(memory.get(kind) or 0 for kind in _KINDS), planned.get("device"))}
+    held = sum(memory.get(kind) or 0 for kind in _KINDS)
+    return {"device": (held, memory.get("planned_bytes", planned.get("device")))}
 
 
 def read_curves(path: Path) -> Curves:

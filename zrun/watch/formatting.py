@@ -71,11 +71,11 @@ class Unit:
     digits: int
 
     @classmethod
-    def of(cls, sizes: Iterable[float]) -> Unit:
-        """Return the largest unit in which the largest of `sizes` has two digits or more."""
+    def of(cls, sizes: Iterable[float], least: int = 10) -> Unit:
+        """Return the largest unit in which the largest of `sizes` is `least` or more."""
         largest = max(map(abs, sizes), default=0)
         exponent = 1
-        while exponent + 1 < len(_UNITS) and largest >= 10 * 1024 ** (exponent + 1):
+        while exponent + 1 < len(_UNITS) and largest >= least * 1024 ** (exponent + 1):
             exponent += 1
         digits = 1
         if exponent >= _GIB:

@@ -47,7 +47,13 @@ class Outcome:
     message: str = ""
 
 
-def page(facts: Facts, outcome: Outcome, state: RunState, curves: Curves) -> str:
+def page(
+    facts: Facts,
+    outcome: Outcome,
+    state: RunState,
+    curves: Curves,
+    settings: Sequence[tuple[str, str]] = (),
+) -> str:
     """Return the whole file.
 
     Args:
@@ -55,6 +61,7 @@ def page(facts: Facts, outcome: Outcome, state: RunState, curves: Curves) -> str
         outcome: how this launch ended.
         state: what its events have told.
         curves: of the whole run, earlier launches included.
+        settings: what was asked for, by name.
     """
     body = [
         f"<h1>{escape(facts.name)}</h1>",
@@ -63,6 +70,7 @@ def page(facts: Facts, outcome: Outcome, state: RunState, curves: Curves) -> str
         _charts(state, curves),
         "<h2>Report</h2>",
         html.facts(report_rows(state)),
+        f"<h2>Job</h2>{html.facts(settings)}" if settings else "",
         *_pipeline(state),
         *_memory(facts, state, curves),
         *_moved(state),
@@ -132,6 +140,10 @@ def _charts(state: RunState, curves: Curves) -> str:
             marks=marks,
         ),
         chart.chart("Learning rate", [_line(curves, "lr")], chart.short, marks=marks),
+        *(
+            chart.chart(name, [_line(curves, f"metric {name}")], chart.short, marks=marks)
+            for name in curves.metrics
+        ),
     ]
     found = "".join(drawn)
     if not found:
@@ -159,11 +171,11 @@ def _tier_lines(state: RunState, curves: Curves) -> list[Line]:
 
 def _memory_chart(title: str, lines: Sequence[Line], marks: Sequence[int]) -> str:
     sizes = [value for line in lines for value in (*line.values, line.level or 0.0)]
-    unit = formatting.Unit.of(sizes)
+    unit = formatting.Unit.of(sizes, least=1)
     return chart.chart(
         title,
         lines,
-        lambda value: f"{value / unit.num_bytes:g} {unit.name}",
+        lambda value, digits: f"{value / unit.num_bytes:.{max(digits, 6)}g} {unit.name}",
         unit=float(unit.num_bytes),
         from_zero=True,
         marks=marks,
@@ -176,10 +188,12 @@ def _notes(curves: Curves) -> str:
     for series, name in (("loss", "loss"), ("grad_norm", "gradient norm")):
         number = curves.of(series).num_lacking
         if number:
-            notes.append(f"the {name} was no number in {several(number, 'step')}: red marks")
+            notes.append(
+                f"the {name} was not a finite number in {several(number, 'step')}: red marks"
+            )
     if curves.went_on:
         after = ", ".join(map(str, curves.went_on))
-        notes.append(f"another launch went on after step {after}: dotted lines")
+        notes.append(f"resumed after step {after}: dotted lines")
     if curves.is_sampled:
         notes.append("events.jsonl is long: the curves are of evenly spaced parts of it")
     return f'<p class="soft">{escape("; ".join(notes))}.</p>' if notes else ""

@@ -444,6 +444,7 @@ class Recorder:
         self._emitter.emit(
             "memory",
             step=step,
+            planned_bytes=sum(planned_memory(self._sharded).by_kind.values()),
             **by_kind,
             **process_memory(self._device),
             kept_bytes={tier.value: size for tier, size in kept.items()},

@@ -20,6 +20,7 @@ from zrun.watch.panel_layout import Facts
 from zrun.watch.report import report
 from zrun.watch.report_page import Outcome, page
 from zrun.watch.run_state import RunState, fold
+from zrun.watch.settings import without_secrets
 from zrun.watch.thinned import Thinned
 from zrun_core.spine.events import Event, encode
 
@@ -196,6 +197,16 @@ def test_small_memory_is_told_in_the_unit_of_its_size(tmp_path: Path) -> None:
     texts = [each.text for each in found["Whole process of rank 0"].findall("text")]
     assert "2 MiB" in texts
     assert not any("KiB" in (text or "") for text in texts)
+
+
+@pytest.mark.parametrize(
+    "word", ["env.HF_HOME=hidden", "env={HF_TOKEN: hidden}", "data.args.api_key=hidden"]
+)
+def test_no_secret_of_the_command_is_on_the_page(word: str) -> None:
+    told = without_secrets(f"zrun train job.yaml '{word}' model.args.tokenizer=bpe steps=5")
+    assert "hidden" not in told
+    assert "***" in told
+    assert told.endswith(" model.args.tokenizer=bpe steps=5")
 
 
 def test_a_run_without_steps_says_why(tmp_path: Path) -> None:

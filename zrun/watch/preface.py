@@ -39,7 +39,7 @@ def brief(
         width: as in `preface`.
     """
     said = [
-        _in_short(asked, leaf)
+        f"{short_key(asked, leaf)} {write(leaf.value)}"
         for leaf in job_values(asked)
         if leaf.given and _is_worth_a_word(leaf)
     ]
@@ -121,15 +121,15 @@ def _is_worth_a_word(leaf: JobValue) -> bool:
     return leaf.path[0] not in (*_UNSHOWN, "hosts") and "args" not in leaf.path
 
 
-def _in_short(job: JobConfig, leaf: JobValue) -> str:
-    """Return a key and its value as a job file has them in short: `zero 2` of `zero: 2`."""
+def short_key(job: JobConfig, leaf: JobValue) -> str:
+    """Return a key as a job file has it in short: `zero` of `zero: 2`, for `zero.stage`."""
     section: object = job
     for name in leaf.path[:-1]:
         section = getattr(section, name, None)
     path = leaf.path
     if isinstance(section, Section) and section.short is not None and section.short[0] == path[-1]:
         path = path[:-1]
-    return f"{'.'.join(path)} {write(leaf.value)}"
+    return ".".join(path)
 
 
 def _host(entry: HostEntry) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 from zrun.job.load import job_values
 from zrun.job.scalars import write
 from zrun.placement.plan import ResolvedJob
+from zrun.watch.preface import short_key
 from zrun_core.spine.config import JobConfig
 from zrun_core.spine.sections.section import Ref
 from zrun_core.spine.spec import RunSpec
@@ -49,7 +50,7 @@ def settings_rows(
         ("loss", _call(job.loss) if job.loss is not None else ""),
         ("length", _length(job)),
         ("batch", str(resolved.batch)),
-        ("optimizer", f"{job.optim.name}, {', '.join(_given(asked, 'optim', 'name'))}"),
+        ("optimizer", f"{job.optim.name}, {', '.join(_given(asked, 'optim', 'name', 'lr'))}"),
         ("rate", ", ".join([f"{job.optim.lr:g}", *_schedule(job, asked)])),
         ("other keys", ", ".join(_others(asked))),
     ]
@@ -109,13 +110,13 @@ def _given(asked: JobConfig, section: str, *unless: str) -> list[str]:
     return [
         f"{'.'.join(leaf.path[1:])} {_shown(leaf.path[-1], leaf.value)}"
         for leaf in job_values(asked)
-        if leaf.given and leaf.path[0] == section and leaf.path[1:2] != unless
+        if leaf.given and leaf.path[0] == section and leaf.path[1] not in unless
     ]
 
 
 def _others(asked: JobConfig) -> list[str]:
     return [
-        f"{'.'.join(leaf.path)} {_shown(leaf.path[-1], leaf.value)}"
+        f"{short_key(asked, leaf)} {_shown(leaf.path[-1], leaf.value)}"
         for leaf in job_values(asked)
         if leaf.given and leaf.path[0] not in _UNSHOWN
     ]

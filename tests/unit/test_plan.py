@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from zrun.hosts.cluster import Cluster, Gpu, HostFacts, probe_host
-from zrun.placement.plan import ResolvedJob, check_gpus
+from zrun.placement.plan import ResolvedJob, check_gpus, plan_every_gpu
 from zrun.placement.plan import make_plan as make_plan_on
 from zrun.watch.preface import brief, places, preface
 from zrun_core.errors import ExitCode, JobError, PreflightError
@@ -46,6 +46,15 @@ def test_auto_without_gpu_is_one_rank_with_all_cores() -> None:
     assert [place.threads for place in resolved.plan.ranks] == [8]
     assert reason(resolved, "slots").startswith("1 (")
     assert reason(resolved, "threads") == "8 (8 usable cores / 1 rank)"
+
+
+def test_topo_shows_where_ranks_on_cpus_go() -> None:
+    ranks = plan_every_gpu(Cluster((CPU_HOST,)), 3, 2).ranks
+    assert [(place.device, place.pp, place.tp) for place in ranks] == [
+        ("cpu", stage, number) for stage in range(2) for number in range(3)
+    ]
+    with pytest.raises(PreflightError, match=r"box has no usable GPU.*and the others have some"):
+        plan_every_gpu(Cluster((CPU_HOST, GPU_HOST)), 2, 1)
 
 
 def test_auto_with_gpus_is_one_rank_each() -> None:

@@ -121,22 +121,32 @@ def plan_on_backend(job: JobConfig, backend: Backend, cluster: Cluster) -> Resol
 def plan_every_gpu(cluster: Cluster, tp: int, pp: int) -> LaunchPlan:
     """Return the plan of a job that takes every GPU, to show where its ranks would be.
 
+    Where there are none, each host has the ranks of one model, on its cores.
+
     Args:
         cluster: the hosts.
         tp: ranks of a tensor-parallel group.
         pp: stages of the pipeline.
 
     Raises:
-        PreflightError: a host has no GPU, or a tp group would span hosts.
+        PreflightError: some hosts have no GPU, or a tp group would span hosts.
         JobError: tp and pp do not divide the ranks.
     """
     without = [host.hostname for host in cluster.hosts if not host.gpus]
-    if without:
+    if without and len(without) < len(cluster.hosts):
         raise PreflightError(
-            f"{_lacks_gpus(cluster, without)}, by whose links groups are seated: leave out --tp "
-            "and --pp; where ranks on CPUs sit, zrun check job.yaml --grid shows"
+            f"{_lacks_gpus(cluster, without)}, and the others have some: leave these hosts out, "
+            "or leave out --tp and --pp"
         )
-    keys = {"name": "topo", "model": "m:f", "data": "m:f", "steps": 1, "batch": {"micro": 1}}
+    keys: dict[str, Any] = {
+        "name": "topo",
+        "model": "m:f",
+        "data": "m:f",
+        "steps": 1,
+        "batch": {"micro": 1},
+    }
+    if without:
+        keys |= {"device": "cpu", "slots": tp * pp}
     job = JobConfig.model_validate(keys | {"parallel": {"tp": tp, "pp": pp}})
     return make_plan(job, cluster).plan
 

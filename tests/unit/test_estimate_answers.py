@@ -313,6 +313,21 @@ def test_nothing_is_promised_on_a_guess(
     assert (status, "activations: traced" in out) == (0, True)
 
 
+def test_fit_answers_first_and_shows_few_rows(zrun: Zrun) -> None:
+    status, out, _ = zrun("124M", "--gpu", "A100-40G", "--fit")
+    lines = out.splitlines()
+    assert status == 0
+    assert re.fullmatch(r"it fits as it is: \S+ GiB of 39\.4 GiB, \d+% free", lines[0])
+    assert len(lines) < 12, "no tables where nothing has to change"
+    status, out, _ = zrun("7.5B", "--gpu", "A100-40G", "--fit")
+    assert out.startswith("does not fit: ")
+    table = out.partition("cheapest change first:\n")[2].partition("note: ")[0]
+    assert re.findall(r"^\d+", table, re.MULTILINE) == ["1", "2", "3", "4", "5"]
+    whole = zrun("7.5B", "--gpu", "A100-40G", "--fit", "--all")[1]
+    assert len(whole.splitlines()) > len(out.splitlines()) + 5
+    assert "configurations, " in whole
+
+
 def test_a_job_that_is_too_big_for_a_cpu_moves_to_its_disk(
     zrun: Zrun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -163,6 +163,9 @@ def estimate(
         str | None,
         typer.Option(metavar="RUN", help="Compare a run with its estimate.", show_default=False),
     ] = None,
+    everything: Annotated[
+        bool, typer.Option("--all", help="With --fit: show all tables and configurations.")
+    ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON, every buffer included.")
     ] = False,
@@ -214,6 +217,7 @@ def estimate(
         emit=emit,
         write=write,
         html=html,
+        everything=everything,
         as_json=as_json,
         patience_s=patience_s,
     )
@@ -268,6 +272,8 @@ def _show(request: EstimateRequest, maker: QuestionMaker, found: Answer) -> None
         print(json.dumps(screens.to_json(found, request.tokens, request.price), indent=2))
     elif request.explain is not None:
         screens.print_buffers(found, request.explain)
+    elif request.fit and not request.everything:
+        screens.print_fit(found, request.tokens, request.price)
     else:
         screens.print_answer(found, request.tokens, request.price)
 

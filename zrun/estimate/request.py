@@ -29,6 +29,7 @@ class EstimateRequest:
         what: a job file, a size such as 7.5B, or a config.json.
         overrides: keys that replace those of the job, those of short options included.
         host_options: which hosts.
+        everything: show all that a search has found.
         patience_s: seconds that the job's model and data may take.
     """
 
@@ -49,6 +50,7 @@ class EstimateRequest:
     emit: str | None
     write: Path | None
     html: Path | None
+    everything: bool
     as_json: bool
     patience_s: float
 

@@ -17,6 +17,7 @@ from zrun.estimate.plan_tables import (
     buffer_table,
     choice_table,
     cost_of_tokens,
+    fullest,
     offloaded,
     pipeline_table,
     stage_table,
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
 _WIDE = 120  # columns where there is no terminal
 _WIDEST_BAR = 100
+_FEW = 5  # rows of a table of configurations that is not asked for as a whole
 
 
 def print_answer(found: Answer, tokens: str | None, price: float | None) -> None:
@@ -77,6 +79,42 @@ def print_answer(found: Answer, tokens: str | None, price: float | None) -> None
         _print_search(console, found, tokens, price)
     _print_changes(console, found)
     _print_lines(console, [f"note: {note}" for note in found.notes])
+
+
+def print_fit(found: Answer, tokens: str | None, price: float | None) -> None:
+    """Print whether a job fits and what would make it, and few of the ways to.
+
+    Args:
+        found: of a search for what fits.
+        tokens: as for `print_answer`.
+        price: likewise.
+    """
+    console = open_console(sys.stdout, wide=_WIDE)
+    chosen = found.chosen
+    answer = found.verdict or f"it fits as it is: {_room(chosen)}"
+    _print_lines(console, [answer, *_head(found)])
+    if found.fits:
+        _print_lines(console, time_lines(chosen)[:1])
+    if tokens is not None:
+        _print_lines(console, [_budget(found.target or chosen, tokens, price)])
+    _print_changes(console, found)
+    assert found.found is not None
+    ways = found.found.best or found.found.rejected
+    if ways and not found.fits:
+        what = (
+            "what fits, cheapest change first:" if found.found.best else "the nearest, none fits:"
+        )
+        _print_lines(console, [f"\n{what}"])
+        console.print(choice_table(ways[:_FEW], console.width))
+    _print_lines(console, [f"note: {note}" for note in found.notes])
+    _print_lines(console, ["--all shows the memory of each part and every configuration"])
+
+
+def _room(chosen: Estimate) -> str:
+    """Return `61.2 GiB of 79.2 GiB, 23% free`."""
+    used = fullest(chosen).device_used
+    sizes = f"{format_size(used)} of {format_size(chosen.capacity)}"
+    return f"{sizes}, {1 - used / chosen.capacity:.0%} free" if chosen.capacity else sizes
 
 
 def print_buffers(found: Answer, pattern: str) -> None:

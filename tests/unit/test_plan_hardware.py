@@ -70,7 +70,11 @@ def test_parts_replace_what_a_host_usually_has() -> None:
         ("8 A100", "is not a cluster"),
         ("", "is not a cluster"),
         ("A100@ram=lots", "ram: 'lots' is not a size"),
-        ("A100@ram=0", "a host without memory runs nothing"),
+        ("A100@ram=0", "ram=0 does not run"),
+        ("A100@tflops=nan", "tflops=nan does not run"),
+        ("A100@tflops=lots", "tflops: could not convert"),
+        ("CPU@memory=8GiB", "memory=8GiB does not run"),
+        ("A100@price=2", "unknown number 'price': write ram=512GiB"),
     ],
 )
 def test_what_is_not_known_is_said(text: str, said: str) -> None:
@@ -156,3 +160,12 @@ def test_a_host_without_gpus_is_shared_by_its_ranks() -> None:
     assert (found.device.bandwidth, found.device.launch_s) == (10e9, 2e-6)
     assert found.intra.bandwidth == 2.5e9
     assert found.disk_read == 0
+
+
+def test_a_device_of_no_list_is_one_that_is_with_other_numbers() -> None:
+    known = parse_simulate("2x4090")
+    other = parse_simulate("2x4090@memory=48GiB,tflops=330,bandwidth=1.5TB,ram=256GiB")
+    assert other.device.memory_bytes == 48 << 30
+    assert other.device.peak == {"fp16": 330e12, "bf16": 330e12, "fp32": known.device.peak["fp32"]}
+    assert other.device.bandwidth == 1.5e12
+    assert (other.host_bytes, other.intra) == (256 << 30, known.intra)

@@ -25,6 +25,13 @@ _DRIVE_BYTES = 3840 * 10**9
 _SIMULATED = re.compile(
     r"(?:(?P<first>\d+)x(?:(?P<second>\d+)x)?)?(?P<name>[A-Za-z0-9-]+)(?:@(?P<rest>.+))?"
 )
+# What a number after the @ may be, each with an example.
+_NUMBERS = {
+    "ram": "ram=512GiB",
+    "memory": "memory=48GiB",
+    "tflops": "tflops=330",
+    "bandwidth": "bandwidth=1.2TB",
+}
 _COUNTED = re.compile(r"(?:(\d+)x)?(.+)")
 
 
@@ -33,7 +40,8 @@ def parse_simulate(text: str, *, price: float | None = None) -> Hardware:
 
     Parts replace those of the device's usual host: a link between devices or to the host (NVLink4,
     PCIe5), adapters between hosts (HDR, 4xNDR, 400G: that many per node), drives (4xNVMe4), memory
-    of a host (ram=512GiB).
+    of a host (ram=512GiB); and those of the device, for one that is in no list: memory=48GiB,
+    tflops=330 (of dense products in 16 bits), bandwidth=1.2TB (per second).
 
     Args:
         text: such as 64x8xA100-80G@4xHDR.
@@ -124,8 +132,9 @@ def _of_cores(core: Device, cores: float, memory_bytes: int, bandwidth: float) -
 
 def _with_part(hardware: Hardware, part: str) -> Hardware:
     """Return the hardware with one of its parts replaced."""
-    if part.startswith("ram="):
-        return _with_ram(hardware, part.removeprefix("ram="))
+    key, equals, value = part.partition("=")
+    if equals:
+        return _with_value(hardware, key.strip(), value.strip())
     match = _COUNTED.fullmatch(part)
     assert match is not None  # anything but the empty text matches
     count, wanted = match.groups()
@@ -166,16 +175,33 @@ def _part_named(hardware: Hardware, wanted: str) -> str:
     )
 
 
-def _with_ram(hardware: Hardware, size: str) -> Hardware:
-    try:
-        host_bytes = parse_size(size)
-    except ValueError as error:
-        raise JobError(f"{hardware.name!r}: ram: {error}") from None
-    if not host_bytes:
+def _with_value(hardware: Hardware, key: str, text: str) -> Hardware:
+    """Return the hardware with a number of its host, or of its devices, replaced."""
+    if key not in _NUMBERS:
         raise JobError(
-            f"{hardware.name!r}: ram: a host without memory runs nothing: write for example "
-            "ram=512GiB"
+            f"{hardware.name!r}: unknown number {key!r}: write {', '.join(_NUMBERS.values())}"
         )
+    try:
+        number = float(text) if key == "tflops" else parse_size(text)
+    except ValueError as error:
+        raise JobError(f"{hardware.name!r}: {key}: {error}") from None
+    device = hardware.device
+    if not 0 < number < float("inf") or (key == "memory" and device.kind == "cpu"):
+        raise JobError(
+            f"{hardware.name!r}: {key}={text} does not run: write for example {_NUMBERS[key]}"
+        )
+    if key == "ram":
+        return _with_ram(hardware, int(number))
+    if key == "memory":
+        return replace(hardware, device=replace(device, memory_bytes=int(number)))
+    if key == "bandwidth":
+        return replace(hardware, device=replace(device, bandwidth=float(number)))
+    peak = {name: 1e12 * number for name in device.peak if name != "fp32"}
+    peak["fp32"] = device.peak["fp32"]
+    return replace(hardware, device=replace(device, peak=peak))
+
+
+def _with_ram(hardware: Hardware, host_bytes: int) -> Hardware:
     device = hardware.device
     if hardware.shares_memory:
         device = replace(device, memory_bytes=host_bytes // hardware.devices_per_node)

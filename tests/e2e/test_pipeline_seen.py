@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
 from waiting import PATIENCE_S
 
 from zrun_core.pipeline.grid import Grid
@@ -85,3 +87,59 @@ def test_a_pipeline_tells_its_stages_its_schedule_and_what_a_rank_waits_for(tmp_
         1: (1, 1),
     }
     assert all(0 <= use["waited_s"] <= use["span_s"] for use in told.values())
+
+
+BROKEN = """
+import torch
+from torch.utils.flop_counter import flop_registry
+
+from staged import Net, data
+
+
+def fails(*args, **kwargs):
+    raise AssertionError("shapes are incompatible")
+
+
+flop_registry[torch.ops.aten.addmm] = flop_registry[torch.ops.aten.mm] = fails
+torch.autograd._disable_profiler = fails
+"""
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_what_only_counts_ends_no_run(tmp_path: Path, pp: int) -> None:
+    """As where a version of torch counts no FLOPs of an operator, or has another profiler."""
+    shutil.copy(STAGED, tmp_path)
+    (tmp_path / "broken.py").write_text(BROKEN)
+    keys: dict[str, Any] = {
+        "name": "broken",
+        "model": "broken.py:Net",
+        "data": "broken.py:data",
+        "steps": 3,
+        "batch": {"global": 8, "micro": 2},
+        "slots": pp,
+        "parallel": {"pp": pp},
+        "device": "cpu",
+        "threads": 1,
+    }
+    (tmp_path / "job.yaml").write_text(json.dumps(keys))
+    done = subprocess.run(
+        [sys.executable, "-m", "zrun", "train", "job.yaml", "--run-dir", "run", "--ui", "plain"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = (tmp_path / "run" / "events.jsonl").read_text().splitlines()
+    events = [json.loads(line) for line in lines]
+    steps = [event for event in events if event["type"] == "step"]
+    assert [event["tflops"] for event in steps] == [None] * 3
+    assert [event["peak_bytes"] for event in events if event["type"] == "peak"] == [None] * pp
+    told = [event["message"] for event in events if event["type"] == "warning"]
+    (start,) = [event for event in events if event["type"] == "start"]
+    told += start["notes"]
+    assert sum("the peak of memory is left out: " in text for text in told) == 1
+    (uncounted,) = [text for text in told if "cannot count" in text]
+    assert uncounted.startswith("FLOP/s are left out: " if pp == 1 else "parallel.split: ")
+    why = "cannot count addmm (AssertionError: shapes are incompatible)"
+    assert uncounted.endswith(f"torch {torch.__version__} {why}")

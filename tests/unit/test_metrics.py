@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.nn import functional
 
 from zrun_core.hardware import accelerator
+from zrun_core.telemetry.flops import FlopCount
 from zrun_core.telemetry.metrics import process_memory
 from zrun_core.telemetry.peak_memory import PeakMemory
 
@@ -39,6 +41,21 @@ def test_fragmentation_is_what_tensors_never_took(monkeypatch: pytest.MonkeyPatc
     assert on_cpu.keys() == held.keys()
     assert on_cpu["device_fragmented"] is None
     assert on_cpu["alloc_retries"] is None
+
+
+@pytest.mark.parametrize("heads", [4, 2])
+def test_the_flops_of_attention_are_those_of_its_products(heads: int) -> None:
+    query = torch.randn(2, 4, 5, 8, requires_grad=True)
+    key, value = (torch.randn(2, heads, 7, 8, requires_grad=True) for _ in range(2))
+    with FlopCount() as forward:
+        out = functional.scaled_dot_product_attention(
+            query, key, value, enable_gqa=heads < 4, scale=1.0
+        )
+    with FlopCount() as backward:
+        out.sum().backward()
+    product = 2 * (2 * 4) * 5 * 7 * 8
+    assert (forward.flops, backward.flops) == (2 * product, 5 * product)
+    assert (forward.note, backward.note) == ("", "")
 
 
 def test_measuring_a_step_forgets_no_peak(monkeypatch: pytest.MonkeyPatch) -> None:

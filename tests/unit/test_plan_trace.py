@@ -15,6 +15,7 @@ import pytest
 import torch
 from plan_rows import events_of, ops_of
 from torch import nn
+from torch.utils.flop_counter import flop_registry
 from warm import WarmPopen
 
 from zrun_core.errors import JobError, UserCodeError
@@ -63,6 +64,27 @@ def test_a_linear_model_to_the_byte() -> None:
     ]
     assert [event.size.at(1) for event in at_loss[:4]] == [64, 128, 128, 64]
     assert all(event.size.base == 0 for event in at_loss)
+
+
+def test_what_cannot_be_counted_ends_no_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: Any, **kwargs: Any) -> int:
+        raise AssertionError("shapes are incompatible")
+
+    for packet in (torch.ops.aten.addmm, torch.ops.aten.mm, torch.ops.aten.convolution):
+        monkeypatch.setitem(flop_registry, packet, fails)
+    deep = ("plan_models.py:Deep", {"depth": 2})
+    profile = traced(deep)
+    assert profile.source == "traced"
+    (note,) = [note for note in profile.notes if "cannot count" in note]
+    why = "addmm (AssertionError: shapes are incompatible)"
+    assert note == f"times are too short: torch {torch.__version__} cannot count {why}"
+    assert profile.flow is not None
+    assert profile.flow.uncounted in note
+    assert Profile.from_json(profile.to_json()).flow == profile.flow
+    monkeypatch.undo()
+    assert not traced(deep).notes
+    found = peak_of(traced(deep).traces["none"], 4, steady={})
+    assert peak_of(profile.traces["none"], 4, steady={}) == found
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from rich.console import Console, ConsoleDimensions
 
+from zrun.system.output import Dispensable
 from zrun.watch import formatting
 from zrun.watch.follow import Follower
 from zrun.watch.live import Live
@@ -28,6 +29,7 @@ from zrun.watch.run_state import Curve, RunState, fold
 from zrun.watch.screen import Json, Nothing, open_screen
 from zrun.watch.stragglers import Stragglers
 from zrun.watch.ui import Ui, choose
+from zrun_core.errors import HangError
 from zrun_core.spine.events import Event, encode
 
 FACTS = Facts("gpt-1b", "20260102-030405-ab12", ("localhost",) * 2)
@@ -511,6 +513,41 @@ def test_a_screen_that_is_gone_does_not_end_the_run() -> None:
     assert json.loads(kept[0])["step"] == 1
     assert kept[1:] == [b'{"type": "step", "step": 2}'], "as it came"
     assert follower.state.step.step == 2
+
+
+def test_a_mistake_in_drawing_does_not_end_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+    class Mistaken(Nothing):
+        def turn(self, state: RunState) -> None:
+            raise KeyError("step")
+
+    follower = Follower(Mistaken(), lambda _: None)
+    for number in (1, 2):
+        follower.event(step(number))
+        follower.turn()
+    follower.close()
+    assert follower.state.step.step == 2
+    left_out = "warning: the screen is left out from here on: KeyError: 'step'\n"
+    assert capsys.readouterr().err == left_out
+
+
+def test_what_is_dispensable_is_left_out_once_it_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    calls: list[int] = []
+
+    def fails_at_two(number: int) -> None:
+        calls.append(number)
+        if number == 2:
+            raise TypeError("no number")
+        if number == 0:
+            raise HangError("stopped")
+
+    tell = Dispensable("the report")
+    with pytest.raises(HangError):
+        tell(fails_at_two, 0)
+    for number in (1, 2, 3):
+        tell(fails_at_two, number)
+    assert calls == [0, 1, 2]
+    left_out = "warning: the report is left out from here on: TypeError: no number\n"
+    assert capsys.readouterr().err == left_out
 
 
 def test_what_thousands_of_ranks_hold_is_kept_by_rank_and_shown_once_each() -> None:

@@ -39,7 +39,7 @@ from zrun.placement.plan import ResolvedJob, plan_on_backend
 from zrun.runs.run_lock import RunLock
 from zrun.runs.rundir import RunDir, set_checkpoints_aside
 from zrun.runs.start_point import StartPoint, choose_restart, choose_start, choose_under_lock
-from zrun.system.output import say
+from zrun.system.output import Dispensable, say
 from zrun.system.signals import LauncherSignals, ends_with_parent, ignore, name_of, stoppable
 from zrun.transport.agent_process import AgentLink
 from zrun.transport.agents import AgentGroup
@@ -305,19 +305,25 @@ def _monitor(claimed: _ClaimedRun, agents: AgentGroup) -> _Observed:
     signals = LauncherSignals()
     phases = PhaseWatch(compiles=job.compile)
     stragglers = Stragglers(facts)
+    tell_phase = Dispensable("what the ranks are doing")
+    compare = Dispensable("the comparison with the estimate")
+    find_slow = Dispensable("the search for slow ranks")
 
     def on_event(event: Event, line: bytes | None) -> None:
         follower.event(event, line)
-        gate.see(event, follower.event)
-        stragglers.see(event, follower.event)
+        compare(gate.see, event, follower.event)
+        find_slow(stragglers.see, event, follower.event)
 
-    def on_turn() -> None:
+    def see_phase() -> None:
         phases.see(time.monotonic(), run.states)
         news = phases.news()
         if news is not None:
             follower.event(news)
+
+    def on_turn() -> None:
+        tell_phase(see_phase)
         follower.turn(phases.doing)
-        gate.turn(follower.event)
+        compare(gate.turn, follower.event)
 
     turn = ends_with_parent(on_turn) if request.backend.kind == "env" else on_turn
     try:
@@ -386,7 +392,11 @@ def _report(claimed: _ClaimedRun, state: RunState) -> None:
     out = sys.stderr if ui is Ui.json else sys.stdout
     columns = shutil.get_terminal_size().columns if out.isatty() else None
     ascii_only = not (out.encoding or "").lower().startswith("utf")
-    say(report(state, rundir.path, columns, page=page, ascii_only=ascii_only), out)
+
+    def tell() -> None:
+        say(report(state, rundir.path, columns, page=page, ascii_only=ascii_only), out)
+
+    Dispensable("the report")(tell)
 
 
 def _can_resume(

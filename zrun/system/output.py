@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from typing import TextIO
 
+from zrun_core.errors import ZrunError
 from zrun_core.spine.printable import printable
 
 
@@ -28,3 +30,31 @@ def notify(text: str) -> None:
     """Print a line to stderr while the run goes on, unless the terminal is gone."""
     with suppress(OSError):
         print(text, file=sys.stderr, flush=True)
+
+
+class Dispensable:
+    """Calls what only tells of a run: where that fails, it is left out from then on, with a note.
+
+    No mistake in it is worth a run.
+    """
+
+    def __init__(self, what: str) -> None:
+        """
+        Args:
+            what: it is, for the note.
+        """
+        self._what = what
+        self._is_left_out = False
+
+    def __call__(self, call: Callable[..., object], *args: object) -> None:
+        """Call `call`, unless one of the calls before has failed."""
+        if self._is_left_out:
+            return
+        try:
+            call(*args)
+        except ZrunError:  # a signal ends the run
+            raise
+        except Exception as error:
+            self._is_left_out = True
+            why = f"{type(error).__name__}: {error}"
+            notify(f"warning: {self._what} is left out from here on: {why}")

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import groupby
 
+from zrun.system.output import notify
 from zrun.watch.phases import Doing
 from zrun.watch.run_state import RunState, fold, fold_memory
 from zrun.watch.screen import Nothing, Screen
+from zrun_core.errors import ZrunError
 from zrun_core.spine.events import Event, encode
 
 
@@ -92,3 +94,10 @@ class Follower:
         except OSError:
             # The terminal or the reader of a pipe is gone. Training is not.
             self._screen = Nothing()
+        except ZrunError:  # a signal ends the run
+            raise
+        except Exception as error:  # a mistake in drawing is worth no run
+            with suppress(Exception):
+                self._screen.close(self.state)  # which gives the terminal back first
+            self._screen = Nothing()
+            notify(f"warning: the screen is left out from here on: {type(error).__name__}: {error}")

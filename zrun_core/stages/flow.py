@@ -96,6 +96,7 @@ class ModelFlow:
         calls: of nodes, in order.
         leaves: what they hand out and others use.
         outside: uses of parameters outside of nodes.
+        uncounted: why some operators are not among the FLOPs; empty: all are.
     """
 
     blocks: tuple[str, ...]
@@ -104,6 +105,7 @@ class ModelFlow:
     calls: tuple[NodeCall, ...]
     leaves: tuple[Leaf, ...]
     outside: tuple[OutsideUse, ...] = ()
+    uncounted: str = ""
 
     def crossing(self, block: int) -> tuple[Leaf, ...]:
         """Return what crosses the border before block `block`.

@@ -7,7 +7,7 @@ Each tensor carries what it was made of, by its memory; a view is made of the sa
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -28,7 +28,7 @@ from zrun_core.stages.flow import Leaf, ModelFlow, NodeCall, OutsideUse
 from zrun_core.stages.ghosts import run_on_zeros
 from zrun_core.stages.left_numbers import LeftNumbers
 from zrun_core.stages.node_calls import Node, installed_nodes, walking
-from zrun_core.telemetry.metrics import flops_of
+from zrun_core.telemetry.flops import FlopCounter
 from zrun_core.zero.auto_wrap import repeated_blocks
 from zrun_core.zero.fakes import fake_parameters, kept_buffers
 from zrun_core.zero.module_hooks import tensors_in
@@ -160,7 +160,8 @@ class _FollowingWalk(TorchDispatchMode):
         self._blocks: list[str] = []
         self._calls: list[NodeCall] = []
         self._running: int | None = None  # number of the call that runs
-        self._flops: Counter[int] = Counter()
+        self._counter = FlopCounter()
+        self._flops: defaultdict[int, float] = defaultdict(float)
         self._uses: dict[str, set[int]] = defaultdict(set)
         self._made_of: dict[int, _Sources] = {}  # by storage
         self._alive: list[object] = []  # so that no storage has the identity of an earlier one
@@ -255,7 +256,7 @@ class _FollowingWalk(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        self._flops[self._segment] += flops_of(func, args, kwargs, out)
+        self._flops[self._segment] += self._counter.of(func, args, kwargs, out)
         sources = _NONE
         for tensor in tensors_in((args, kwargs)):
             storage = self._storage(tensor)
@@ -332,11 +333,12 @@ class _FollowingWalk(TorchDispatchMode):
             )
         return ModelFlow(
             tuple(self._blocks),
-            tuple(float(self._flops[segment]) for segment in range(len(self._blocks) + 1)),
+            tuple(self._flops[segment] for segment in range(len(self._blocks) + 1)),
             {name: tuple(sorted(self._uses.get(name, ()))) for name in params},
             tuple(self._calls),
             tuple(leaves),
             tuple(outside),
+            self._counter.note,
         )
 
 

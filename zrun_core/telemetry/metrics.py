@@ -6,12 +6,10 @@ import resource
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import psutil
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from zrun_core.hardware import accelerator, catalogue
 from zrun_core.hardware.clock import Mark, Waits, mark, seconds_between
@@ -26,41 +24,6 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     if not accelerator.is_accelerator(device) or dtype not in _FORMATS:
         return None
     return catalogue.peak_flops(accelerator.device_name(device), _FORMATS[dtype])
-
-
-class FlopCount(TorchDispatchMode):
-    """Counts the FLOPs of matrix products, convolutions and attention of what runs inside."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.flops = 0
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled in here: do not import the compiler, a second, to say so
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        self.flops += flops_of(func, args, kwargs or {}, out)
-        return out
-
-
-def flops_of(func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> int:
-    """Return the FLOPs of an operator's call: a matrix product, convolution or attention.
-
-    Args:
-        func: an overload, as `__torch_dispatch__` gets it.
-        args, kwargs: of the call.
-        out: its result.
-    """
-    packet = func._overloadpacket
-    if packet in flop_registry:
-        found: int = flop_registry[packet](*args, **kwargs, out_val=out)
-        return found
-    if packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:
-        of_attention: int = sdpa_flop_count(*(tensor.shape for tensor in args[:3]))
-        return of_attention
-    return 0
 
 
 class StepPhase(StrEnum):

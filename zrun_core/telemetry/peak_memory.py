@@ -5,12 +5,11 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Self
 
 import torch
-from torch._C._profiler import RecordScope
 
 from zrun_core.hardware import accelerator
 
@@ -38,17 +37,20 @@ class PeakMemory:
 
     On CUDA the allocator counts by itself. On a CPU torch's profiler notes each allocation, also
     those inside of operators. That costs some microseconds and a kilobyte each, so only one step is
-    watched.
+    watched. Parts of torch that this needs have no public names: where one is missing, nothing is
+    measured, and no step fails for it.
 
     Attributes:
         num_bytes: on CUDA, of all tensors; on a CPU, above what there was at the beginning. None:
-            not measured, because the user profiles this step.
+            not measured, because the user profiles this step, or for `note`.
         reserved: held by the allocator at most; None on a CPU, which has none that would tell.
+        note: why it could not be measured; empty: it could, or the user profiles.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.num_bytes: int | None = None
         self.reserved: int | None = None
+        self.note = ""
         self._device = device
         self._profiler: Any = None
         self._quiet = ExitStack()
@@ -57,26 +59,44 @@ class PeakMemory:
         if accelerator.is_accelerator(self._device):
             _begin_anew(self._device)
             return self
-        if torch._C._autograd._profiler_enabled():  # a second one would end the first, the user's
-            return self
-        self._quiet.enter_context(_quiet_allocator())
-        profiler = torch.autograd.profiler.profile(profile_memory=True)
-        with suppress(RuntimeError):
-            profiler._prepare_trace()
-            # Noting operators too, as `profile` does, takes several times the memory.
-            _autograd._enable_profiler(
-                profiler.config(), profiler.kineto_activities, {RecordScope.USER_SCOPE}
-            )
-            self._profiler = profiler
+        try:
+            # A second profiler would end the first, the user's.
+            if not torch._C._autograd._profiler_enabled():
+                self._quiet.enter_context(_quiet_allocator())
+                self._profiler = _allocations_only()
+        except Exception as error:  # whatever it is, only a number is missing
+            self._leave_out(error)
         return self
 
     def __exit__(self, *error: object) -> None:
         if accelerator.is_accelerator(self._device):
             self.num_bytes, self.reserved = accelerator.peak_memory(self._device)
         elif self._profiler is not None:
-            with suppress(RuntimeError):
+            try:
                 self.num_bytes = _highest(_autograd._disable_profiler())
+            except Exception as failure:
+                self._leave_out(failure)
         self._quiet.close()
+
+    def _leave_out(self, error: Exception) -> None:
+        why = f"{type(error).__name__}: {error}"
+        self.note = f"the peak of memory is left out: torch {torch.__version__}: {why}"
+
+
+def _allocations_only() -> Any:
+    """Start torch's profiler without noting operators, which would take several times the memory.
+
+    Returns:
+        The profiler.
+    """
+    from torch._C._profiler import RecordScope
+
+    profiler = torch.autograd.profiler.profile(profile_memory=True)
+    profiler._prepare_trace()
+    _autograd._enable_profiler(
+        profiler.config(), profiler.kineto_activities, {RecordScope.USER_SCOPE}
+    )
+    return profiler
 
 
 _ERRORS = 2  # glog's number for what is worse than a warning

@@ -76,6 +76,7 @@ class IssuedStep(NamedTuple):
         waited: for other ranks, by phase.
         sent: bytes, by kind of collective.
         flops: of this rank; 0 if they are not known.
+        uncounted: why they could not be counted; empty: they could, or nobody tried.
         micro_batches: of this rank.
         actions: of its stage of a pipeline; of PipeDream those of a window, with its last step.
         tier_counts: what moved between tiers.
@@ -87,6 +88,7 @@ class IssuedStep(NamedTuple):
     waited: Mapping[StepPhase, Waits]
     sent: Mapping[TrafficKey, int]
     flops: float
+    uncounted: str
     micro_batches: int
     tier_counts: TierCounts
     actions: Sequence[ActionMarks] = ()
@@ -171,6 +173,7 @@ class Recorder:
         self._device = sharded.comm.device
         self._peak_flops = peak_flops(self._device, sharded.settings.precision.compute)
         self._has_warned = False
+        self._has_told_uncounted = False
         self._told_growth: dict[str, int] = {}  # bytes held, by the ring's purpose
         self._traffic_bytes: Counter[str] = Counter()
         self._splits: list[Mapping[str, float]] = []  # of steps since the last `memory` event
@@ -306,6 +309,8 @@ class Recorder:
 
     def peak(self, measured: PeakMemory) -> None:
         """Emit the peak memory of the newest step."""
+        if measured.note and self.is_main:
+            self._emitter.emit("warning", message=measured.note)
         peak_bytes = measured.num_bytes
         if peak_bytes is not None and not accelerator.is_accelerator(self._device):
             # On a CPU it is measured above what was allocated before the step.
@@ -357,6 +362,7 @@ class Recorder:
             self._stage_uses.append(StageUse.of(actions))
         if self.is_main:
             self._emit_step(issued, totals, epoch, step_s, split)
+            self._tell_uncounted(issued.uncounted)
         number = issued.step - self._first.steps  # in this process
         self._emit_schedule(issued.step, actions, number)
         # An update beside training has made its moments when the second step ends.
@@ -478,6 +484,12 @@ class Recorder:
         if len(names) > 5:
             shown += f" and {len(names) - 5} more"
         self._emitter.emit("warning", message=f"no gradient yet, so not updated: {shown}")
+
+    def _tell_uncounted(self, why: str) -> None:
+        """Say once why the record has no FLOP/s, if they could not be counted."""
+        if why and not self._has_told_uncounted:
+            self._has_told_uncounted = True
+            self._emitter.emit("warning", message=f"FLOP/s are left out: {why}")
 
     def _warn_of_slow_copies(self) -> None:
         """Say why inputs of blocks come and go more slowly than they might, if so."""

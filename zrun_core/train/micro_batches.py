@@ -22,7 +22,8 @@ from zrun_core.pipeline.schedule import layer_major, no_pipeline
 from zrun_core.spine.spec import RunSpec
 from zrun_core.spine.tracebacks import add_location, raised_at
 from zrun_core.stages.node_calls import DrawingWalk, Watcher, installed_nodes, walking
-from zrun_core.telemetry.metrics import FlopCount, StepClock, StepPhase
+from zrun_core.telemetry.flops import FlopCount
+from zrun_core.telemetry.metrics import StepClock, StepPhase
 from zrun_core.telemetry.stage_fields import ActionMarks
 from zrun_core.train.rank_phase import RankPhase
 from zrun_core.user_code.loss import Loss, LossFunction, LossKind, compute_loss
@@ -70,9 +71,11 @@ class MicroBatchRunner:
     Attributes:
         waited: for other ranks in this step, by phase.
         marks: of the actions of the last step, in a pipeline.
+        uncounted: why FLOPs are not known, if they could not be counted.
     """
 
     marks: Sequence[ActionMarks] = ()
+    uncounted = ""
 
     def __init__(self, context: RunnerContext) -> None:
         self._global_size = context.spec.batch.global_size
@@ -256,7 +259,9 @@ class MicroBatchRunner:
         self._counts_flops = False
         with FlopCount() as count:
             yield
-        self._flops_per_sample = 3 * count.flops / micro.num_samples
+        self.uncounted = count.note
+        if not count.note:
+            self._flops_per_sample = 3 * count.flops / micro.num_samples
 
 
 class LayerMajorRunner(MicroBatchRunner):

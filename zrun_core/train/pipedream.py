@@ -223,6 +223,7 @@ class Windows:
                     waited=runner.waited,
                     sent=self._comm.drain(),
                     flops=runner.flops(batches[number : number + 1]),
+                    uncounted=runner.uncounted,
                     micro_batches=1,
                     tier_counts=self._sharded.updates.step_counts,
                     actions=runner.marks if is_last else (),  # of the whole window

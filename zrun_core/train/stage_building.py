@@ -103,7 +103,10 @@ def build_stage(
         model_trainable=sum(param.numel() for param in params.values() if param.requires_grad),
     )
     stage = Stage(model, flow, split, index, owners, dtype, device)
-    notes = (f"parallel.split: {balance_in_words(split, flow.flops, flow.blocks)}",)
+    balance = balance_in_words(split, flow.flops, flow.blocks)
+    if flow.uncounted:
+        balance += f"; {flow.uncounted}"
+    notes = (f"parallel.split: {balance}",)
     return StageParts(stage, tied_stages(owners), table, chunk_of, order, facts, notes)
 
 

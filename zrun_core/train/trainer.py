@@ -387,6 +387,7 @@ class Trainer:
             waited=passes.waited,
             sent=self.comm.drain(),
             flops=passes.flops(micro_batches),
+            uncounted=passes.uncounted,
             micro_batches=len(micro_batches),
             tier_counts=self.sharded.updates.step_counts,
             actions=passes.marks,

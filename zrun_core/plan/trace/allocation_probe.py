@@ -8,6 +8,7 @@ torch's profiler, with as many threads as torch has in this process.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,7 +16,8 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils.flop_counter import flop_registry
+
+from zrun_core.telemetry.flops import FlopCounter
 
 _ATEN = torch.ops.aten
 _RNN = _ATEN.mkldnn_rnn_layer.default
@@ -91,13 +93,16 @@ def completed(func: Any, args: Sequence[Any], out: Any) -> Any:
 
 
 def _flops(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> float:
+    """Return the FLOPs of a call; infinity if they cannot be counted."""
     if func in (_RNN, _RNN_BACKWARD):  # each position passes two matrices, twice in backward
         positions = args[0].numel() // args[0].shape[-1]
         flops = 2.0 * positions * (args[1].numel() + args[2].numel())
         if func is _RNN_BACKWARD:
             flops *= 2
         return float(flops)
-    return float(flop_registry[func._overloadpacket](*args, **kwargs, out_val=out))
+    counter = FlopCounter()
+    flops = counter.of(func, args, kwargs, out)
+    return math.inf if counter.note else flops
 
 
 def _key(value: Any) -> Any:

@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from zrun_core.plan.trace.allocation_probe import allocations, completed
 from zrun_core.plan.trace.rows import (
@@ -30,6 +29,7 @@ from zrun_core.plan.trace.rows import (
     TracePhase,
     Vocabulary,
 )
+from zrun_core.telemetry.flops import FlopCounter
 from zrun_core.tensor_parallel.logit_slice import LogitSlice
 
 _GEMMS = {"mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm", "mv", "addmv", "dot"}
@@ -56,7 +56,6 @@ _COPIES = {
 _OTHERS = ("softmax", "nll_loss", "embedding", "sort", "index")  # parts of names
 _NO_WORK = ("detach", "alias", "lift_fresh")
 _MAKERS = ("empty", "new_empty")  # beginnings of names: memory without work
-_FLASH_CPU = "_scaled_dot_product_flash_attention_for_cpu"
 _INDEX = torch.ops.aten.index.Tensor
 
 
@@ -71,7 +70,7 @@ class OpCall(NamedTuple):
 class OpRecorder(TorchDispatchMode):
     """Records what runs inside, from the forward pass of `model` to the end of its backward.
 
-        recorder = OpRecorder(model, names, block_of, vocabulary, reduce_dtype=torch.float32)
+        recorder = OpRecorder(model, names, block_of, vocabulary, counter, reduce_dtype=...)
         with recorder.following():
             loss = ...
             recorder.phase = TracePhase.BACKWARD
@@ -92,6 +91,7 @@ class OpRecorder(TorchDispatchMode):
         names: dict[int, str],
         block_of: dict[str, int],
         vocabulary: Vocabulary,
+        counter: FlopCounter,
         *,
         reduce_dtype: torch.dtype,
         probes: bool = False,
@@ -103,6 +103,7 @@ class OpRecorder(TorchDispatchMode):
             names: of modules, by identity.
             block_of: number of the repeated block, by the name of any module in it.
             vocabulary: numbers modules and operators, for this pass and others.
+            counter: of FLOPs.
             reduce_dtype: in which gradients are kept.
             probes: whether what CPU kernels allocate inside is found out.
             products: whether that of matrix products is found out too.
@@ -113,6 +114,7 @@ class OpRecorder(TorchDispatchMode):
         self.follows_values = False
         self._model = model
         self._names = names
+        self._counter = counter
         self._block_of = block_of
         self._reduce_dtype = reduce_dtype
         self._probes = probes
@@ -216,7 +218,8 @@ class OpRecorder(TorchDispatchMode):
         fresh += [tensor for tensor in tensors if self._see(tensor, module, block)]
         if func.is_view:
             return out
-        call = _describe(func, args, kwargs, out, is_fresh=bool(fresh))
+        flops = self._counter.of(func, args, kwargs, out)
+        call = _describe(func, args, kwargs, out, flops, is_fresh=bool(fresh))
         if call is not None:
             self._rows.op(
                 call.operator,
@@ -358,7 +361,13 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _describe(
-    func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any, *, is_fresh: bool = True
+    func: Any,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    out: Any,
+    flops: float,
+    *,
+    is_fresh: bool = True,
 ) -> OpCall | None:
     """Return the work of one operator; None where there is none.
 
@@ -367,6 +376,7 @@ def _describe(
         args: it was given.
         kwargs: it was given.
         out: what it returned.
+        flops: of the call.
         is_fresh: whether it made memory.
     """
     outputs = list(_tensors_in(out))
@@ -378,13 +388,6 @@ def _describe(
     if not inputs and not is_fresh:
         return None
     moved = sum(tensor.numel() * tensor.element_size() for tensor in (*inputs, *outputs))
-    flops = 0.0
-    if packet in flop_registry:
-        flops = float(flop_registry[packet](*args, **kwargs, out_val=out))
-    elif name == _FLASH_CPU:
-        flops = float(sdpa_flop_count(*(tensor.shape for tensor in args[:3])))
-    elif name == f"{_FLASH_CPU}_backward":
-        flops = float(sdpa_backward_flop_count(*(tensor.shape for tensor in args[:4])))
     first = outputs[0] if outputs else inputs[0]
     dtype = str(first.dtype).removeprefix("torch.")
     family: Family = _family(name)

@@ -429,4 +429,5 @@ def _flow_from_json(found: Mapping[str, Any]) -> ModelFlow:
             OutsideUse(use["param"], use["segment"], tuple(use["used_in"]))
             for use in found["outside"]
         ),
+        found["uncounted"],
     )

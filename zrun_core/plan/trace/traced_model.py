@@ -37,6 +37,7 @@ from zrun_core.spine.config import JobConfig
 from zrun_core.spine.sections.activations import ActivationsConfig
 from zrun_core.stages.flow import ModelFlow
 from zrun_core.stages.follow import follow
+from zrun_core.telemetry.flops import FlopCounter
 from zrun_core.user_code import user
 from zrun_core.user_code.loss import LossFunction, LossKind, compute_loss
 from zrun_core.user_code.on_meta import on_meta
@@ -121,6 +122,7 @@ class TracedModel:
         is_fake: whether tensors have no values.
         follows_values: whether the size of a tensor has depended on values so far.
         seconds_per_sample: that the last pass took.
+        counter: of FLOPs, for all passes.
     """
 
     def __init__(
@@ -155,6 +157,7 @@ class TracedModel:
         self.is_fake = False
         self.follows_values = False
         self.seconds_per_sample = 0.0
+        self.counter = FlopCounter()
 
     @property
     def parameter_bytes(self) -> int:
@@ -315,6 +318,7 @@ class TracedModel:
             names,
             block_of,
             self.vocabulary,
+            self.counter,
             reduce_dtype=self._precision.reduce,
             probes=self._device == "cpu",
             products=products,

@@ -260,7 +260,10 @@ class _PolicyTracer:
         return replace(found, why_no_flow=why)
 
     def _distinct_notes(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(self._notes))
+        notes = list(self._notes)
+        if self._model.counter.note:
+            notes.append(f"times are too short: {self._model.counter.note}")
+        return tuple(dict.fromkeys(notes))
 
     def _by_any(self, found: Profile, policy: str, methods: Sequence[_Method]) -> Profile:
         """Return `found` with the trace of one policy, or with why there is none.

@@ -9,6 +9,7 @@
 # make test-saves  a table of checkpoints that go on with other axes, in which nothing may change a bit: 6 minutes
 # make test-tensors  a table of models whose layers ranks divide, each compared with one process: 6 minutes
 # make test-models  3,000 random models on six layouts, each of which trains what a plain loop trains or is refused: 2 hours
+# make test-versions  a table of releases of torch and transformers, lowest to newest, and whether tests pass: 20 minutes, 15 GB once
 # make test-gpu     the tests that need a GPU, on those of this machine
 # make bench-gpu    zrun at each ZeRO stage beside DDP, FSDP2 and a plain loop, on all GPUs of this machine: 25 minutes at most
 # make test-devices  of the tables on simulated GPUs, the rows that make test runs: a minute
@@ -18,7 +19,7 @@
 
 PYTHON ?= python3
 
-.PHONY: train test test-all test-unit test-ranks test-e2e test-hosts test-faults test-slurm test-offload test-pipelines test-saves test-tensors test-models test-gpu test-devices test-simulated-gpu bench-gpu bigger-than-memory lint clean
+.PHONY: train test test-all test-unit test-ranks test-e2e test-hosts test-faults test-slurm test-offload test-pipelines test-saves test-tensors test-models test-versions test-gpu test-devices test-simulated-gpu bench-gpu bigger-than-memory lint clean
 
 # In bf16, or in fp32 where the processor has no instructions for bf16: torch would take 30 times as long.
 FORMAT = import torch; print("bf16" if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "fp32")
@@ -73,6 +74,10 @@ test-tensors: .venv/ready
 MODELS ?= 0 3000
 test-models: .venv/ready
 	.venv/bin/python tests/dist/models_table.py $(MODELS)
+
+# TORCH=2.12.1, TRANSFORMERS='5.0.0 5.24.0': these releases in place of the lowest, pinned and newest ones.
+test-versions: .venv/ready
+	.venv/bin/python tests/versions.py $(if $(TORCH),--torch $(TORCH)) $(if $(TRANSFORMERS),--transformers $(TRANSFORMERS))
 
 test-gpu: .venv/ready
 	.venv/bin/python -m pytest -q tests/gpu

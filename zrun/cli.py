@@ -8,6 +8,7 @@ imported when it is called or listed, and imports what it works with inside its 
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from importlib import import_module
 from typing import Annotated, Any, NoReturn
 
@@ -16,7 +17,9 @@ import typer
 from zrun.flags import Command, Group
 from zrun_core.errors import ExitCode, ZrunError, lack_of_threads
 from zrun_core.spine.printable import printable
+from zrun_core.spine.releases import check_release
 
+_NEED_TORCH = ("train", "check", "estimate", "verify")
 COMMANDS = (
     "train",
     "check",
@@ -57,6 +60,20 @@ class _LazyGroup(Group):
         command = typer.main.get_command(group)
         command.name = cmd_name
         return command
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Find the command that is called, and refuse a torch with which it would not work.
+
+        Raises:
+            PreflightError: torch is too old.
+        """
+        from importlib.metadata import PackageNotFoundError, version
+
+        found = super().resolve_command(ctx, args)
+        if found[0] in _NEED_TORCH:
+            with suppress(PackageNotFoundError):  # the check of hosts says so
+                check_release("torch", version("torch"))
+        return found
 
 
 app = typer.Typer(cls=_LazyGroup, no_args_is_help=True, pretty_exceptions_enable=False)

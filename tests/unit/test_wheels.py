@@ -5,20 +5,27 @@ Each is named where it is asked for, with what to install or to write.
 
 from __future__ import annotations
 
+import sys
+from importlib import metadata
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+import versions
 
+from zrun import cli
 from zrun.job.load import load_job
 from zrun.job.structure import inspect_structure
 from zrun_core.errors import JobError, PreflightError
 from zrun_core.hardware import accelerator
 from zrun_core.library import run
 from zrun_core.spine import device_names, visible_devices
+from zrun_core.spine.releases import LOWEST, check_release
 from zrun_core.spine.sections.guards import LimitsConfig
 from zrun_core.train import rendezvous
+from zrun_core.user_code import build
 
 JOB = """
 name: small
@@ -285,3 +292,59 @@ def test_who_hides_gpus_wants_none(name: str, value: str) -> None:
 
 def test_what_traces_a_model_sees_no_gpu() -> None:
     assert visible_devices.are_hidden(visible_devices.NO_GPU)
+
+
+# Releases
+
+
+def test_what_is_promised_is_the_same_everywhere() -> None:
+    """In pyproject.toml, in what is refused, in the README and on the page of tested releases."""
+    readme = " ".join((versions.ROOT / "README.md").read_text(encoding="utf-8").split())
+    page = (versions.ROOT / "docs" / "install.md").read_text(encoding="utf-8")
+    for package in versions.PACKAGES:
+        lowest, pinned = versions.floor_of(package), versions.pin_of(package)
+        assert LOWEST[package] == lowest
+        assert f"{package} {lowest} or newer" in readme
+        row = next(line for line in page.splitlines() if line.startswith(f"| `{package}`"))
+        assert row.endswith(f"| {lowest} | {pinned} |")
+
+
+@pytest.mark.parametrize("release", ["2.13.0+cpu", "2.11.0", "2.11.0a0+git12", "3.0"])
+def test_newer_releases_are_taken(release: str) -> None:
+    check_release("torch", release)
+
+
+def test_an_old_torch_is_refused_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(metadata, "version", lambda package: "2.9.1+cpu")
+    monkeypatch.setattr(sys, "argv", ["zrun", "check", "nothing.yaml"])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert end.value.code == 3
+    lowest = LOWEST["torch"]
+    said = f"zrun is tested from {lowest} on: pip install 'torch>={lowest}'"
+    assert capsys.readouterr().err == f"error: torch 2.9.1+cpu is too old: {said}\n"
+    monkeypatch.setattr(torch, "__version__", "2.9.1+cpu")
+    monkeypatch.setattr(run, "_current", None)
+    with pytest.raises(PreflightError, match="is too old"):
+        run.init()
+
+
+def test_an_old_transformers_is_refused_where_a_model_is_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Pretrained(torch.nn.Linear):
+        config = SimpleNamespace()
+
+        @classmethod
+        def from_pretrained(cls) -> None: ...
+
+    old = ModuleType("transformers")
+    old.__version__ = "4.57.6"  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "transformers", old)
+    build.check(torch.nn.Linear(2, 2))
+    model = Pretrained(2, 2)
+    model.config = SimpleNamespace(model_type="small", to_json_string=str)
+    with pytest.raises(PreflightError, match=r"^transformers 4\.57\.6 is too old: "):
+        build.check(torch.nn.Sequential(model))

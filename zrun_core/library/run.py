@@ -41,6 +41,7 @@ from zrun_core.library.background_save import Background
 from zrun_core.library.run_record import Record
 from zrun_core.spine import device_names, heap, visible_devices
 from zrun_core.spine.flight_recorder import FlightRecorder
+from zrun_core.spine.releases import check_release
 from zrun_core.spine.tracebacks import user_location
 
 _ADVICE = (
@@ -262,11 +263,13 @@ def init(
 
     Raises:
         JobError: an argument is wrong.
-        PreflightError: torchrun's variables are incomplete, or there is no GPU for this rank.
+        PreflightError: torchrun's variables are incomplete, there is no GPU for this rank, or torch
+            is too old.
         RendezvousError: not every rank came in time.
     """
     global _current
     if _current is None:
+        check_release("torch", torch.__version__)
         seed = arguments.whole("init", "seed", seed, None, "a whole number")
         timeout_s = arguments.number("init", "timeout_s", timeout_s, "seconds above 0", above=0)
         patience_s = arguments.number("init", "patience_s", patience_s, "seconds above 0", above=0)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -31,7 +32,9 @@ from zrun_core.distributed.comm import Comm
 from zrun_core.distributed.transport import Group
 from zrun_core.errors import PeerError, PreflightError, UserCodeError
 from zrun_core.sizes import format_size
+from zrun_core.spine.releases import check_release
 from zrun_core.user_code.on_meta import on_meta
+from zrun_core.user_code.pretrained import outermost
 
 Factory = Callable[[], nn.Module]
 Read = Callable[[str, nn.Parameter], torch.Tensor]
@@ -61,7 +64,11 @@ def check(module: nn.Module) -> None:
     Raises:
         UserCodeError: a parameter without a shape, or that is not a floating-point number; or
             nothing to train.
+        PreflightError: it is of a release of transformers that is too old.
     """
+    release = getattr(sys.modules.get("transformers"), "__version__", None)
+    if release is not None and outermost(module) is not None:
+        check_release("transformers", release)
     params = list(module.named_parameters())
     for name, param in params:
         if isinstance(param, UninitializedParameter):

@@ -104,7 +104,7 @@ def test_every_bit_flip_is_found(folder: CheckpointFolder) -> None:
         found_verifying += problems(folder) != []
         if name in headers and bit // 8 >= headers[name]:
             data_flips += 1
-            with pytest.raises(CheckpointError, match="digest"):
+            with pytest.raises(CheckpointError, match="checksum"):
                 load_all(path, manifest)
             found_loading += 1
         (path / name).write_bytes(contents[name])

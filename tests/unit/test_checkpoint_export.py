@@ -176,7 +176,7 @@ def test_damage_is_not_exported(folder: CheckpointFolder, tmp_path: Path) -> Non
         file.seek(-1, os.SEEK_END)
         file.write(bytes([last ^ 1]))
     for out in ("model", "model.pt", "model.safetensors"):
-        with pytest.raises(CheckpointError, match="digest"):
+        with pytest.raises(CheckpointError, match="checksum"):
             export(step, manifest, tmp_path / out)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]
 

@@ -358,7 +358,7 @@ def test_init_replaces_nothing_unless_told(zrun: Zrun) -> None:
     assert Path("job.yaml").read_text() == JOB
     assert not Path("train.py").exists()
     Path("train.py").write_text("mine")
-    assert "kept train.py" in zrun("init", "-o", "job.yaml", "--force").err
+    assert "kept the existing train.py" in zrun("init", "-o", "job.yaml", "--force").err
     assert Path("train.py").read_text() == "mine"
     assert zrun("init", "--for", "hf", "--preset", "bert").code == ExitCode.USAGE
 

@@ -81,7 +81,7 @@ def test_an_estimate_beside_a_run_ends_with_a_launcher_that_was_killed(
 ) -> None:
     monkeypatch.setenv("APART", "in a session of its own")
     host = HostFacts("here", 2, 8 << 30).to_json()
-    request = ForecastRequest(JOB, str(folder / "job.yaml"), (), [host], "key")
+    request = ForecastRequest(JOB, str(folder / "job.yaml"), [host], "key")
     launcher = subprocess.Popen(
         [sys.executable, "-c", LAUNCHER, json.dumps(asdict(request))],
         stdout=subprocess.PIPE,

@@ -313,7 +313,7 @@ def test_a_comparison_is_judged_by_its_tolerance() -> None:
         ("{}", None, "another version"),
         ("good", None, "No such file"),
         ("good", "", "never started to train"),
-        ("good", '{"type": "start"}\nnoise\n[]\n', "too few steps"),
+        ("good", '{"type": "start"}\nnoise\n[]\n', "too short"),
     ],
 )
 def test_runs_that_cannot_be_compared(

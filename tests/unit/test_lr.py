@@ -120,7 +120,7 @@ def test_a_function_of_the_users_is_the_schedule():
 
 @pytest.mark.parametrize("name", ["linear", "cosine", "polynomial", "wsd"])
 def test_a_decay_needs_an_end_that_comes_after_warmup(name):
-    with pytest.raises(JobError, match="needs an end"):
+    with pytest.raises(JobError, match="needs the number of steps"):
         factors(None, schedule=name)
     with pytest.raises(
         JobError,

@@ -90,7 +90,7 @@ def test_ranks_make_up_whole_replicas() -> None:
     ("keys", "words"),
     [
         ({"parallel": {"pp": 2, "schedule": "pipedream"}}, "older weights"),
-        ({"offload": {"optimizer": "host", "schedule": "delayed"}}, "a step old"),
+        ({"offload": {"optimizer": "host", "schedule": "delayed"}}, "one step old"),
     ],
 )
 def test_another_method_is_told(keys: dict[str, Any], words: str) -> None:
@@ -141,7 +141,7 @@ def test_ranks_follow_from_what_is_turned_off() -> None:
 def test_what_a_trial_leaves_out_is_told() -> None:
     trial = trial_of(job(zero={"stage": 3, "shard_group": 4}, steps=None, epochs=2), 6, None, 0)
     assert [note.partition(":")[0] for note in trial.notes] == [
-        "zero.shard_group 4 is all here",
+        "zero.shard_group 4 does not divide 2 ranks, so it is all here",
         "steps replace epochs",
     ]
     assert (
@@ -157,8 +157,8 @@ FEATURES = [Feature(name, (f"{name}=off",)) for name in ("a", "b", "c")]
 @pytest.mark.parametrize(
     ("needed", "words"),
     [
-        ([{"b=off"}], "it takes b: without, it agrees"),
-        ([{"a=off"}, {"c=off"}], "it takes a and c: without, it agrees"),
+        ([{"b=off"}], "the cause is b: without, it agrees"),
+        ([{"a=off"}, {"c=off"}], "the cause is a and c: without, it agrees"),
         ([{"a=off", "b=off"}], "no single feature is the cause: without a, b it agrees"),
         ([], "it differs without any of them: look at the model, its loss and its data"),
     ],

@@ -99,13 +99,20 @@ CASES: dict[str, Case] = {
     "values": case("LooksAtValues", refused=VALUES),
     "values of the batch": case("LooksAtBatch"),
     "values inside of blocks": case("LooksInside"),
-    "experts of transformers": Case(transformer("MixtralForCausalLM", num_hidden_layers=4)),
+    "experts of transformers": Case(
+        {
+            **transformer("MixtralForCausalLM", num_hidden_layers=4),
+            "eval": {"data": "pretrained.py:Texts", "every": 1, "samples": 8},
+        }
+    ),
     "experts that are called": Case(
         transformer("MixtralForCausalLM", num_hidden_layers=4, experts_implementation="eager")
     ),
     "losses of routers": Case(
         transformer("MixtralForCausalLM", num_hidden_layers=4, output_router_logits=True),
-        refused="model.layers.0 hands a tensor to what follows the blocks other than",
+        refused="model.layers.0 hands a tensor to what follows the blocks other than as its result "
+        "(collected by model.config.output_router_logits), so no stage can end between them: write "
+        "model.config.output_router_logits = False where the model is made, or pp: 1",
     ),
     "experts": in_zoo("Mixture", "vectors", close=UNITS, parallel={"pp": 2}),
     # no blocks to cut between, or not in one order

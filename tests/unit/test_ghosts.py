@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+from itertools import product
+
 import pytest
 import torch
 from torch import nn
@@ -9,6 +12,7 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTenso
 
 from zrun_core.stages.ghosts import Ghosts
 from zrun_core.stages.valueless import Valueless
+from zrun_core.zero.fakes import FakeMode
 
 
 def test_a_fake_is_of_its_parameter_and_of_none_in_its_place() -> None:
@@ -58,3 +62,49 @@ def test_results_without_values_are_remembered_until_they_are_written_to() -> No
         with pytest.raises(DynamicOutputShapeException):
             x.nonzero()
     assert (x + torch.ones(4, 2, 3)).shape == (4, 2, 3)
+
+
+def _as_made(first: torch.Tensor, second: torch.Tensor, offs: torch.Tensor | None) -> object:
+    """What torch makes of groups, or how it refuses to."""
+    try:
+        made = torch._grouped_mm(first, second, offs=offs)
+    except RuntimeError as error:
+        return str(error)[:30]
+    return made.shape, made.stride(), made.dtype
+
+
+def test_products_of_groups_are_as_kernels_make_them() -> None:
+    """torch's rule for fake tensors refuses fp32 and fp16, which kernels take."""
+    shapes = [
+        ((10, 8), (3, 8, 16)),  # tokens by the weights of their experts
+        ((10, 8), (3, 8, 5)),
+        ((8, 16), (16, 24)),  # gradients of weights
+        ((3, 8, 8), (8, 16)),
+        ((3, 8, 8), (3, 8, 16)),
+        ((3, 4, 8), (3, 8, 5)),
+    ]
+    halves = (torch.float32, torch.float16, torch.bfloat16)
+    for dtype, sizes, turned in product(halves, shapes, product((False, True), repeat=2)):
+        given = [torch.ones(shape, dtype=dtype) for shape in sizes]
+        given = [
+            each.mT.contiguous().mT if turn else each
+            for each, turn in zip(given, turned, strict=True)
+        ]
+        has_ends = 2 in map(torch.Tensor.dim, given)
+        offs = torch.tensor([3, 6, 8], dtype=torch.int32) if has_ends else None
+        expected = _as_made(*given, offs)
+        with FakeMode() as mode:
+            fakes = [mode.from_tensor(each) for each in given]
+            found = _as_made(*fakes, None if offs is None else mode.from_tensor(offs))
+        assert found == expected, (dtype, sizes, turned)
+
+
+def test_what_fails_without_values_is_raised_and_not_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    log = logging.getLogger(FakeTensorMode.__module__)
+    with caplog.at_level(logging.ERROR, logger=log.name), FakeMode():
+        with pytest.raises(RuntimeError, match="broadcast"):
+            torch.empty(3) + torch.empty(4)
+        log.error("of somebody else")
+    assert [record.message for record in caplog.records] == ["of somebody else"]

@@ -97,6 +97,7 @@ class ModelFlow:
         leaves: what they hand out and others use.
         outside: uses of parameters outside of nodes.
         uncounted: why some operators are not among the FLOPs; empty: all are.
+        collecting: setting by which the model collects what its blocks make inside; "": none.
     """
 
     blocks: tuple[str, ...]
@@ -106,6 +107,7 @@ class ModelFlow:
     leaves: tuple[Leaf, ...]
     outside: tuple[OutsideUse, ...] = ()
     uncounted: str = ""
+    collecting: str = ""
 
     def crossing(self, block: int) -> tuple[Leaf, ...]:
         """Return what crosses the border before block `block`.
@@ -118,10 +120,14 @@ class ModelFlow:
             name = self.calls[leaf.call].name
             used = self._segment_in_words(leaf.last_use)
             if leaf.number < 0:
+                way = "through an attribute, a list or in place"
+                advice = f"return it from {name}, or name other blocks in parallel.split"
+                if self.collecting:
+                    way = f"collected by {self.collecting}"
+                    advice = f"write {self.collecting} = False where the model is made, or pp: 1"
                 raise JobError(
                     f"parallel.pp: {name} hands a tensor to {used} other than as its result "
-                    "(through an attribute, a list or in place), so no stage can end between them: "
-                    f"return it from {name}, or name other blocks in parallel.split"
+                    f"({way}), so no stage can end between them: {advice}"
                 )
             if leaf.written is not None and leaf.written < block:
                 raise JobError(

@@ -29,11 +29,13 @@ from zrun_core.stages.ghosts import run_on_zeros
 from zrun_core.stages.left_numbers import LeftNumbers
 from zrun_core.stages.node_calls import Node, installed_nodes, walking
 from zrun_core.telemetry.flops import FlopCounter
+from zrun_core.user_code.pretrained import config_of
 from zrun_core.zero.auto_wrap import repeated_blocks
 from zrun_core.zero.fakes import fake_parameters, kept_buffers
 from zrun_core.zero.module_hooks import tensors_in
 
 _PP = "parallel.pp"
+_COLLECTING = ("output_router_logits", "output_hidden_states", "output_attentions")
 
 
 def follow(
@@ -73,7 +75,21 @@ def follow(
                 _refuse_numbers_left(walk, forward)
     except (UserCodeError, RuntimeError, TypeError, ValueError) as error:
         raise _without_values(error) from error
-    return walk.flow(list(names.values()), [name for name, _ in blocks])
+    flow = walk.flow(list(names.values()), [name for name, _ in blocks])
+    return replace(flow, collecting=_collecting(model))
+
+
+def _collecting(model: nn.Module) -> str:
+    """Return the setting by which a model of transformers collects what its blocks make inside.
+
+    With that of its routers the loss has a part that balances experts.
+    """
+    for name, module in model.named_modules():
+        config = config_of(module)
+        for key in _COLLECTING:
+            if getattr(config, key, None) is True:
+                return ".".join(filter(None, ("model", name, "config", key)))
+    return ""
 
 
 def _refuse_numbers_left(walk: _FollowingWalk, forward: Callable[[], object]) -> None:

@@ -22,7 +22,6 @@ from zrun_core.distributed.rng import kept_position
 from zrun_core.stages.node_calls import Node
 from zrun_core.stages.valueless import Valueless, ValuelessMode
 from zrun_core.user_code.trial import kept_attributes
-from zrun_core.zero.fakes import leave_failures_to_exceptions
 from zrun_core.zero.module_hooks import tensors_in
 
 T = TypeVar("T")
@@ -42,7 +41,6 @@ class Ghosts:
         Args:
             device: that trains.
         """
-        leave_failures_to_exceptions()
         self.mode = ValuelessMode()
         self._device = device
         # Of parameters, by identity, while they live: those that are divided are replaced.

@@ -16,13 +16,15 @@ from enum import Enum
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
+
+from zrun_core.zero.fakes import FakeMode
 
 _NUMBERS = (int, float, bool, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 _MOST_REMEMBERED = 4096  # of a stage, whatever lengths its batches have
 
 
-class ValuelessMode(FakeTensorMode):
+class ValuelessMode(FakeMode):
     """The mode of a stage's tensors without values.
 
     Attributes:
@@ -30,7 +32,7 @@ class ValuelessMode(FakeTensorMode):
     """
 
     def __init__(self) -> None:
-        super().__init__(allow_non_fake_inputs=True)
+        super().__init__()
         self.results: dict[Hashable, tuple[Any, Hashable]] = {}
 
 

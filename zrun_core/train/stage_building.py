@@ -73,7 +73,7 @@ def build_stage(
         for key, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[key] = buffer.to(device)
-    omit_cache(model)  # it would hand tensors around the borders
+    omit_cache(model, only_with_gradients=False)  # it would hand tensors around the borders
     flow = follow(model, forward, dtype, device)
     split = split_of(job, flow, mesh.pipe.size)
     owners = owned(flow.uses, split)

@@ -7,8 +7,10 @@ none and takes no time.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,15 +20,76 @@ from zrun_core.memory.layout import dense_stride
 from zrun_core.zero.auto_wrap import running_norm_params
 
 _NO_SHAPES: Mapping[int, tuple[int, ...]] = {}
+_ROW_BYTES = 16  # of what rows of groups are multiples
+_here = threading.local()  # `is_dispatching`: a `FakeMode` runs an operation in this thread
 
 
-def leave_failures_to_exceptions() -> None:
-    """Have torch raise what fails on fake tensors, and not log it with a traceback as well."""
-    logging.getLogger("torch._subclasses.fake_tensor").addFilter(_is_no_failure)
+class FakeMode(FakeTensorMode):
+    """torch's mode of fake tensors, for forwards that stand in for real ones. It differs in that
+
+    - products with the weight of each token's expert (`_grouped_mm`) are of any kind of float, as
+      kernels have them; torch's rule for their shapes knows bf16 alone, in aligned rows;
+    - what fails is raised, and not logged beside, with its traceback for each attempt.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = getattr(_here, "is_dispatching", False)
+        _here.is_dispatching = True
+        try:
+            if func is torch.ops.aten._grouped_mm.default:
+                with self:
+                    return _grouped_product(*args, **(kwargs or {}))
+            return super().__torch_dispatch__(func, types, args, kwargs or {})
+        finally:
+            _here.is_dispatching = before
 
 
-def _is_no_failure(record: logging.LogRecord) -> bool:
-    return not record.msg.startswith("failed while attempting to run meta")
+def _is_no_attempt(record: logging.LogRecord) -> bool:
+    """Keep what torch logs of its fake tensors, but for those of a `FakeMode`."""
+    return not getattr(_here, "is_dispatching", False)
+
+
+logging.getLogger(FakeTensorMode.__module__).addFilter(_is_no_attempt)
+
+
+def _grouped_product(
+    tokens: torch.Tensor,
+    weights: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Return a tensor like the product of groups, whose rows or columns may lie in one matrix.
+
+        [tokens, in]     @ [groups, in, out]   ->  [tokens, out]           a forward
+        [out, tokens]    @ [tokens, in]        ->  [groups, out, in]       gradients of weights
+        [groups, m, in]  @ [in, tokens]        ->  [m, tokens]
+        [groups, m, in]  @ [groups, in, out]   ->  [groups, m, out]
+
+    Rows begin at multiples of 16 bytes, in what is given as in what is made.
+
+    Raises:
+        RuntimeError: they do not; a kernel would refuse them.
+    """
+    for matrices in (tokens, weights):
+        apart, along = sorted(matrices.stride()[-2:], reverse=True)
+        if along != 1 or apart * matrices.dtype.itemsize % _ROW_BYTES:
+            raise RuntimeError("strides should be multiple of 16 bytes")  # as kernels say it
+    is_matrix = tokens.dim() == 2, weights.dim() == 2
+    shape = [tokens.shape[-2], weights.shape[-1]]
+    if is_matrix == (True, True):
+        assert offs is not None  # torch has checked it
+        shape.insert(0, offs.shape[0])
+    elif is_matrix == (False, False):
+        shape.insert(0, tokens.shape[0])
+    dtype = out_dtype or tokens.dtype
+    unit = _ROW_BYTES // dtype.itemsize
+    row = -(-shape[-1] // unit) * unit
+    strides = [shape[-2] * row, row, 1][-len(shape) :]
+    return torch.empty_strided(shape, strides, dtype=dtype, device=tokens.device)
 
 
 @contextmanager
@@ -60,8 +123,7 @@ def fake_parameters(
         device: that trains.
         shapes: by identity of a parameter, another shape than its own.
     """
-    leave_failures_to_exceptions()
-    mode = _mode_of(model) or FakeTensorMode(allow_non_fake_inputs=True)
+    mode = _mode_of(model) or FakeMode()
     in_fp32 = running_norm_params(model)
     fakes: dict[int, torch.Tensor] = {}
     true: list[tuple[nn.Module, str, nn.Parameter]] = []

@@ -11,12 +11,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from zrun_core.errors import JobError
+from zrun_core.errors import ExitCode, JobError
 from zrun_core.pipeline.ownership import owned, tied_stages
 from zrun_core.pipeline.split import Split, at_names, balanced, equal
 from zrun_core.plan.question.transformer import TransformerShape
 from zrun_core.plan.trace.profile import Profile
 from zrun_core.spine.parallel_dims import ParallelDims
+
+
+class FlowUnknownError(JobError):
+    """Nobody can say what a pipeline of the model needs: what flows through it is not known."""
+
+    exit_code = ExitCode.PREFLIGHT
 
 
 class PipelineModel:
@@ -25,7 +31,7 @@ class PipelineModel:
     Attributes:
         blocks: their names, in the order in which they are called.
         costs: FLOPs of each segment's forward.
-        why_not: why no pipeline can be made of it; "" if one can.
+        why_not: why no pipeline can be made of it, or is known; None: one can.
     """
 
     def __init__(
@@ -38,7 +44,7 @@ class PipelineModel:
         """
         self._flow = None
         self._flow_micro = 1
-        self.why_not = ""
+        self.why_not: JobError | None = None
         shape = subject if isinstance(subject, TransformerShape) else formula
         self._shape = shape
         self._numel: dict[str, int] = {}
@@ -56,8 +62,7 @@ class PipelineModel:
             assert isinstance(subject, Profile)
             self.blocks = ()
             self.costs = (0.0,)
-            unknown = "what flows from block to block of the model is not known"
-            self.why_not = subject.why_no_flow or f"parallel.pp: {unknown}; write pp: 1"
+            self.why_not = _why_not(subject)
         self._splits: dict[tuple[object, ...], Split] = {}
 
     @property
@@ -80,13 +85,14 @@ class PipelineModel:
 
         Raises:
             JobError: it cannot be cut so.
+            FlowUnknownError: nobody can say how it would be cut.
         """
         if dims.pp == 1:
             return equal(len(self.blocks), 1)
         key = (dims.pp, dims.virtual, names)
         if key not in self._splits:
             if self.why_not:
-                raise JobError(self.why_not)
+                raise self.why_not
             if names:
                 found = at_names(names, self.blocks, dims.pp, dims.virtual)
             else:
@@ -128,3 +134,16 @@ class PipelineModel:
         if self._flow is None:
             return []
         return [leaf.num_bytes for leaf in self._flow.crossing(block)]
+
+
+def _why_not(profile: Profile) -> JobError:
+    """Return why a traced model is not cut into stages."""
+    if profile.why_no_flow:
+        return JobError(profile.why_no_flow)
+    why = profile.why or next(iter(profile.untraced.values()), "")
+    if profile.is_partial:
+        why = "time was over: --patience S gives it more"
+    return FlowUnknownError(
+        "parallel.pp: cannot say what a pipeline of this model needs: what flows from block to "
+        f"block is not known{why and f' ({why})'}; parallel.pp=1 says what the whole model needs"
+    )

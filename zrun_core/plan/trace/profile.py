@@ -430,4 +430,5 @@ def _flow_from_json(found: Mapping[str, Any]) -> ModelFlow:
             for use in found["outside"]
         ),
         found["uncounted"],
+        found["collecting"],
     )

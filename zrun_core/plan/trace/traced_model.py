@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from zrun_core.activations.checkpoint import apply_checkpointing
 from zrun_core.activations.kv_cache import omit_cache
@@ -42,7 +41,7 @@ from zrun_core.user_code import user
 from zrun_core.user_code.loss import LossFunction, LossKind, compute_loss
 from zrun_core.user_code.on_meta import on_meta
 from zrun_core.zero.auto_wrap import repeated_blocks, running_norm_params
-from zrun_core.zero.fakes import leave_failures_to_exceptions
+from zrun_core.zero.fakes import FakeMode
 from zrun_core.zero.precision import Precision
 from zrun_core.zero.tiling import tile_linears
 
@@ -173,8 +172,7 @@ class TracedModel:
 
     def make_fake(self) -> None:
         """Make parameters, in the compute dtype, buffers and other tensors fake."""
-        leave_failures_to_exceptions()
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        mode = FakeMode()
         self._mode = mode
         self.is_fake = True
 

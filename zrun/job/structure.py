@@ -132,6 +132,7 @@ def _references(job: JobConfig) -> dict[str, Ref]:
 def _inspect(job: JobConfig, job_dir: Path) -> Structure:
     from zrun_core.optim.resolve import resolve_optimizer
     from zrun_core.pipeline.split import check_blocks
+    from zrun_core.plan.trace.parts_check import check_parts
     from zrun_core.train import parallelize
     from zrun_core.train.tensor_building import planned
     from zrun_core.user_code import build, user
@@ -163,7 +164,8 @@ def _inspect(job: JobConfig, job_dir: Path) -> Structure:
         check_blocks(names, blocks, job.parallel.pp, job.parallel.virtual)
     planned(model, job.parallel)
     parameters = list(model.parameters())
-    notes = parallelize.transform(
+    notes = check_parts(job, job_dir)
+    notes += parallelize.transform(
         model, job.zero, job.precision, job.activations, compile=job.compile
     )
     return Structure(

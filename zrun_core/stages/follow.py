@@ -79,6 +79,41 @@ def follow(
     return replace(flow, collecting=_collecting(model))
 
 
+class Calls(NamedTuple):
+    """The calls of nodes in a forward.
+
+    Attributes:
+        names: of the nodes, in order.
+        error: with which the forward failed; None: it came to its end.
+    """
+
+    names: Sequence[str]
+    error: Exception | None
+
+
+def calls_of(
+    model: nn.Module, forward: Callable[[], object], dtype: torch.dtype, device: torch.device
+) -> Calls:
+    """Run one forward of `model` without its values, and return which nodes it calls.
+
+    Args:
+        model, forward, dtype, device: as of `follow`.
+    """
+    reading = _ReadingWalk()
+    error: Exception | None = None
+    with (
+        installed_nodes(model, repeated_blocks(model)),
+        kept_buffers(model),
+        fake_parameters(model, dtype, device),
+        walking(reading),
+    ):
+        try:
+            forward()
+        except Exception as failure:
+            error = failure
+    return Calls(reading.names, error)
+
+
 def _collecting(model: nn.Module) -> str:
     """Return the setting by which a model of transformers collects what its blocks make inside.
 
@@ -111,11 +146,15 @@ def _refuse_numbers_left(walk: _FollowingWalk, forward: Callable[[], object]) ->
 
 
 class _ReadingWalk:
-    """Knows while a node runs."""
+    """Knows while a node runs, and the names of those that have run."""
 
     is_in_node = False
 
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
     def call(self, node: Node, args: Any, kwargs: dict[str, Any]) -> Any:
+        self.names.append(node.name)
         self.is_in_node = True
         try:
             return node.run(args, kwargs)

@@ -75,14 +75,9 @@ def build_stage(
                 module._buffers[key] = buffer.to(device)
     omit_cache(model, only_with_gradients=False)  # it would hand tensors around the borders
     flow = follow(model, forward, dtype, device)
-    split = split_of(job, flow, mesh.pipe.size)
-    owners = owned(flow.uses, split)
-    _check_outside_uses(flow, split, owners)
+    split, owners = cut(job, flow, mesh.pipe.size)
     index = mesh.pipe.index
-    if job.parallel.schedule in PIPEDREAMS:
-        _refuse_tied(job.parallel.schedule, owners)
-    # Those of all stages: each rank refuses what one of them must.
-    chunk_of = [chunks_of(flow.uses, split, owners, stage) for stage in range(split.pp)][index]
+    chunk_of = chunks_of(flow.uses, split, owners, index)
     params = dict(model.named_parameters())
     order = (*params, *(name for name, _ in model.named_buffers()))
     table = {
@@ -110,7 +105,32 @@ def build_stage(
     return StageParts(stage, tied_stages(owners), table, chunk_of, order, facts, notes)
 
 
-def split_of(job: JobConfig, flow: ModelFlow, pp: int) -> Split:
+def cut(job: JobConfig, flow: ModelFlow, pp: int) -> tuple[Split, Mapping[str, tuple[int, ...]]]:
+    """Return the chunks that a job asks for, and the stages that have each parameter.
+
+    Each rank refuses what one stage must.
+
+    Args:
+        job: the job.
+        flow: of its model.
+        pp: stages.
+
+    Raises:
+        JobError: the model cannot be cut so.
+    """
+    split = _split_of(job, flow, pp)
+    owners = owned(flow.uses, split)
+    _check_outside_uses(flow, split, owners)
+    if job.parallel.schedule in PIPEDREAMS:
+        _refuse_tied(job.parallel.schedule, owners)
+    for stage in range(split.pp):
+        chunks_of(flow.uses, split, owners, stage)
+    for chunk in range(split.num_chunks):
+        flow.crossing(split.blocks(chunk).start)
+    return split, owners
+
+
+def _split_of(job: JobConfig, flow: ModelFlow, pp: int) -> Split:
     """Return the chunks that a job asks for.
 
     Args:

@@ -38,8 +38,8 @@ from zrun_core.plan.trace.block_extrapolation import (
     expand,
     find_series,
 )
-from zrun_core.plan.trace.division_check import check_division
 from zrun_core.plan.trace.module_tree import describe_modules, describe_params
+from zrun_core.plan.trace.parts_check import check_division
 from zrun_core.plan.trace.peak import peak_of
 from zrun_core.plan.trace.profile import COMPILER_BYTES, Profile, Source, Trace
 from zrun_core.plan.trace.rows import (

@@ -172,8 +172,9 @@ def call_the_model(context: Any) -> None:
         model(input_ids=torch.zeros(1, 6, dtype=torch.long))
 
 
-def test_a_part_of_a_model_cannot_be_called(ranks, tmp_path: Path) -> None:
-    keys = small(hooks={"on_step": "test_pipelines.py:call_the_model"})
+def test_a_part_of_a_model_in_chunks_cannot_be_called(ranks, tmp_path: Path) -> None:
+    hooks = {"on_step": "test_pipelines.py:call_the_model"}
+    keys = small(hooks=hooks, parallel={"pp": 2, "schedule": "interleaved"})
     with pytest.raises(AssertionError) as error:  # of the pool, which says what each rank raised
         in_stages(keys, tmp_path, ranks, dp=1, pp=2)
     assert "is on another stage: with parallel.pp a rank has a part" in str(error.value)

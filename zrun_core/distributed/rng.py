@@ -199,9 +199,25 @@ class ForwardStreams:
             step: that the micro-batch belongs to, from 1; 0: to an evaluation.
             number: of it there.
         """
-        self._seed = _key("micro", self.key, step, number)
+        with self._from(_key("micro", self.key, step, number)):
+            yield
+
+    @contextmanager
+    def of_hook(self, step: int, number: int) -> Iterator[None]:
+        """Draw what a hook draws that calls the model; afterwards the model's stream goes on.
+
+        Args:
+            step: that the hook is called after.
+            number: of such a part of the hook.
+        """
+        with self._from(_key("hook", self.key, step, number)):
+            yield
+
+    @contextmanager
+    def _from(self, begin: int) -> Iterator[None]:
+        self._seed = begin
         with kept_position(self._device):
-            seed(self._seed, self._device)
+            seed(begin, self._device)
             yield
 
     @contextmanager

@@ -29,6 +29,7 @@ class StageLinks:
     """The messages of one stage.
 
     Attributes:
+        device: where tensors are received.
         waits: of the device for what other stages send, until somebody takes them.
     """
 
@@ -40,6 +41,7 @@ class StageLinks:
             split: says which stage has a chunk.
             most_crossing: tensors that cross any border.
         """
+        self.device = comm.device
         self.waits = Waits(comm.device)
         self._comm = comm
         self._mesh = mesh

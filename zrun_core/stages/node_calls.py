@@ -74,8 +74,8 @@ class Node:
         if walk is None and self.is_elsewhere:
             raise UserCodeError(
                 f"{self.name} is on another stage: with parallel.pp a rank has a part of the "
-                "model, which runs in training and evaluation only; to call the model otherwise, "
-                "as to generate, export a checkpoint (zrun ckpt export) and load that"
+                "model. A hook calls the whole model, within context.gathered(), on each rank "
+                "where context.runs_model; else export a checkpoint (zrun ckpt export)"
             )
         if walk is None:
             return self.run(args, kwargs)
@@ -94,6 +94,11 @@ class Node:
         """Return the node of the copied module, of which no walk knows."""
         module = memo.get(id(self.module), self.module)
         return Node(module, self.name, is_block=self.is_block)
+
+
+def is_walking() -> bool:
+    """Return whether a walk takes over the calls of nodes in this thread."""
+    return getattr(_here, "walk", None) is not None
 
 
 @contextmanager

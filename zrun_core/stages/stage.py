@@ -251,7 +251,7 @@ class Stage:
         Raises:
             UserCodeError: the forward calls other modules than the one that was followed.
         """
-        walk = _StageWalk(self, chunk, receive, draws, watcher)
+        walk = StageWalk(self, chunk, receive, draws, watcher)
         with walking(walk):
             try:
                 walk.passed.result = call()
@@ -281,7 +281,7 @@ class Stage:
         return _Arrival.apply(self._begin, tensor, arrived)  # type: ignore[no-any-return, no-untyped-call]
 
 
-class _StageWalk:
+class StageWalk:
     """A micro-batch's way through one chunk.
 
     Attributes:
@@ -310,7 +310,8 @@ class _StageWalk:
         self._border = stage.borders[chunk]
         self._arriving, self._leaving = stage.places[chunk], stage.places[chunk + 1]
         self._left: dict[int, torch.Tensor] = {}  # what crosses the next border, by place
-        self._handing_on = stage.handing_on[chunk]
+        # Calls that need not run; where modules keep something of each call, all of them do.
+        self._handing_on: Mapping[int, str] = stage.handing_on[chunk]
         self._hands_on = stage.ghosts.hands_on
         self.num_calls = 0
 
@@ -340,8 +341,12 @@ class _StageWalk:
         ends = node.is_block and seen.segment == self._segments.stop - 1 and not self._is_last
         if ends:
             self.is_done = True
-            raise StageDone
+            self.leave()
         return output
+
+    def leave(self) -> None:
+        """Go on after the chunk's last block: a micro-batch's way ends there."""
+        raise StageDone
 
     def _with_arrivals(self, number: int, output: Any) -> Any:
         """Return what a ghost hands out with the tensors that have crossed the border."""

@@ -168,6 +168,16 @@ class MicroBatchRunner:
         with self._sharded.evaluation(), self._drawing(0, number):
             return call()
 
+    @contextmanager
+    def called_by_hook(self, step: int, number: int) -> Iterator[None]:
+        """Let a hook inside call the model, whose parameters are whole.
+
+        Args:
+            step: that the hook is called after.
+            number: of such a part of the hook.
+        """
+        yield
+
     def trial(self, call: Callable[[], T], watcher: Watcher, draw: int) -> T | None:
         """Return what a forward returns that is no part of training; None as of `evaluate`.
 

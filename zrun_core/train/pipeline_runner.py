@@ -20,6 +20,7 @@ from zrun_core.stages.node_calls import Watcher
 from zrun_core.stages.outside import Outside
 from zrun_core.stages.stage import ChunkPass, Stage
 from zrun_core.stages.weight_grads import WeightGrads
+from zrun_core.stages.whole_calls import WholeCalls
 from zrun_core.telemetry.metrics import StepPhase
 from zrun_core.telemetry.stage_fields import ActionMarks
 from zrun_core.train.micro_batches import MicroBatchRunner, RunnerContext, pointing_at_forward
@@ -211,6 +212,15 @@ class PipelineRunner(MicroBatchRunner):
         number = self._num_evaluated
         self._num_evaluated += 1
         return self._without_gradients(call, number, may_skip=True)
+
+    @contextmanager
+    def called_by_hook(self, step: int, number: int) -> Iterator[None]:
+        if len(self._stage.chunks) > 1:  # a call would have to go through this rank twice
+            yield
+            return
+        calls = WholeCalls(self._stage, self._links, self._draws)
+        with calls.installed(self._sharded.module), self._draws.of_hook(step, number):
+            yield
 
     def trial(self, call: Callable[[], T], watcher: Watcher, draw: int) -> T | None:
         return self._without_gradients(call, draw, watcher=watcher)

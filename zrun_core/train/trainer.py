@@ -146,12 +146,19 @@ class Trainer:
         self._clock = StepClock(self.comm.device)
         self.recorder = Recorder(spec, sharded, emitter, self._clock)
         self.progress = self.recorder.progress
-        self.hooks = Hooks(functions.hooks, sharded, self.recorder, Path(spec.run_dir), phase)
-        self.ending = EndRequests(stop, self.hooks, self.comm, self.world, emitter, self.progress)
 
         memory = MemoryGuard(spec, sharded, emitter)
         context = RunnerContext(spec, sharded, functions.loss, self._clock, phase, memory, draws)
         self.micro_batches = make_runner(context, stage)
+        self.hooks = Hooks(
+            functions.hooks,
+            sharded,
+            self.recorder,
+            self.micro_batches,
+            Path(spec.run_dir),
+            phase,
+        )
+        self.ending = EndRequests(stop, self.hooks, self.comm, self.world, emitter, self.progress)
         self._windows: Windows | None = None
         if isinstance(self.micro_batches, PipeDreamRunner):
             stages = sharded.mesh.pipe.size

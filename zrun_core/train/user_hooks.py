@@ -5,8 +5,8 @@ Each is called on every rank with a `HookContext`. `Hooks` keeps what it asks of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from torch import nn
 
 from zrun_core.spine.flight_view import MEAN_NAME
 from zrun_core.telemetry.recorder import Recorder, checked_name
+from zrun_core.train.micro_batches import MicroBatchRunner
 from zrun_core.train.rank_phase import RankPhase
 from zrun_core.user_code.user import user_code
 from zrun_core.zero.sharded_model import ShardedModel
@@ -59,19 +60,24 @@ class HookContext:
 
     @property
     def runs_model(self) -> bool:
-        """True on rank 0, and on the ranks that have slices of the same layers as rank 0.
+        """True on rank 0, and on the ranks that have other parts of the same copy of the model.
 
-        With `parallel.tp` these call the model together; without it there is rank 0 only.
+        With `parallel.tp` and `parallel.pp` these call the model together, within `gathered()`;
+        without them there is rank 0 only.
         """
-        return 0 in self._hooks.sharded.mesh.tensor.ranks
+        return self._hooks.sharded.mesh.data.index == 0
 
     def log(self, text: str) -> None:
         """Print a line above the progress display; only the main rank's lines are shown."""
         self._hooks.recorder.log(text)
 
     def gathered(self) -> AbstractContextManager[nn.Module]:
-        """Make every parameter whole, to read or to write; enter it on all ranks."""
-        return self._hooks.sharded.gathered()
+        """Make every parameter whole, to read or to write; enter it on all ranks.
+
+        With `parallel.pp` each rank has the parameters of its own stage, and calls of the model
+        are those of all stages: what is drawn inside is the same on each of them.
+        """
+        return self._hooks.gathered()
 
     def mean(self, value: float | torch.Tensor) -> float:
         """Return the mean of `value` over all ranks, the same on each. Call it on all ranks."""
@@ -113,6 +119,7 @@ class Hooks:
         functions: Mapping[str, Hook],
         sharded: ShardedModel,
         recorder: Recorder,
+        runner: MicroBatchRunner,
         run_dir: Path,
         phase: RankPhase,
     ) -> None:
@@ -121,10 +128,13 @@ class Hooks:
             functions: by their keys: on_start, on_step, on_eval, on_save, on_end.
             sharded: the model.
             recorder: knows what a context tells, and records what hooks tell.
+            runner: knows how a hook may call the model.
             run_dir: of the run.
             phase: told when a hook is called.
         """
         self._functions = functions
+        self._runner = runner
+        self._num_gathered = 0  # in this call of a hook
         self._run_dir = run_dir
         self._phase = phase
         self.sharded = sharded
@@ -169,10 +179,22 @@ class Hooks:
             _name=name,
             **known | facts,
         )
+        self._num_gathered = 0
         self.sharded.settle_updates()
         with user_code(f"hooks.{name} failed"):
             self._functions[name](context)
         recorder.hook_metrics(name, context.step, context._values)
+
+    @contextmanager
+    def gathered(self) -> Iterator[nn.Module]:
+        """Make every parameter whole inside, for a hook that may call the model. Collective."""
+        self._num_gathered += 1
+        step = self.recorder.progress.steps
+        with (
+            self.sharded.gathered() as module,
+            self._runner.called_by_hook(step, self._num_gathered),
+        ):
+            yield module
 
     def mean(self, value: float, name: str) -> float:
         """Return the mean of `value` over all ranks. Collective; `name` is that of the hook."""

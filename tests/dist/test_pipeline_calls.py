@@ -1,0 +1,100 @@
+"""Hooks call a model that is cut into stages: all of them together, with the text of one rank."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pipeline_table import transformer
+from runs import job, run
+
+PROMPT = [[5, 6, 7], [8, 9, 3]]
+
+
+def write(context: Any, sample: bool = False, other_prompts: bool = False) -> None:
+    """Continue two prompts, and keep what this rank has found."""
+    with context.gathered() as model:
+        if not context.runs_model:
+            return
+        prompt = torch.tensor(PROMPT) + int(other_prompts and context.rank)
+        args = {"do_sample": sample, "max_new_tokens": 5, "pad_token_id": 0}
+        model.eval()
+        found = [model.generate(prompt, **args) for _ in range(2)]
+        logits = model(prompt).logits
+        model.train()
+    texts = [each.tolist() for each in found]
+    place = context.run_dir / f"text-{context.step}-{context.rank}.json"
+    place.write_text(json.dumps([texts, logits.float().tolist()]))
+
+
+def keys_of(name: str, hook: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
+    call = {"call": "test_pipeline_calls.py:write", "args": hook or {}}
+    return job(
+        **{
+            **transformer(name, num_hidden_layers=4),
+            "steps": 2,
+            "batch": {"global": 4, "micro": 1},
+            "hooks": {"on_step": call},
+            "checkpoint": None,
+            **more,
+        }
+    )
+
+
+def texts(folder: Path, step: int) -> list[Any]:
+    """What each rank has written after a step."""
+    return [json.loads(each.read_text()) for each in sorted(folder.rglob(f"text-{step}-*.json"))]
+
+
+@pytest.mark.parametrize(
+    ("name", "dims", "more"),
+    [
+        ("MixtralForCausalLM", {"pp": 2}, {}),
+        ("LlamaForCausalLM", {"pp": 4}, {"zero": 1}),
+        ("LlamaForCausalLM", {"dp": 2, "pp": 2}, {"zero": 3}),
+        ("MixtralForCausalLM", {"tp": 2, "pp": 2}, {}),
+        ("GPT2LMHeadModel", {"pp": 2}, {"parallel": {"pp": 2, "schedule": "gpipe"}}),
+    ],
+)
+@pytest.mark.sample(3)
+def test_text_is_that_of_one_rank(
+    ranks, tmp_path: Path, name: str, dims: dict[str, int], more: dict[str, Any]
+) -> None:
+    sizes = {"dp": 1, "pp": 1, "tp": 1} | dims
+    parallel = {key: sizes[key] for key in ("pp", "tp")}
+    keys = keys_of(name, **{"parallel": parallel, **more})
+    number = sizes["dp"] * sizes["pp"] * sizes["tp"]
+    many = ranks(number).run(run, keys, str(tmp_path / "many"), None, None, None, sizes)
+    alone = keys_of(name, parallel={"draws": "block"})  # of dropout
+    one = ranks(1).run(run, alone, str(tmp_path / "one"))
+    assert not any(found["error"] for found in (*one, *many))
+    for step in (1, 2):
+        ((expected, logits),) = texts(tmp_path / "one", step)
+        written = texts(tmp_path / "many", step)
+        assert len(written) == sizes["pp"] * sizes["tp"], "one copy of the model"
+        for text, own_logits in written:
+            assert text == expected
+            torch.testing.assert_close(
+                torch.tensor(own_logits), torch.tensor(logits), rtol=1e-4, atol=1e-5
+            )
+
+
+def test_stages_draw_the_same_text(ranks, tmp_path: Path) -> None:
+    keys = keys_of("LlamaForCausalLM", {"sample": True}, parallel={"pp": 2})
+    dims = {"dp": 1, "pp": 2}
+    found = ranks(2).run(run, keys, str(tmp_path), None, None, None, dims)
+    assert not any(each["error"] for each in found)
+    first, second = texts(tmp_path, 2)
+    assert first == second
+    assert first[0][0] != first[0][1], "two draws"
+    assert texts(tmp_path, 1)[0][0] != first[0]
+
+
+def test_other_prompts_on_each_stage_are_refused(ranks, tmp_path: Path) -> None:
+    keys = keys_of("LlamaForCausalLM", {"other_prompts": True}, parallel={"pp": 2})
+    with pytest.raises(AssertionError) as error:  # of the pool, which says what each rank raised
+        ranks(2).run(run, keys, str(tmp_path), None, None, None, {"dp": 1, "pp": 2})
+    assert "this one was given other tensors than the stage before" in str(error.value)

@@ -1,0 +1,187 @@
+"""Calls of a whole model whose stages are on several ranks, as a hook makes them to generate text.
+
+Every stage makes the same call at once, and goes on where a micro-batch would leave it:
+
+    stage 0   embed  blocks.0  ── sends ──►  ghosts ...            ◄── the result, from the last
+    stage 1   ghosts           ◄── receives  blocks.1  norm  head  ──►
+
+So caches, masks and lengths are those of the user's own forward: of a block that is elsewhere a
+cache has keys and values of the right shapes, without values. What the last stage returns comes
+back from stage to stage, on the links of gradients, and each stage returns just that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import xxhash
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from zrun_core.data.batch import map_tensors
+from zrun_core.distributed.rng import ForwardStreams
+from zrun_core.errors import UserCodeError
+from zrun_core.stages.links import StageLinks
+from zrun_core.stages.node_calls import is_walking, walking
+from zrun_core.stages.stage import Stage, StageWalk
+from zrun_core.zero.module_hooks import tensors_in
+
+_RANGE = 2**62  # of digests, within an int64
+
+
+class WholeCalls:
+    """The calls of a stage's model that all stages make together. A stage has one chunk."""
+
+    def __init__(self, stage: Stage, links: StageLinks, draws: ForwardStreams) -> None:
+        """
+        Args:
+            stage: of this rank.
+            links: to the other stages.
+            draws: what nodes draw from.
+        """
+        self._stage = stage
+        self._links = links
+        self._draws = draws
+        (self._chunk,) = stage.chunks
+        self._is_first = self._chunk == 0
+        self._is_last = self._chunk == stage.split.num_chunks - 1
+
+    @contextmanager
+    def installed(self, model: nn.Module) -> Iterator[None]:
+        """Make calls of `model`, and of modules inside that have all blocks, those of all stages.
+
+        Args:
+            model: the user's, of this stage.
+        """
+        blocks = [model.get_submodule(name) for name in self._stage.flow.blocks]
+        around = [each for each in model.modules() if set(blocks) <= set(each.modules())]
+        around = [each for each in around if type(each).forward is not nn.Module.forward]
+        before = [vars(module).get("_call_impl") for module in around]
+        for module in around:
+            vars(module)["_call_impl"] = _Entry(self, module)
+        try:
+            yield
+        finally:
+            for module, own in zip(around, before, strict=True):
+                vars(module).pop("_call_impl", None)
+                if own is not None:
+                    vars(module)["_call_impl"] = own
+
+    def call(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Call a module together with the other stages; return what the last one does.
+
+        Raises:
+            UserCodeError: another stage calls it with something else, or it calls its blocks
+                otherwise than in training.
+        """
+        self._check_alike(args, kwargs)
+        walk = _WholeWalk(self._stage, self._chunk, self._links, self._draws)
+        with walking(walk):
+            output = type(module)._call_impl(module, *args, **kwargs)
+        if not (walk.is_done or self._is_last):
+            raise walk.took_another_way("it ended before the last block of this stage")
+        output = self._from_last(output, walk)
+        self._links.flush()
+        return output
+
+    def _check_alike(self, args: Any, kwargs: dict[str, Any]) -> None:
+        """Check that the stage before calls with the same tensors."""
+        own = _digest([each for each in tensors_in((args, kwargs)) if not _is_fake(each)])
+        if not self._is_first:
+            theirs = self._links.receive_activation(_number(own), self._chunk, 0, 0)
+            if int(theirs) != own:
+                raise UserCodeError(
+                    "with parallel.pp the stages call a model together, and this one was given "
+                    "other tensors than the stage before: give the same on every rank, as from a "
+                    "seed that all have"
+                )
+        if not self._is_last:
+            self._links.send_activation(self._on_device(_number(own)), self._chunk, 0, 0)
+
+    def _from_last(self, output: Any, walk: StageWalk) -> Any:
+        """Return an output with the tensors of the last stage in it."""
+        tensors = tensors_in(output)
+        shapes = _number(_digest_of_text(str([(each.shape, each.dtype) for each in tensors])))
+        if self._is_last:
+            if any(map(_is_fake, tensors)):
+                raise walk.took_another_way("its result needs what another stage has")
+            # Slices of a vocabulary become whole where they are copied.
+            tensors = [_copied(each) for each in tensors]
+        else:
+            theirs = self._links.receive_grad(shapes.shape, shapes.dtype, self._chunk, 0, 0)
+            if int(theirs) != int(shapes):
+                raise walk.took_another_way("it returns other tensors than on the last stage")
+            tensors = [
+                self._links.receive_grad(each.shape, each.dtype, self._chunk, 0, place)
+                for place, each in enumerate(tensors)
+            ]
+        if not self._is_first:
+            for place, each in enumerate([self._on_device(shapes), *tensors]):
+                self._links.send_grad(each, self._chunk, 0, max(0, place - 1))
+        found = iter(tensors)
+        return map_tensors(lambda _: next(found), output)
+
+    def _on_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self._links.device)
+
+
+class _Entry:
+    """Stands before a module that has all blocks, as its `_call_impl`."""
+
+    def __init__(self, calls: WholeCalls, module: nn.Module) -> None:
+        self._calls = calls
+        self._module = module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if is_walking():  # within the call of a module around it
+            return type(self._module)._call_impl(self._module, *args, **kwargs)
+        return self._calls.call(self._module, args, kwargs)
+
+
+class _WholeWalk(StageWalk):
+    """A call's way through the whole model, of which this stage runs its chunk."""
+
+    def __init__(self, stage: Stage, chunk: int, links: StageLinks, draws: ForwardStreams) -> None:
+        def receive(place: int, like: torch.Tensor) -> torch.Tensor:
+            return links.receive_activation(like, chunk, 0, place)
+
+        super().__init__(stage, chunk, receive, draws, None)
+        self._handing_on = {}  # a ghost may append to a cache
+        self._links = links
+        self._chunk = chunk
+
+    def leave(self) -> None:
+        """Send what crosses the border, and go on: what follows is elsewhere."""
+        self.end()
+        for place, tensor in enumerate(self.passed.outputs):
+            self._links.send_activation(tensor, self._chunk, 0, place)
+        self.passed.outputs = []
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+def _is_fake(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, FakeTensor)
+
+
+def _number(value: int) -> torch.Tensor:
+    return torch.tensor([value], dtype=torch.int64)
+
+
+def _digest(tensors: list[torch.Tensor]) -> int:
+    """Return a number that differs where tensors do."""
+    parts = []
+    for tensor in tensors:
+        values = tensor.detach().cpu().contiguous().reshape(-1)
+        of_values = xxhash.xxh3_64_intdigest(values.view(torch.uint8).numpy().data)
+        parts.append((tuple(tensor.shape), str(tensor.dtype), of_values))
+    return _digest_of_text(str(parts))
+
+
+def _digest_of_text(text: str) -> int:
+    return xxhash.xxh3_64_intdigest(text.encode()) % _RANGE

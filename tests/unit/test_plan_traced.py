@@ -9,7 +9,7 @@ import torch
 from plan_rows import Event, Op, trace_of
 from torch import nn
 
-from zrun_core.errors import JobError
+from zrun_core.errors import ExitCode, JobError
 from zrun_core.hardware.simulated import parse_simulate
 from zrun_core.plan.answer.planner import Planner
 from zrun_core.plan.memory.rank_memory import adds_gradients
@@ -227,6 +227,22 @@ def test_stages_hold_what_their_schedule_has_under_way() -> None:
     with_head = sum(b.num_bytes for b in last.buffers if b.name.startswith("head"))
     assert with_head > 0
     assert not any(b.name.startswith("head") for b in first.buffers)
+
+
+@pytest.mark.parametrize(
+    ("why", "code", "said"),
+    [
+        ("", ExitCode.PREFLIGHT, "cannot say what a pipeline of this model needs"),
+        ("parallel.pp: blocks.0 is called twice", ExitCode.USAGE, "blocks.0 is called twice"),
+    ],
+)
+def test_a_flow_that_is_not_known_is_no_mistake_of_the_job(
+    why: str, code: ExitCode, said: str
+) -> None:
+    planner = Planner(replace(profile(), why_no_flow=why), HARDWARE, JOB)
+    with pytest.raises(JobError, match=said) as error:
+        planner.estimate(Candidate(1, ParallelDims(1, pp=2), 4, 6))
+    assert error.value.exit_code is code
 
 
 def test_tensor_parallelism_is_planned_by_formula() -> None:

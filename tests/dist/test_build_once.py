@@ -200,10 +200,6 @@ def fails_on_the_second_rank() -> nn.Module:
     return Net()
 
 
-def nothing_to_train() -> nn.Module:
-    return Net().requires_grad_(requires_grad=False)
-
-
 def failure(factory: str, run_dir: str) -> tuple[str, str, list[str]]:
     try:
         build(factory, run_dir)
@@ -233,11 +229,6 @@ def failure(factory: str, run_dir: str) -> tuple[str, str, list[str]]:
             fails_on_the_second_rank,
             ["PeerError", "UserCodeError"],
             ["could not be built on rank 1", "no such pretrained model"],
-        ),
-        (
-            nothing_to_train,
-            ["UserCodeError", "UserCodeError"],
-            ["nothing to train", "nothing to train"],
         ),
     ],
 )

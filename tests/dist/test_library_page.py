@@ -117,7 +117,7 @@ def test_the_gan_learns_the_circle(ranks, scripts: Path) -> None:
         assert 0.7 < radius < 1.3
 
 
-@pytest.mark.parametrize("name", ["schedules.py", "evaluation.py", "behind.py"])
+@pytest.mark.parametrize("name", ["schedules.py", "average.py", "evaluation.py", "behind.py"])
 def test_the_other_scripts_run_again_and_again(ranks, scripts: Path, name: str) -> None:
     for _ in range(2):  # the second time it goes on from what the first one saved
         ranks(2).run(play, str(scripts / name))

@@ -19,8 +19,10 @@ from torch.nn.functional import binary_cross_entropy_with_logits as bce
 
 import zrun_core
 from zrun_core.checkpoint import shard_file
+from zrun_core.checkpoint.export import export
 from zrun_core.checkpoint.folder import CheckpointFolder, read_step
 from zrun_core.checkpoint.model_state import ModelState
+from zrun_core.checkpoint.several_models import part_of
 from zrun_core.checkpoint.verify import verify
 from zrun_core.errors import SaveError, ZrunError
 from zrun_core.library.model import ModelHandle
@@ -173,7 +175,6 @@ def mistakes(folder: str) -> dict[str, str]:
         told[key] = f"{type(caught.value).__name__}: {caught.value}"
 
     bare = zrun_core.shard(generator)
-    says("no optimizer", lambda: zrun_core.save(folder, bare, step=1))
     says("name", lambda: zrun_core.save(folder, {"a/b": duel.made}, step=1))
     says("nothing", lambda: zrun_core.save(folder, {}, step=1))
     says("extra", lambda: zrun_core.save(folder, duel.made, step=1, extra={"a": torch.ones(1)}))
@@ -187,6 +188,9 @@ def mistakes(folder: str) -> dict[str, str]:
     says("other", lambda: zrun_core.load(folder, duel.judge))
     says("several", lambda: zrun_core.load(folder, duel.models))
     says("step", lambda: zrun_core.load(folder, duel.made, step=7))
+    says("no optimizer", lambda: zrun_core.load(folder, bare))
+    zrun_core.save(f"{folder}-bare", bare, step=1)
+    says("an optimizer", lambda: zrun_core.load(f"{folder}-bare", duel.made))
     if run.is_main:
         says("alone", lambda: zrun_core.save(folder, duel.made, step=2))
     return told
@@ -194,7 +198,6 @@ def mistakes(folder: str) -> dict[str, str]:
 
 def test_mistakes_are_told_in_one_line(ranks, tmp_path):
     expected = {
-        "no optimizer": "the model has no optimizer",
         "name": "'a/b' cannot name a model",
         "nothing": "give a sharded model, or a dict",
         "extra": "it must be JSON",
@@ -205,6 +208,9 @@ def test_mistakes_are_told_in_one_line(ranks, tmp_path):
         "other": "in the model; it is another model: give load() the model that was saved",
         "several": "is of one model, and load() was given models called made, judge",
         "step": "does not hold step 7",
+        "no optimizer": "the model has no optimizer, and had adamw when it was saved: call "
+        "zrun_core.optimizer first",
+        "an optimizer": "the model had no optimizer when it was saved, and has adamw here: load(",
         "alone": "HangError: save(): rank 1 has not called it within 3 s",
     }
     first, second = ranks(2).run(mistakes, str(tmp_path / "mistakes"))
@@ -420,6 +426,95 @@ def end_early(folder: str) -> str:
         zrun_core.finish()
         start()._background._tell_unfinished()
     return told.getvalue()
+
+
+# Models without an optimizer
+
+
+class Averaged(Duel):
+    """A GAN, and an average of its generator that no optimizer updates."""
+
+    def __init__(self, stage: int, offload: dict[str, Any] | None = None) -> None:
+        super().__init__(stage, "fp32", offload)
+        zero = {"stage": stage, "bucket": 1 << 12}
+        self.average = zrun_core.shard(generator, zero=zero, offload=offload)
+        assert zrun_core.load("nowhere", self.models) is None
+
+    @property
+    def models(self) -> dict[str, torch.nn.Module]:
+        return {**super().models, "average": self.average}
+
+    def train(self, first: int, stop: int) -> list[float]:
+        losses = []
+        for step in range(first, stop):
+            losses += super().train(step, step + 1)
+            with zrun_core.gathered(self.made), zrun_core.gathered(self.average):
+                pairs = zip(self.average.parameters(), self.made.parameters(), strict=True)
+                for mean, param in pairs:
+                    mean.lerp_(param, 0.1)
+                losses.append(sum(float(mean.double().sum()) for mean in self.average.parameters()))
+        return losses
+
+
+def save_average(stage: int, folder: str) -> list[float]:
+    duel = Averaged(stage)
+    duel.train(0, 2)
+    duel.save(folder, 2)
+    duel.save(folder, 3, wait=False)  # what follows must not be in it
+    losses = duel.train(2, 4)
+    zrun_core.finish()
+    return losses
+
+
+def load_average(stage: int, folder: str, offload: dict[str, Any] | None = None) -> list[float]:
+    duel = Averaged(stage, offload)
+    duel.train(0, 1)
+    assert duel.load(folder) == 3
+    return duel.train(2, 4)
+
+
+def test_an_average_without_an_optimizer_is_saved_and_goes_on(ranks, tmp_path):
+    folder = tmp_path / "average"
+    first = ranks(2).run(save_average, 3, str(folder))
+    assert ranks(2).run(load_average, 3, str(folder)) == first
+    there = on_disk(3, tmp_path)
+    assert ranks(2).run(load_average, 3, str(folder), there) == first
+    for found in ranks(2).run(load_average, 1, str(folder)):
+        assert found == pytest.approx(first[0], abs=1e-5)
+
+    assert valid_steps(folder) == [3, 2]
+    step = folder / "step-00000003"
+    manifest = read_step(step)
+    assert manifest.models["average"]["optimizer"] is None
+    names = [name for name, _ in generator().named_parameters()]
+    weights = export(step, part_of(manifest, "average"), tmp_path / "average.pt")
+    values = torch.load(weights[0])
+    assert list(values) == names
+    total = sum(float(value.double().sum()) for value in values.values())
+    assert ranks(2).run(sum_of_average, str(folder)) == [pytest.approx(total, abs=1e-12)] * 2
+
+
+def sum_of_average(folder: str) -> float:
+    start()
+    average = zrun_core.shard(generator, zero=1)
+    zrun_core.load(folder, {"average": average}, weights_only=True)
+    with zrun_core.gathered(average):
+        return sum(float(mean.double().sum()) for mean in average.parameters())
+
+
+def save_what_differs(folder: str) -> str:
+    run = start()
+    average = zrun_core.shard(generator)
+    with zrun_core.gathered(average):
+        next(average.parameters()).add_(run.rank)
+    with pytest.raises(ZrunError) as caught:
+        zrun_core.save(folder, {"average": average}, step=1)
+    return str(caught.value)
+
+
+def test_an_average_that_ranks_have_written_differently_is_not_saved(ranks, tmp_path):
+    for said in ranks(2).run(save_what_differs, str(tmp_path)):
+        assert "step 1: replicas diverged: rank 1 has another parameter" in said
 
 
 # Weights only

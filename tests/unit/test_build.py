@@ -22,7 +22,7 @@ from zrun_core.models.bert import bert
 from zrun_core.models.gpt import gpt
 from zrun_core.models.mlp import mlp
 from zrun_core.user_code import build
-from zrun_core.user_code.build import Built, build_once_per_host
+from zrun_core.user_code.build import Built, build_once_per_host, check, check_trained
 from zrun_core.user_code.meta_init import build_on_meta
 from zrun_core.user_code.user import user_code
 
@@ -76,7 +76,6 @@ class Integers(nn.Module):
 @pytest.mark.parametrize(
     ("factory", "message"),
     [
-        (frozen, "nothing to train: none of its 2 parameters"),
         (nn.ReLU, "the model has no parameters: torch sees no modules"),
         (Integers, "parameter table is torch.int64"),
     ],
@@ -86,6 +85,12 @@ def test_what_cannot_be_trained_is_refused(factory, message, tmp_path):
         build_once_per_host(factory, 0, tmp_path / "init", ALONE, Comm(CPU))
     with pytest.raises(UserCodeError, match=message):
         build_on_meta(factory, 0)
+
+
+def test_a_frozen_model_is_built_and_not_trained():
+    check(frozen())
+    with pytest.raises(UserCodeError, match="nothing to train: none of its 2 parameters"):
+        check_trained(frozen())
 
 
 # init: meta

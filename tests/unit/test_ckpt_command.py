@@ -254,6 +254,49 @@ def test_export(ckpt: Ckpt, run: Path, tmp_path: Path) -> None:
     assert ckpt("export", run, tmp_path / "other", "--step", "30")[0] == 9
 
 
+def test_one_of_several_models_is_shown_and_exported(ckpt: Ckpt, run: Path, tmp_path: Path) -> None:
+    path = run / "checkpoints" / "step-00000020"
+    manifest = read_step(path)
+    layouts = {"net": {"stage": 3, "optimizer": "adam"}, "mean": {"stage": 1, "optimizer": None}}
+    name_of = {
+        info.name: f"mean.{info.name}" if info.name == "layer.bias" else f"net.{info.name}"
+        for info in manifest.tensors
+    }
+    several = replace(
+        manifest,
+        layout={"models": layouts},
+        tensors=[
+            replace(
+                info,
+                name=name_of[info.name],
+                aliases=tuple(f"net.{alias}" for alias in info.aliases),
+            )
+            for info in manifest.tensors
+        ],
+        fragments=[
+            replace(each, tensor=name_of.get(each.tensor, each.tensor))
+            for each in manifest.fragments
+        ],
+        rank_states=[
+            replace(each, learnt={key: {"order": None, "late": []} for key in layouts})
+            for each in manifest.rank_states
+        ],
+    )
+    (path / "manifest.json").write_bytes(several.to_json())
+    code, out, _ = ckpt("inspect", path)
+    assert code == 0
+    rows = dict(line.split("  ", 1) for line in out.splitlines() if "  " in line)
+    assert rows["layout of mean"].strip() == "stage 1, optimizer None"
+    code, _, err = ckpt("export", path, tmp_path / "mean", "--model", "mean")
+    assert (code, err) == (0, "")
+    assert list(load_file(tmp_path / "mean" / "model.safetensors")) == ["layer.bias"]
+    code, out, _ = ckpt("export", path, tmp_path / "all")
+    assert "without a config: it is of mean, net; --model NAME writes one alone" in out
+    assert "mean.layer.bias" in load_file(tmp_path / "all" / "model.safetensors")
+    code, _, err = ckpt("export", path, tmp_path / "none", "--model", "judge")
+    assert (code, "--model judge: step 20 has mean, net" in err) == (2, True)
+
+
 def test_export_says_what_a_folder_is(ckpt: Ckpt, run: Path, tmp_path: Path) -> None:
     step = run / "checkpoints" / "step-00000020"
     models = [

@@ -91,8 +91,9 @@ def summary(found: SavedStep, manifest: Manifest) -> Table:
         "model": manifest.model.class_name if manifest.model is not None else "",
         "written by": versions,
         "ranks": str(manifest.world_size),
-        "layout": _pairs(layout),
     }
+    for name, cut in manifest.models.items():
+        rows[f"layout of {name}" if name else "layout"] = _pairs(layout if not name else cut)
     if others:
         rows["other parts"] = "; ".join(_pairs(_differing(each, layout)) for each in others)
     rows |= {

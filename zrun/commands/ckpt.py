@@ -179,6 +179,13 @@ def export(
     max_shard_size: Annotated[
         str, typer.Option(help="Largest size of one file, when writing a folder.")
     ] = "5GB",
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Of several that a script has saved; all of them, by NAME.TENSOR, if not given.",
+        ),
+    ] = None,
 ) -> None:
     """Write the weights and buffers of a checkpoint as safetensors or as a plain state_dict.
 
@@ -197,15 +204,23 @@ def export(
     except ValueError as error:
         raise JobError(f"--max-shard-size: {error}") from None
     found = locate(where).step(step)
-    assert found.manifest is not None
+    manifest = found.manifest
+    assert manifest is not None
     from zrun_core.checkpoint.export import export as write
 
-    files = write(found.path, found.manifest, out, dtype.value, max_shard_bytes)
+    if model is not None:
+        from zrun_core.checkpoint.several_models import part_of
+
+        if not model or model not in manifest.models:
+            names = ", ".join(sorted(filter(None, manifest.models))) or "one, without a name"
+            raise JobError(f"--model {model}: step {found.step} has {names}")
+        manifest = part_of(manifest, model)
+    files = write(found.path, manifest, out, dtype.value, max_shard_bytes)
     size = format_size(sum(file.stat().st_size for file in files))
     number = "1 file" if len(files) == 1 else f"{len(files)} files"
     print(f"wrote step {found.step} to {out}: {size} in {number}")
     if out.is_dir():
-        print(_use_of(found.manifest, out))
+        print(_use_of(manifest, out))
 
 
 def _use_of(manifest: Manifest, out: Path) -> str:
@@ -215,6 +230,9 @@ def _use_of(manifest: Manifest, out: Path) -> str:
     model = manifest.model
     if model is None or model.obstacle is not None:
         why = "the checkpoint does not record the class of its model"
+        if "" not in manifest.models:
+            names = ", ".join(sorted(manifest.models))
+            why = f"it is of {names}; --model NAME writes one alone, by its own names"
         if model is not None:
             why = f"its model is a {model.class_name}, {model.obstacle}"
         return f"wrote weights only, by their state_dict names, without a config: {why}"

@@ -244,6 +244,12 @@ class Manifest:
         return sum(file.num_bytes for file in self.files)
 
     @property
+    def models(self) -> dict[str, dict[str, Any]]:
+        """Return how each model was cut, by the names that a script gave them; "": the only one."""
+        found: dict[str, dict[str, Any]] = self.layout.get("models", {"": self.layout})
+        return found
+
+    @property
     def layouts(self) -> list[dict[str, Any]]:
         """Return how each part of the model was cut, the first rank's first."""
         first = {key: value for key, value in self.layout.items() if key != OTHERS}

@@ -264,6 +264,15 @@ class ModelState:
         Raises:
             CheckpointError: it is not; the message names the first difference.
         """
+        self.check_tensors(manifest)
+        self.check_optimizer(manifest)
+
+    def check_tensors(self, manifest: Manifest) -> None:
+        """Check that the checkpoint is of this model.
+
+        Raises:
+            CheckpointError: as of `check`.
+        """
         known = by_name(manifest.tensors)
         tensors = self.all_tensors()
         for info in tensors:
@@ -290,6 +299,13 @@ class ModelState:
                     f"the checkpoint has a tensor {saved.name} {list(saved.shape)}, "
                     f"which the model has not; {self._other_model}"
                 )
+
+    def check_optimizer(self, manifest: Manifest) -> None:
+        """Check that the checkpoint is of this optimizer, unless only weights are loaded.
+
+        Raises:
+            CheckpointError: as of `check`.
+        """
         if not self._weights_only:
             spec = self._sharded.settings.optimizer
             state = state_once_updated(spec, self._sharded.comm.device)

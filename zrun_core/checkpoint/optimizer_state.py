@@ -45,6 +45,10 @@ def check_same(manifest: Manifest, asked: str | None, state: Mapping[str, Any]) 
         CheckpointError: the optimizer differs, or what it keeps of a tensor.
     """
     used = manifest.layout.get("optimizer")
+    if used is None and asked is not None:
+        raise CheckpointError(
+            "the checkpoint was made without an optimizer: start from its weights with init_from"
+        )
     if used != asked:
         raise CheckpointError(
             f"the checkpoint was made with the optimizer {used}, and optim.name is {asked}: "

@@ -25,6 +25,7 @@ from zrun_core.optim import lightweight
 from zrun_core.optim.where import check_placed
 from zrun_core.telemetry.step_totals import StepTotals
 from zrun_core.train.step_runner import StepRunner, modules_differ
+from zrun_core.user_code.build import check_trained
 from zrun_core.zero.precision import LossScaler
 from zrun_core.zero.sharded_model import StepResult
 
@@ -317,14 +318,15 @@ def optimizer(
             own default.
 
     Raises:
-        UserCodeError: the model is not sharded or has an optimizer already, or the groups are not
-            of its parameters.
+        UserCodeError: the model is not sharded, frozen or has an optimizer already, or the groups
+            are not of its parameters.
         JobError: no such optimizer, arguments that it does not take, or one that cannot work on
             shards.
     """
     handle = ModelHandle.of(model, "optimizer()")
     if handle.optimizer is not None:
         raise UserCodeError("optimizer(): this model has one already")
+    check_trained(model)
     if clip is not None:
         clip = arguments.number("optimizer", "clip", clip, "a number above 0, or None", above=0)
     if max_skips is not None:

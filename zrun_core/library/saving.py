@@ -7,7 +7,7 @@ import os
 import uuid
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,25 +17,21 @@ from torch import nn
 from zrun_core.checkpoint.checkpointer import Checkpointer, versions
 from zrun_core.checkpoint.folder import CheckpointFolder
 from zrun_core.checkpoint.folder_lock import hold
-from zrun_core.checkpoint.manifest import Manifest, TensorInfo
-from zrun_core.checkpoint.manifest_fields import RANK
-from zrun_core.checkpoint.model_files import ModelFiles
-from zrun_core.checkpoint.model_state import ModelState
 from zrun_core.checkpoint.rank_save import RunInfo
 from zrun_core.checkpoint.resume import Resumed, load_newest, restore_streams
-from zrun_core.checkpoint.shard_file import WriteItem
+from zrun_core.checkpoint.several_models import SeveralModels
 from zrun_core.errors import CheckpointError, PeerError, SaveError, UserCodeError
+from zrun_core.guards.replicas import ReplicaGuard
 from zrun_core.library import arguments
 from zrun_core.library.model import ModelHandle
 from zrun_core.library.optimizer import Optimizer
 from zrun_core.library.run import Run, current
 from zrun_core.spine.sections.checkpoint import CheckpointConfig
 from zrun_core.spine.spec import ResumeSpec
+from zrun_core.zero.sharded_model import ShardedModel
 
 Models = nn.Module | Mapping[str, nn.Module]
-# What a user can do about an error, in the words of a loop. Those of a job are the defaults.
-_OTHER_FOLDER = "name another folder"
-_OTHER_MODEL = "give load() the model that was saved"
+_OTHER_FOLDER = "name another folder"  # what a user can do, in the words of a loop
 
 
 @dataclass(frozen=True)
@@ -71,7 +67,8 @@ def save(
 
     Args:
         folder: of the checkpoints; it is made, and locked for the life of this process.
-        model: a sharded model with its optimizer, or several by name.
+        model: a sharded model, or several by name. An optimizer that one has is saved with it; an
+            average of weights, a teacher or a reference needs none.
         extra: anything that JSON can say; the first rank's counts.
         keep: newest valid steps that are kept, 2 or more.
         wait: until the step is on disk.
@@ -89,13 +86,13 @@ def save(
         JobError: `folder` or `step` is no such thing.
     """
     path = arguments.folder("save", folder)
-    run, states = _states(model, "save()")
+    run, handles = _handles(model, "save()")
     text = _as_json(extra)
     step = arguments.whole("save", "step", step, 0, "how many steps were made")
     if busy not in ("wait", "skip"):
         raise UserCodeError(f"save(busy={busy!r}): write wait or skip")
-    for name, handle in states.handles.items():
-        if handle.loop.num_backwards:
+    for name, handle in handles.items():
+        if handle.optimizer is not None and handle.loop.num_backwards:
             who = name or "the model"
             raise UserCodeError(
                 f"save(): {who} has gradients that no step has used: "
@@ -108,12 +105,11 @@ def save(
             _emit(warning=f"step {step} is not saved: step {under_way} is still being written")
         return False
     run._background.finish()
-    for handle in states.handles.values():
-        if isinstance(handle.optimizer, Optimizer) and handle.optimizer._replica_every is not None:
-            handle.optimizer.check_replicas()
-    groups = {name: _options(handle) for name, handle in states.handles.items()}
+    for handle in handles.values():
+        _compare_replicas(handle, step)
+    groups = {name: _options(handle) for name, handle in handles.items()}
     progress = {"extra": json.loads(text), "groups": groups}
-    checkpointer = _checkpointer(run, path, states, keep)
+    checkpointer = _checkpointer(run, path, SeveralModels(_sharded(handles)), keep)
     if checkpointer.last_step == step:
         raise UserCodeError(
             f"save(step={step}): {path} holds that step already: continue to count from the "
@@ -152,11 +148,11 @@ def load(
 
     Args:
         folder: of the checkpoints.
-        model: a sharded model with its optimizer, or several by name, as they were saved.
+        model: a sharded model, or several by name, as they were saved: with an optimizer where one
+            had one.
         step: to load; None: the newest that is valid.
-        weights_only: load parameters and buffers. Models need no optimizer, and one that they have
-            stays as it is, as do random streams. Of several models that were saved, some may be
-            given.
+        weights_only: load parameters and buffers. Optimizers and random streams stay as they are.
+            Of several models that were saved, some may be given.
 
     Returns:
         None where the folder holds no step and none was named.
@@ -167,7 +163,7 @@ def load(
         JobError: `folder` or `step` is no such thing.
     """
     path = arguments.folder("load", folder)
-    run, states = _states(model, "load()", weights_only=weights_only)
+    run, handles = _handles(model, "load()")
     if step is not None:
         step = arguments.whole("load", "step", step, 0, "a step that was saved, or None")
     run._meet("load()")
@@ -176,9 +172,10 @@ def load(
         _savers[path].finish_pruning()
     if step is None and not _agreed(run, lambda: _any_step(path)):
         return None
-    for handle in states.handles.values():
+    for handle in handles.values():
         handle.loop.drop_gradients()
         handle.sharded.begin_step()
+    states = SeveralModels(_sharded(handles), weights_only=weights_only)
     source = ResumeSpec(folder=str(path), step=step)
     resumed = load_newest(source, states, run._comm, run._mesh(1).world, advice="")
     for number, text in sorted(resumed.skipped.items()):
@@ -186,7 +183,7 @@ def load(
             warnings.warn(f"step {number} is skipped: {text}", stacklevel=2)
     if not weights_only:
         restore_streams(resumed, run._streams)
-        for name, handle in states.handles.items():
+        for name, handle in handles.items():
             _set_options(handle, resumed.manifest.progress.get("groups", {}).get(name))
         run._step = resumed.manifest.step
         run._loaded_step = resumed.manifest.step
@@ -194,171 +191,12 @@ def load(
     return Loaded(resumed.manifest.step, dict(resumed.manifest.progress.get("extra", {})))
 
 
-class States:
-    """States of several models as those of one, with tensors named `<model>.<tensor>`."""
+def _handles(model: Models, what: str) -> tuple[Run, dict[str, ModelHandle]]:
+    """Return the run, and the models by name; a single one by "".
 
-    def __init__(self, handles: Mapping[str, ModelHandle], *, weights_only: bool = False) -> None:
-        self.handles = dict(handles)
-        self._weights_only = weights_only
-        self._states = {
-            name: ModelState(handle.sharded, weights_only=weights_only, advice=_OTHER_MODEL)
-            for name, handle in handles.items()
-        }
-
-    @property
-    def layout(self) -> dict[str, Any]:
-        """Layout of each model by name; that of the only model, as a job has it."""
-        layouts = {name: state.layout for name, state in self._states.items()}
-        return layouts.get("", {"models": layouts})
-
-    @property
-    def describes_part(self) -> bool:
-        return all(state.describes_part for state in self._states.values())
-
-    @property
-    def order(self) -> Sequence[str]:
-        return ()  # each rank has all tensors
-
-    # Saving
-
-    def tensors(self) -> list[TensorInfo]:
-        return [
-            replace(
-                info,
-                name=_join(name, info.name),
-                aliases=tuple(_join(name, other) for other in info.aliases),
-            )
-            for name, state in self._states.items()
-            for info in state.tensors()
-        ]
-
-    def write_items(self) -> list[WriteItem]:
-        return [
-            replace(part, tensor=_join(name, part.tensor))
-            for name, state in self._states.items()
-            for part in state.write_items()
-        ]
-
-    def scalars(self) -> dict[str, dict[str, float]]:
-        return {
-            _join(name, tensor): scalars
-            for name, state in self._states.items()
-            for tensor, scalars in state.scalars().items()
-        }
-
-    def buffer_digests(self) -> dict[str, str]:
-        return {
-            _join(name, buffer): digest
-            for name, state in self._states.items()
-            for buffer, digest in state.buffer_digests().items()
-        }
-
-    def own_buffers(self, first: Mapping[str, str]) -> list[WriteItem]:
-        found = []
-        for name, state in self._states.items():
-            own = {_strip(name, key): digest for key, digest in first.items() if _is_of(name, key)}
-            found += [
-                replace(part, tensor=_rejoin(name, part.tensor)) for part in state.own_buffers(own)
-            ]
-        return found
-
-    def before_update(self, call: Callable[[], None]) -> None:
-        for state in self._states.values():
-            state.before_update(call)
-
-    def model_files(self) -> ModelFiles:
-        if "" not in self._states:
-            return ModelFiles()
-        return self._states[""].model_files()
-
-    def reducer_state(self) -> dict[str, Any]:
-        learnt = {name: state.reducer_state() for name, state in self._states.items()}
-        return learnt.get("", learnt)
-
-    # Loading
-
-    def check(self, manifest: Manifest) -> None:
-        saved = manifest.layout.get("models", {"": manifest.layout})
-        given = set(self._states)
-        fits = given == set(saved)
-        if self._weights_only:
-            fits = given <= set(saved)
-        if not fits:
-            raise CheckpointError(
-                f"the checkpoint is of {_listed(saved)}, "
-                f"and load() was given {_listed(self._states)}"
-            )
-        for name, state in self._states.items():
-            state.check(_only(manifest, name))
-
-    def load(self, folder: Path, manifest: Manifest) -> None:
-        for name, state in self._states.items():
-            state.load(folder, _only(manifest, name))
-
-
-def _only(manifest: Manifest, name: str) -> Manifest:
-    """Return the part of a manifest that concerns one model, with the model's own tensor names."""
-    if not name:
-        return manifest
-    fragments = []
-    for fragment in manifest.fragments:
-        own = _own_name(name, fragment.tensor, is_rank_state=fragment.state == RANK)
-        if own is not None:
-            fragments.append(replace(fragment, tensor=own))
-    return replace(
-        manifest,
-        layout=manifest.layout["models"][name],
-        tensors=[
-            replace(
-                info,
-                name=_strip(name, info.name),
-                aliases=tuple(_strip(name, other) for other in info.aliases),
-            )
-            for info in manifest.tensors
-            if _is_of(name, info.name)
-        ],
-        fragments=fragments,
-        rank_states=[replace(each, learnt=each.learnt[name]) for each in manifest.rank_states],
-    )
-
-
-def _own_name(name: str, tensor: str, *, is_rank_state: bool) -> str | None:
-    """Return the model's own name of a fragment's tensor; None if it is another model's."""
-    if not is_rank_state:
-        if not _is_of(name, tensor):
-            return None
-        return _strip(name, tensor)
-    kind, rank, rest = tensor.split("/", 2)
-    if kind != "buffer":  # of a rank, not of a model
-        return tensor
-    if not _is_of(name, rest):
-        return None
-    return f"{kind}/{rank}/{_strip(name, rest)}"
-
-
-def _join(name: str, tensor: str) -> str:
-    return f"{name}.{tensor}" if name else tensor
-
-
-def _rejoin(name: str, tensor: str) -> str:
-    """Return the name of a model's `buffer/<rank>/<name>` among those of several models."""
-    kind, rank, rest = tensor.split("/", 2)
-    return f"{kind}/{rank}/{_join(name, rest)}"
-
-
-def _is_of(name: str, tensor: str) -> bool:
-    return not name or tensor.startswith(f"{name}.")
-
-
-def _strip(name: str, tensor: str) -> str:
-    return tensor.removeprefix(f"{name}.") if name else tensor
-
-
-def _listed(names: Sequence[str] | Mapping[str, Any]) -> str:
-    return "one model" if list(names) == [""] else f"models called {', '.join(names)}"
-
-
-def _states(model: Models, what: str, *, weights_only: bool = False) -> tuple[Run, States]:
+    Raises:
+        UserCodeError: they are not sharded models, or not named so that they can be told apart.
+    """
     models: Any = model
     if isinstance(model, nn.Module):
         models = {"": model}
@@ -373,11 +211,20 @@ def _states(model: Models, what: str, *, weights_only: bool = False) -> tuple[Ru
         if twin:
             raise UserCodeError(f"{what}: {twin} and {name} are the same model: name it once")
         handles[name] = handle
-        if handle.optimizer is None and not weights_only:
-            raise UserCodeError(
-                f"{what}: {name or 'the model'} has no optimizer: call zrun_core.optimizer first"
-            )
-    return next(iter(handles.values())).run, States(handles, weights_only=weights_only)
+    return next(iter(handles.values())).run, handles
+
+
+def _sharded(handles: Mapping[str, ModelHandle]) -> dict[str, ShardedModel]:
+    return {name: handle.sharded for name, handle in handles.items()}
+
+
+def _compare_replicas(handle: ModelHandle, step: int) -> None:
+    """Compare what several ranks hold of a model, unless its optimizer was told not to."""
+    optimizer = handle.optimizer
+    if optimizer is None:
+        ReplicaGuard(handle.sharded).check(step, {})
+    elif isinstance(optimizer, Optimizer) and optimizer._replica_every is not None:
+        optimizer.check_replicas()
 
 
 def _as_json(extra: Mapping[str, Any] | None) -> str:
@@ -388,8 +235,9 @@ def _as_json(extra: Mapping[str, Any] | None) -> str:
 
 
 def _options(handle: ModelHandle) -> list[dict[str, Any]]:
-    """Return the options of the optimizer's groups that JSON can hold."""
-    assert handle.optimizer is not None
+    """Return the options of the optimizer's groups that JSON can hold; none without one."""
+    if handle.optimizer is None:
+        return []
     kinds = (bool, int, float, str, list, tuple, type(None))
     return [
         {key: value for key, value in group.items() if key != "params" and isinstance(value, kinds)}
@@ -398,10 +246,9 @@ def _options(handle: ModelHandle) -> list[dict[str, Any]]:
 
 
 def _set_options(handle: ModelHandle, saved: Sequence[Mapping[str, Any]] | None) -> None:
-    assert handle.optimizer is not None
-    groups = handle.optimizer.param_groups
-    if saved is None:  # by a job
+    if saved is None or handle.optimizer is None:  # by a job, or without one
         return
+    groups = handle.optimizer.param_groups
     if len(saved) != len(groups):
         raise CheckpointError(
             f"the optimizer had {len(saved)} groups when it was saved, and has {len(groups)} now"
@@ -431,7 +278,7 @@ def _is_like(now: Any, saved: Any) -> bool:
     )
 
 
-def _checkpointer(run: Run, path: Path, states: States, keep: int) -> Checkpointer:
+def _checkpointer(run: Run, path: Path, states: SeveralModels, keep: int) -> Checkpointer:
     """Return the checkpointer of a folder, made at its first save, to save these states."""
     try:
         config = CheckpointConfig(keep=keep)

@@ -71,7 +71,7 @@ from zrun_core.train.tensor_building import divide_model, input_partition, plan_
 from zrun_core.train.trainer import Trainer, UserFunctions
 from zrun_core.train.value_check import ValueCheck, not_compared
 from zrun_core.user_code import user
-from zrun_core.user_code.build import Built, build_once_per_host
+from zrun_core.user_code.build import Built, build_once_per_host, check_trained
 from zrun_core.user_code.loss import compute_loss
 from zrun_core.user_code.meta_init import build_on_meta
 from zrun_core.user_code.trial import kept_attributes
@@ -220,6 +220,7 @@ class Worker:
         self.phase.enter("build")
         settings = self._sharding_config(device, room)
         built = self._build(settings, mesh, comm)
+        check_trained(built.module)
 
         plan = None
         plan_notes: list[str] = []

@@ -62,8 +62,8 @@ def check(module: nn.Module) -> None:
     """Refuse what flat units cannot hold.
 
     Raises:
-        UserCodeError: a parameter without a shape, or that is not a floating-point number; or
-            nothing to train.
+        UserCodeError: a parameter without a shape, or that is not a floating-point number; or no
+            parameters.
         PreflightError: it is of a release of transformers that is too old.
     """
     release = getattr(sys.modules.get("transformers"), "__version__", None)
@@ -84,7 +84,16 @@ def check(module: nn.Module) -> None:
             "the model has no parameters: torch sees no modules in plain lists and dicts; "
             "write nn.ModuleList or nn.ModuleDict, and nn.Parameter for tensors"
         )
-    if not any(param.requires_grad for _, param in params):
+
+
+def check_trained(module: nn.Module) -> None:
+    """Refuse a model of which nothing is to be trained.
+
+    Raises:
+        UserCodeError: it is frozen.
+    """
+    params = list(module.parameters())
+    if not any(param.requires_grad for param in params):
         raise UserCodeError(
             f"the model has nothing to train: none of its {len(params)} parameters requires a "
             "gradient"

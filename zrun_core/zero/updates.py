@@ -61,21 +61,25 @@ class Updates:
         self._reducer = reducer
         self._comm = comm
         self._tiers = tiers
-        self._before_update: list[Callable[[], None]] = []
+        self._wait_for_save: Callable[[], None] | None = None
         self._reading_ahead: Transfer = DONE
 
     def before_update(self, call: Callable[[], None]) -> None:
-        """Call `call` once, before the next update, or what else changes states elsewhere."""
-        self._before_update.append(call)
+        """Call `call` once, before the next update, or what else changes states elsewhere.
+
+        One save follows the other, so an earlier `call` has nothing to wait for any more.
+        """
+        self._wait_for_save = call
 
     def wait_for_readers(self) -> None:
         """Wait until no save reads what is about to change."""
-        while self._before_update:
-            self._before_update.pop()()
+        wait, self._wait_for_save = self._wait_for_save, None
+        if wait is not None:
+            wait()
 
     def read_ahead(self) -> None:
         """Begin to read what the first updates of this step need, beside the last backward."""
-        if self._tiers is None or self.optimizer is None or self._before_update:
+        if self._tiers is None or self.optimizer is None or self._wait_for_save is not None:
             return  # or a save reads the disk
         if self.watcher is not None:
             return  # it needs slots for the gradients

@@ -57,7 +57,7 @@ from zrun_core.plan.trace.traced_model import CannotTraceError, TracedModel, bui
 from zrun_core.spine import memory_limits
 from zrun_core.spine.config import JobConfig
 from zrun_core.user_code import user
-from zrun_core.user_code.build import check
+from zrun_core.user_code.build import check, check_trained
 from zrun_core.zero.auto_wrap import repeated_blocks
 from zrun_core.zero.precision import Precision
 
@@ -114,6 +114,7 @@ def trace_job(
     # What came before may have ended its process while it was built without values.
     model, table = build(job, job_dir, device, for_real=mode == "values")
     check(model)
+    check_trained(model)
     if not model.training:
         model.train()
     described = replace(_described(model, job, device), table=table, why=why)

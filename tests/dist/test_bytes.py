@@ -131,6 +131,62 @@ def test_what_is_planned_is_what_is_allocated(ranks, world_size, options):
             assert run["allocated"] == run["planned"], (stage, rank)
 
 
+class Tables(nn.Module):
+    """Embeddings that run between two layers of one unit, registered after them: a DLRM."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.Embedding(512, 32) for _ in range(4))
+        self.bottom = nn.Linear(32, 32)
+        self.top = nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        rows = (x.float().abs() * 100).long() % 512
+        found = [self.bottom(x.float())]
+        found += [table(rows[:, number]) for number, table in enumerate(self.tables)]
+        return nn.functional.mse_loss(self.top(torch.stack(found).sum(0)).float(), y.float())
+
+
+class Towers(nn.Module):
+    """Two towers, of which the one that was registered first runs last: a CLIP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
+        self.image = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        image = self.image(x.float())
+        return nn.functional.mse_loss(image.float(), self.text(x.float() + 1).float())
+
+
+def reduced(kind: str, stage: int) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = {"tables": Tables, "towers": Towers}[kind]()
+    sharded = make_sharded(model, stage, bucket=1 << 12, persist_below=0)
+    first = [unit.name for unit in sharded.reducer.order.backward]
+    train_sharded(sharded, data(1))
+    learnt = [unit.name for unit in sharded.reducer.order.backward]
+    train_sharded(sharded, data(2))
+    return {
+        "orders": (first, learnt),
+        "planned": sharded.planned_rings[1],
+        "allocated": sharded.ring_bytes[1],
+    }
+
+
+@pytest.mark.parametrize("kind", ["tables", "towers"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_gradients_wait_for_no_unit_that_was_registered_late_and_runs_early(
+    ranks, world_size, kind
+):
+    for stage in (2, 3):
+        for run in ranks(world_size).run(reduced, kind, stage):
+            first, learnt = run["orders"]
+            assert first != learnt, "the order of registration would do"
+            assert run["allocated"] == run["planned"], stage
+
+
 Adapted = tuple[int, str, int]  # stage, checkpoint, accumulation
 
 

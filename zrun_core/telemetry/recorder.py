@@ -59,10 +59,9 @@ from zrun_core.zero.sharded_model import ShardedModel
 _METRIC = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./@%-]{0,63}")
 _FIRST_SCHEDULE = 2  # step whose actions are told: the first one warms up
 _GROWS = {
-    "gathering": "parameters that are looked at outside of their modules stay whole "
-    "until backward is over",
-    "reducing": "more gradients were pending at once than planned, "
-    "as those of modules that run several times are",
+    "gathering": "parameters stay whole while others come and go, as those do that are looked at "
+    "outside of their modules, or that are in one unit with modules that run much later",
+    "reducing": "more gradients were pending at once than planned",
 }
 
 

@@ -179,6 +179,7 @@ class ImplicitPasses:
         if not self._in_backward:
             self._in_backward = True
             self._gatherer.begin_pass(self._micro, PassKind.BACKWARD)
+            self._reducer.foresee(self._micro)
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
         if of_param and self._micro.grads is None:
             self.num_backwards += 1

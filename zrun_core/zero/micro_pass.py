@@ -107,7 +107,8 @@ class MicroPass:
         chunk: of the model, where this rank has several: see `UnitLayout.chunk`.
         pinned: units that stay unsharded until it ends.
         num_calls: by unit index, how often its forward called the unit's modules or accessed its
-            parameters outside of them. A unit that it never used gets no gradient.
+            parameters outside of them, in the order of the first calls. A unit that it never used
+            gets no gradient.
         open_calls: by `ModuleHooks`, the forward calls whose backward is not over.
         grads: progress of its backward while that runs.
         held: gradients that its backward has made, or what makes them, for a later pass; None:

@@ -176,6 +176,14 @@ class Reducer:
 
     # One backward pass
 
+    def foresee(self, micro: MicroPass) -> None:
+        """Learn from the forward of `micro` in which order gradients will come. Collective.
+
+        To be called when its backward begins, before any unit is unsharded for it: ranks may gather
+        and complete units in different turns after that.
+        """
+        self.order.foresee(list(micro.num_calls), micro.chunk)
+
     def begin_backward(
         self, micro: MicroPass, *, boundary: bool, awaits_slices: bool = False
     ) -> None:

@@ -11,9 +11,19 @@ order D C B A, and a backward in which C is complete before D:
 - Units of which no module ran on this rank are complete from the start, with zeros.
 - Units that are incomplete at the end of backward, because a parameter got no gradient, follow
   then, with zeros for that parameter.
-- The first order is that of registration, backwards; tiles come before the rest of their block, and
-  units that are kept unsharded last. After the first backward it is the order in which rank 0
-  completed them.
+- Before anything has run it is the order of registration, backwards; tiles come before the rest of
+  their block, and units that are kept unsharded last. For the first backward it is the order in
+  which the forward of rank 0 came to them, backwards (see [Note: first backward]); from then on,
+  the one in which rank 0 completed them.
+
+[Note: first backward]
+Gradients that wait for their turn take scratch, so an order that is wrong for one backward only
+makes the ring grow for good. Autograd runs the nodes that are ready in the reverse of the order in
+which forward made them, so a unit gets its last gradient at the earliest of its modules:
+
+    registered    tables.0  tables.1  {bottom,top}         tables are larger than a bucket
+    forward       bottom  tables.0  tables.1  top
+    completed     tables.1  tables.0  {bottom,top}         not {bottom,top} first
 
 [Note: late units]
 A unit can get another gradient after it was issued: a parameter is used outside of its module, or
@@ -69,6 +79,7 @@ class ReduceOrder:
         self.left_for_end: set[int] = set()
         self.backward = list(self.units)
         self._recorded: set[int] = set()  # chunks whose order a backward has shown
+        self._foreseen: set[int] = set()  # whose order a forward has told
         self._mesh = mesh
         self._comm = comm
 
@@ -88,6 +99,19 @@ class ReduceOrder:
     def is_recorded(self) -> bool:
         """True once the order is known, which the first backward records."""
         return self._recorded == self.chunks
+
+    def foresee(self, used: Sequence[int], chunk: int) -> None:
+        """Expect the order of a chunk's first backward. Collective, as `adopt`.
+
+        Args:
+            used: indices of units, trained or not, in the order in which forward came to them.
+            chunk: that it went through.
+        """
+        if chunk in self._recorded | self._foreseen:
+            return
+        self._foreseen.add(chunk)
+        trained = {unit.index for unit in self.of_chunk(chunk)}
+        self.adopt([index for index in reversed(used) if index in trained], chunk)
 
     def record(self, seen: Iterable[int], chunk: int) -> None:
         """Adopt the order of a chunk's first backward.
@@ -143,6 +167,7 @@ class ReduceOrder:
         """
         self.backward = list(self.units)
         self._recorded = set()
+        self._foreseen = set()
         self.left_for_end = set()
         if state is None:
             return

@@ -255,6 +255,7 @@ class ShardedModel:
             boundary: this is the last backward of the optimizer step, through its chunk.
         """
         self.gatherer.begin_pass(micro, PassKind.BACKWARD)
+        self.reducer.foresee(micro)
         self.reducer.begin_backward(micro, boundary=boundary)
         yield
         self._end_backward(micro)

@@ -12,6 +12,7 @@ from torch import nn
 from toys import Net, data, make_sharded, train_sharded
 
 from zrun_core.activations.checkpoint import apply_checkpointing
+from zrun_core.distributed.named_vector import NamedVector
 from zrun_core.memory.buffers import Kind
 from zrun_core.spine.sections.activations import ActivationsConfig
 from zrun_core.zero.account import allocated_memory, expected_traffic, planned_memory
@@ -129,6 +130,53 @@ def test_what_is_planned_is_what_is_allocated(ranks, world_size, options):
     for stage in range(4):
         for rank, run in enumerate(ranks(world_size).run(everything, stage, options)):
             assert run["allocated"] == run["planned"], (stage, rank)
+
+
+class Weighted(nn.Module):
+    """A net with weights of its losses, which the loss function reads after forward."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.net = nn.Linear(dim, dim)
+        self.deep = nn.Linear(dim, dim)
+        self.log_weights = nn.Parameter(torch.zeros(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.deep(torch.tanh(self.net(x)))
+
+
+def weigh(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    made, wanted = model(batch[0].float()), batch[1].float()
+    losses = torch.stack([(made - wanted).square().mean(), (made - wanted).abs().mean()])
+    return (losses * torch.exp(-model.log_weights) + model.log_weights).sum()
+
+
+def looked_at(bucket: int, accumulation: int) -> tuple[dict[str, int], dict[str, int]]:
+    torch.manual_seed(0)
+    sharded = make_sharded(Weighted(32), 3, bucket=bucket)
+    batches = data(3, 12 * accumulation)
+    for batch in batches:
+        sharded.begin_step()
+        micros = list(zip(*(part.split(12) for part in batch), strict=True))
+        for number, micro in enumerate(micros, start=1):
+            with sharded.forward() as under_way:
+                loss = weigh(sharded.module, micro)
+            sharded.backward(loss, under_way, boundary=number == accumulation)
+        sums = NamedVector.of(sharded.comm.device, weight=1.0)
+        sharded.step(1e-3, sums, lambda sums: sums["weight"])
+    expected = expected_traffic(sharded, len(batches), len(batches) * accumulation)
+    sent = dict.fromkeys(expected, 0)
+    for key, num_bytes in sharded.comm.sent_bytes.items():
+        if key.kind in sent:
+            sent[key.kind] += num_bytes
+    return sent, expected
+
+
+@pytest.mark.parametrize("bucket", [1 << 20, 1 << 12])
+def test_weights_of_the_loss_are_gathered_once_more(ranks, bucket):
+    for accumulation in (1, 2):
+        for sent, expected in ranks(2).run(looked_at, bucket, accumulation):
+            assert sent == expected
 
 
 class Tables(nn.Module):

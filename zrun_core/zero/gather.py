@@ -361,7 +361,8 @@ class Gatherer:
         if self.in_forward:
             self.micro.num_calls[unit.index] += 1
         if unit.state is not UnitState.UNSHARDED:
-            self._record_need(unit)
+            # Once more where its modules have run before, and others since: no forward foresees it.
+            self._record_need(unit, 1 + self._asked[self._key].count(unit))
         if unit.reshard_after_use:
             is_unsharded = unit.state is UnitState.UNSHARDED and unit not in self._idle
             is_open_in_backward = self.in_backward and is_unsharded
@@ -378,14 +379,15 @@ class Gatherer:
 
         Once for forward and once for backward, as far as the passes so far have needed it. Backward
         does not need a frozen unit that no gradient flows through, nor one pinned in forward; it
-        needs a tile twice if its block is recomputed.
+        needs a tile twice if its block is recomputed. Forward needs a unit twice if the loss looks
+        at it, after its modules have run; backward finds it pinned then.
         """
         return sum(self._needed[kind, unit.index] for kind in (PassKind.FORWARD, PassKind.BACKWARD))
 
-    def _record_need(self, unit: FlatUnit) -> None:
+    def _record_need(self, unit: FlatUnit, num_gathers: int = 1) -> None:
         key = (self._kind, unit.index)
         if not unit.pins:  # pinned units are unsharded already
-            self._needed[key] = max(1, self._needed[key])
+            self._needed[key] = max(num_gathers, self._needed[key])
 
     def _count_gathers(self, kind: PassKind, order: Sequence[FlatUnit]) -> None:
         for index, count in Counter(unit.index for unit in order if unit.layout.tile).items():

@@ -99,6 +99,14 @@ def estimate(
     best: Annotated[
         bool, typer.Option("--best", help="Find the fastest configuration that fits.")
     ] = False,
+    headroom: Annotated[
+        str | None,
+        typer.Option(
+            metavar="7%",
+            help="Share of the memory that --best and --fit leave free, where they can; 7%.",
+            show_default=False,
+        ),
+    ] = None,
     sweep: Annotated[
         str | None,
         typer.Option(
@@ -176,7 +184,8 @@ def estimate(
     name.
 
     Exit codes: 0 it fits, or a job that fits was written; 2 the question is wrong;
-    3 it does not fit, nobody can say, or --check found the estimate wrong.
+    3 it does not fit, nobody can say, or --check found the estimate wrong;
+    130 Ctrl-C ended a search: the best so far is the answer, if there is one.
 
     Examples: zrun estimate job.yaml zero.stage=2;
     zrun estimate job.yaml --simulate 1x8xH100-80G --best;
@@ -209,6 +218,7 @@ def estimate(
         seq=seq,
         fit=fit,
         best=best,
+        headroom=None if headroom is None else _share_of(headroom),
         sweep=sweep,
         measure=measure,
         explain=explain,
@@ -224,6 +234,22 @@ def estimate(
     raise typer.Exit(_estimate(request))
 
 
+def _share_of(text: str) -> float:
+    """Return a share of a memory, of `7%` or `0.07`.
+
+    Raises:
+        JobError: it is none.
+    """
+    number = text.removesuffix("%")
+    try:
+        share = float(number) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share < 1:
+        raise JobError(f"--headroom {text}: a share of the memory is wanted, such as 7% or 0.07")
+    return share
+
+
 def _estimate(request: EstimateRequest) -> int:
     """Answer a request. Returns the exit code."""
     from zrun.estimate.request import QuestionMaker
@@ -236,9 +262,13 @@ def _estimate(request: EstimateRequest) -> int:
     question, loaded = maker.ask()
     from zrun.estimate.answer import answer
     from zrun.estimate.history import earlier_runs, kind_of, with_history
+    from zrun.estimate.progress import Progress
 
-    with _telling(f"estimating {request.what}"):
-        found = answer(question, request.goal)
+    with Progress(f"estimating {request.what}") as progress:
+        found = answer(question, request.goal, request.headroom, progress.watch)
+    if found.is_interrupted:
+        _show(request, maker, found)
+        return ExitCode.INTERRUPTED
     if maker.cluster is not None and loaded is not None and not found.is_partial:
         _keep(found, loaded, maker.cluster)
     if request.measure and found.fits is not False:

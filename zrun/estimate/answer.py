@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from zrun.estimate.history import History
     from zrun.estimate.trial import Comparison
     from zrun_core.plan.answer.outcome import Estimate, SearchResult
-    from zrun_core.plan.answer.search import SearchGoal
+    from zrun_core.plan.answer.search import SearchGoal, Watch
     from zrun_core.plan.question.candidate import Candidate
 
 _QUICK = 4096  # devices up to which a change is looked for among everything
@@ -31,7 +31,8 @@ class Answer:
         chosen: of what the job asks for.
         stages: of that at each ZeRO stage.
         found: of a search, if there was one.
-        fix: the cheapest change that is known to fit; None: it fits, or nothing does.
+        fix: the cheapest change that is known to fit; None: it fits, or nothing does. Of a search
+            for that it has the headroom that was asked for, if anything has.
         sentence: why it does not fit, or why nobody can say; "" if it fits.
         num_params: of the model.
         tokens_per_sample: None where samples are no tokens.
@@ -40,6 +41,7 @@ class Answer:
         measured: a trial of the job, by which all times are scaled; None: there was none.
         history: earlier runs of the job, by which all times are scaled; None: they are not.
         goal: of the search; None: nobody asked for one.
+        headroom: share of a device's memory that was to be left free; None: as usual.
     """
 
     question: Question
@@ -55,6 +57,7 @@ class Answer:
     measured: Comparison | None = None
     history: History | None = None
     goal: SearchGoal | None = None
+    headroom: float | None = None
 
     @property
     def num_steps(self) -> int | None:
@@ -99,8 +102,13 @@ class Answer:
     def target(self) -> Estimate | None:
         """The estimate that a patch leads to: the fastest if that was asked for, or the fix."""
         if self.goal == "best" and self.found is not None and self.found.best:
-            return self.found.best[0]
+            return None if self.found.keeps_base else self.found.best[0]
         return self.fix
+
+    @property
+    def is_interrupted(self) -> bool:
+        """True if its search was ended before all was considered."""
+        return self.found is not None and self.found.is_interrupted
 
     @property
     def notes(self) -> list[str]:
@@ -108,6 +116,9 @@ class Answer:
         from zrun_core.plan.answer.outcome import FROM_DATA_SHEETS
 
         notes = list(self.chosen.notes)
+        if self.found is not None and self.chosen.time.doubt == 1:
+            shown = (*self.found.best, *self.found.pareto)
+            notes += [note for each in shown for note in each.notes if each.time.doubt > 1][:1]
         if self.measured is not None or self.history is not None:
             notes = [note for note in notes if note != FROM_DATA_SHEETS]
         device = self.question.hardware.device
@@ -128,23 +139,34 @@ class Answer:
         return job_changes(question.config, question.batch, target.candidate, question.hardware)
 
 
-def answer(question: Question, goal: SearchGoal | None = None) -> Answer:
+def answer(
+    question: Question,
+    goal: SearchGoal | None = None,
+    headroom: float | None = None,
+    watch: Watch | None = None,
+) -> Answer:
     """Estimate what was asked, and search where it does not fit or where `goal` says so.
 
-    The answer to the same question is kept.
+    The answer to the same question is kept, unless its search was interrupted.
 
     Args:
         question: of a job or a model.
         goal: of a search.
+        headroom: share of a device's memory that is to be left free; None: as usual.
+        watch: is told how far the search is.
 
     Raises:
         JobError: it is impossible, or the search has nothing to choose from.
+        KeyboardInterrupt: it was interrupted before anything was found.
     """
-    key = None if question.key is None else f"{question.key}-{goal or 'asked'}"
+    key = None
+    if question.key is not None:
+        room = "" if headroom is None else f"-{headroom:g}"
+        key = f"{question.key}-{goal or 'asked'}{room}"
     if key is not None and (parts := kept.read(key)) is not None:
-        return Answer(question, *parts, goal=goal)
-    found = _answered(question, goal)
-    if key is not None and not found.is_partial:
+        return Answer(question, *parts, goal=goal, headroom=headroom)
+    found = _answered(question, goal, headroom, watch)
+    if key is not None and not found.is_partial and not found.is_interrupted:
         parts = (
             found.chosen,
             found.stages,
@@ -159,7 +181,9 @@ def answer(question: Question, goal: SearchGoal | None = None) -> Answer:
     return found
 
 
-def _answered(question: Question, goal: SearchGoal | None) -> Answer:
+def _answered(
+    question: Question, goal: SearchGoal | None, headroom: float | None, watch: Watch | None
+) -> Answer:
     planner = question.planner
     chosen = planner.estimate(question.base)
     stages = []
@@ -168,15 +192,22 @@ def _answered(question: Question, goal: SearchGoal | None) -> Answer:
             stages.append(chosen)
         else:
             stages.append(planner.estimate(_at_stage(question.base, stage)))
-    found = None if goal is None else _search(question, goal)
+    found = None if goal is None else _search(question, goal, headroom, watch)
     fix = None
     why = ""
     if not chosen.fits or chosen.is_guess:
-        fits = found if goal == "fit" and found is not None else _search(question, "fit")
+        fits = found
+        if found is None or (goal == "best" and not found.is_interrupted):
+            fits = _search(question, "fit", headroom, watch)
+            if fits.is_interrupted:
+                raise KeyboardInterrupt
+        assert fits is not None
         fix = next((each for each in fits.best if not each.is_guess), None)
         change = None if fix is None else describe_change(question, chosen, fix)
         tell = uncertainty if chosen.fits else sentence
         why = tell(chosen, question.hardware, change)
+    elif goal == "fit" and found is not None and found.best[0].candidate != chosen.candidate:
+        fix = found.best[0]  # with more headroom
     is_partial = planner.parts.is_partial
     return Answer(
         question,
@@ -190,6 +221,7 @@ def _answered(question: Question, goal: SearchGoal | None) -> Answer:
         planner.num_samples,
         is_partial,
         goal=goal,
+        headroom=headroom,
     )
 
 
@@ -270,18 +302,26 @@ def _at_stage(base: Candidate, stage: int) -> Candidate:
     return replace(base, stage=stage, dims=dims, placement=placement)
 
 
-def _search(question: Question, goal: SearchGoal) -> SearchResult:
+def _search(
+    question: Question, goal: SearchGoal, headroom: float | None, watch: Watch | None
+) -> SearchResult:
+    from zrun_core.plan.answer.choice import HEADROOM
     from zrun_core.plan.answer.search import SearchSpace, search
 
     base = question.base
-    constraints = SearchSpace(global_batch=question.batch.global_size, base=base)
+    constraints = SearchSpace(
+        global_batch=question.batch.global_size,
+        base=base,
+        headroom=HEADROOM if headroom is None else headroom,
+    )
+    tell = watch or (lambda state: None)
     if goal == "fit":
         # First with the layers as they are: each way to divide them is traced by itself.
         quick = replace(constraints, tp=(base.dims.tp,))
-        found = search(question.planner, question.hardware, quick, goal)
+        found = search(question.planner, question.hardware, quick, goal, tell)
         if found.best:
             return found
-    return search(question.planner, question.hardware, constraints, goal)
+    return search(question.planner, question.hardware, constraints, goal, tell)
 
 
 def _difference(before: Candidate, after: Candidate) -> str:

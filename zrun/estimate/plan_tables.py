@@ -116,7 +116,7 @@ def choice_table(estimates: Sequence[Estimate], width: int) -> Table:
                 "offloaded": offloaded(candidate) or "-",
                 "device": unit.text(fullest(each).device_used),
                 "free": _free(each),
-                "step": _seconds(each.time.seconds),
+                "step": _step(each.time),
                 "tok/s": formatting.count(each.time.tokens_per_s or 0),
                 "MFU": _share(each.time.mfu),
             }
@@ -449,6 +449,12 @@ def _free(estimate: Estimate) -> Text:
 
 def _seconds(value: float) -> str:
     return f"{value:,.0f}s" if value >= 100 else formatting.seconds(value)
+
+
+def _step(time: StepTime) -> str:
+    """Return a step time, with the longest that it may be where nobody has compared such ones."""
+    longest = f" to {_seconds(time.high)}" if time.doubt > 1 else ""
+    return f"{_seconds(time.seconds)}{longest}"
 
 
 def _days(days: float) -> str:

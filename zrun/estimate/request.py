@@ -30,6 +30,7 @@ class EstimateRequest:
         overrides: keys that replace those of the job, those of short options included.
         host_options: which hosts.
         everything: show all that a search has found.
+        headroom: as a share of the memory.
         patience_s: seconds that the job's model and data may take.
     """
 
@@ -42,6 +43,7 @@ class EstimateRequest:
     seq: int | None
     fit: bool
     best: bool
+    headroom: float | None
     sweep: str | None
     measure: bool
     explain: str | None
@@ -71,6 +73,8 @@ class EstimateRequest:
             raise JobError(f"--emit {self.emit}: write --emit patch")
         if self.fit and self.best:
             raise JobError("--fit and --best ask for different things: leave one out")
+        if self.headroom is not None and self.goal is None:
+            raise JobError("--headroom is for what is searched: add --best or --fit")
         if self.gpu is not None and self.simulate is not None:
             raise JobError("--gpu and --simulate both name the hardware: leave one out")
         named = {"--gpu": self.gpu, "--simulate": self.simulate}

@@ -92,6 +92,10 @@ def print_fit(found: Answer, tokens: str | None, price: float | None) -> None:
     console = open_console(sys.stdout, wide=_WIDE)
     chosen = found.chosen
     answer = found.verdict or f"it fits as it is: {_room(chosen)}"
+    if found.fits and found.fix is not None:
+        answer += f", less than the {_wanted(found):.0%} of --headroom, which this change leaves:"
+    if found.is_interrupted:
+        answer += " (interrupted: of those that were looked at)"
     _print_lines(console, [answer, *_head(found)])
     if found.fits:
         _print_lines(console, time_lines(chosen)[:1])
@@ -145,16 +149,49 @@ def _print_search(console: Console, found: Answer, tokens: str | None, price: fl
         f"\n{result.tried + result.pruned:,} configurations, {result.tried:,} of them estimated",
         markup=False,
     )
-    if result.best:
+    if result.is_interrupted:
+        console.print("interrupted: the best so far, of those that were looked at")
+    if result.keeps_base or (found.goal == "fit" and found.fits):
+        _print_lines(console, [_why_it_stays(found)])
+    if not result.best:
+        console.print("none of them fits; the nearest:")
+        console.print(choice_table(result.rejected, console.width))
+    else:
         console.print(choice_table(result.best, console.width))
         console.print("the fastest for each amount of free memory: none is both faster and smaller")
         console.print(choice_table(result.pareto, console.width))
-        if tokens is not None:
-            _print_lines(console, [_budget(result.best[0], tokens, price)])
-    else:
-        console.print("none of them fits; the nearest:")
-        console.print(choice_table(result.rejected, console.width))
+    if result.best and tokens is not None:
+        _print_lines(console, [_budget(result.best[0], tokens, price)])
     console.print(fill(CHOICES, console.width), markup=False)
+
+
+def _wanted(found: Answer) -> float:
+    """Return the share of a device's memory that a search was to leave free."""
+    from zrun_core.plan.answer.choice import HEADROOM
+
+    return HEADROOM if found.headroom is None else found.headroom
+
+
+def _why_it_stays(found: Answer) -> str:
+    """Return why a job that fits stays as it is, or what more headroom takes."""
+    from zrun_core.plan.answer.choice import margins_of
+
+    chosen = found.chosen
+    free = chosen.headroom / chosen.capacity
+    wanted = _wanted(found)
+    less = f"{free:.0%} of its memory is left free, less than the {wanted:.0%} of --headroom"
+    if found.goal == "fit":
+        if free >= wanted:
+            return f"it fits as it is, with {free:.0%} left free"
+        more = ": the cheapest change that leaves more is the first" if found.fix else ""
+        return f"it fits as it is, but {less}{more}"
+    alike, otherwise = margins_of(found.question.hardware)
+    line = (
+        "your job is as fast as anything that was found: faster is what gains more than estimates "
+        f"may be wrong to each other, {alike:.0%} of a step where ranks divide the model as they "
+        f"do, {otherwise:.0%} elsewhere"
+    )
+    return line if free >= wanted else f"{line}; {less}"
 
 
 def _print_changes(console: Console, found: Answer) -> None:
@@ -280,7 +317,7 @@ def write_changed_job(found: Answer, source: Path, target: Path, overrides: list
     """Write the job with the keys that must change; nothing where nothing is known to fit.
 
     Args:
-        found: the answer.
+        found: the answer; if its search found nothing better, nothing is written.
         source: the file of the job.
         target: the file to write.
         overrides: of the command line, which the new file has, too.
@@ -290,8 +327,8 @@ def write_changed_job(found: Answer, source: Path, target: Path, overrides: list
     """
     if found.question.config is None:
         raise JobError("--write: there is no job to write; name a job file")
-    if not found.fits and found.target is None:
-        return  # the answer says that nothing is known to fit
+    if found.target is None and (not found.fits or found.goal == "best"):
+        return  # the answer says that nothing is known to fit, or nothing is faster
     write_job(source, target, found.changes, overrides)
     print(f"wrote {target}", file=sys.stderr)
 

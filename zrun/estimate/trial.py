@@ -203,7 +203,7 @@ def scaled(estimate: Estimate, scale: float, spread: float | None = None) -> Est
         time,
         seconds=seconds,
         low=seconds * (1 - share),
-        high=seconds * (1 + share),
+        high=seconds * (1 + share) * time.doubt,
         parts={name: seconds * scale for name, seconds in time.parts.items()},
         mfu=None if time.mfu is None else time.mfu / scale,
         hfu=None if time.hfu is None else time.hfu / scale,

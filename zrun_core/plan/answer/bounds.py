@@ -16,6 +16,7 @@ from zrun_core.plan.memory.rank_memory import PipelineStage, formula_slack
 from zrun_core.plan.question.candidate import Candidate
 from zrun_core.plan.timing.link_cost import LinkedGroup
 from zrun_core.plan.timing.micro_batch_cost import BYTES, SegmentCost
+from zrun_core.plan.timing.timing import doubt_of
 from zrun_core.plan.timing.update_time import device_update_seconds, host_seconds_per_element
 from zrun_core.plan.trace.rows import TracePhase
 
@@ -23,7 +24,7 @@ _NO_STATES = dict.fromkeys(TracePhase, 0)
 
 
 class BoundedCandidate(NamedTuple):
-    """A candidate, and what no estimate of it can be below. Ordered by seconds."""
+    """A candidate, and what no estimate of it can be below. Ordered by seconds, `cautious` ones."""
 
     seconds: float
     number: int  # in the order of enumeration
@@ -100,7 +101,7 @@ class Bounds:
         if placement is not candidate.placement:
             candidate = replace(candidate, placement=placement)
         return BoundedCandidate(
-            self._least_seconds(number, placement),
+            self._least_seconds(number, placement) * doubt_of(candidate),
             number,
             self._variants[placement],
             self.least_bytes(number, candidate, placement),

@@ -128,12 +128,15 @@ class SearchResult:
     """The results of a search.
 
     Attributes:
-        best: what fits, best first; at most ten.
+        best: what fits, best first; at most ten, of which no two look the same.
         pareto: what fits and is beaten by nothing in both time and headroom, to a hundredth of
             each; by time.
         rejected: what does not fit, the smallest overshoot first; at most ten.
         tried: configurations that were estimated.
         pruned: configurations that a bound has ruled out.
+        keeps_base: nothing is faster for sure than what was asked for, which is the first of
+            `best` then.
+        is_interrupted: it was ended before all was considered.
     """
 
     best: tuple[Estimate, ...]
@@ -141,3 +144,5 @@ class SearchResult:
     rejected: tuple[Estimate, ...]
     tried: int
     pruned: int
+    keeps_base: bool = False
+    is_interrupted: bool = False

@@ -2,8 +2,9 @@
 
 Every candidate of the space is considered. Two bounds that cost next to nothing, on its memory and
 on its time (`bounds.py`), decide which of them must be estimated; the result is that of estimating
-all of them. States leave the device only where they do not fit on it, and no more of them than
-needed. The order is fixed, so that the answer is, too.
+all of them. States leave the device only where they do not fit on it with room to spare, and no
+more of them than needed. The order is fixed, so that the answer is, too; `choice.py` says what
+comes first. Whoever interrupts a search gets what it has found so far.
 """
 
 from __future__ import annotations
@@ -12,20 +13,21 @@ import bisect
 import heapq
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from zrun_core.errors import JobError
 from zrun_core.hardware.hardware import Hardware
 from zrun_core.plan.answer.bounds import BoundedCandidate, Bounds
+from zrun_core.plan.answer.choice import Choice, Lead, row_of
 from zrun_core.plan.answer.outcome import Estimate, SearchResult, offloaded_bytes
 from zrun_core.plan.answer.planner import Planner
 from zrun_core.plan.answer.search_space import SearchSpace, candidates, offload_chains
-from zrun_core.plan.question.candidate import Candidate
+from zrun_core.plan.question.candidate import Candidate, changes
 from zrun_core.plan.question.transformer import TransformerShape
 from zrun_core.plan.trace.profile import Profile
 
-__all__ = ["SHOWN", "SearchGoal", "SearchResult", "SearchSpace", "changes", "search"]
+__all__ = ["SHOWN", "SearchGoal", "SearchResult", "SearchSpace", "SearchState", "search"]
 
 SearchGoal = Literal["fit", "best"]
 SHOWN = 10
@@ -33,11 +35,35 @@ _SAME_ROOM = 0.01  # of the capacity: headroom that differs by less is the same
 _SAME_TIME = 1.01  # and so are seconds, where both matter
 
 
+@dataclass(frozen=True)
+class SearchState:
+    """Where a search stands.
+
+    Attributes:
+        tried: configurations that were estimated.
+        considered: known so far, those included that a bound has ruled out.
+        best: so far; None: nothing fits yet.
+        tp: tensor-parallel ranks of which a part of the model is traced now.
+        way, ways: which of how many numbers of such ranks; 0: nothing is traced.
+    """
+
+    tried: int
+    considered: int
+    best: Estimate | None
+    tp: int = 1
+    way: int = 0
+    ways: int = 0
+
+
+Watch = Callable[[SearchState], None]
+
+
 def search(
     subject: Profile | TransformerShape | Planner,
     hardware: Hardware,
     space: SearchSpace,
     goal: SearchGoal,
+    watch: Watch = lambda state: None,
 ) -> SearchResult:
     """Search a space for the fastest configuration that fits, or for the cheapest change that does.
 
@@ -49,24 +75,15 @@ def search(
         hardware: to run it on.
         space: the configurations to choose from.
         goal: "best" or "fit".
+        watch: is told how far it is.
 
     Raises:
         JobError: the space leaves nothing to choose from, or has no base to change.
+        KeyboardInterrupt: it was interrupted before anything was found.
     """
     planner = subject if isinstance(subject, Planner) else Planner(subject, hardware)
-    if goal == "fit":
-        return _Search(planner, space).cheapest_change()
-    return _Search(planner, space).fastest()
-
-
-class _Fitting(NamedTuple):
-    """An estimate that fits. Ordered by time, then headroom, then enumeration."""
-
-    seconds: float
-    lacking_room: int  # minus the headroom
-    number: int
-    variant: int  # with the number, no two are equal
-    estimate: Estimate
+    searching = _Search(planner, space, watch)
+    return searching.cheapest_change() if goal == "fit" else searching.fastest()
 
 
 class _Missed(NamedTuple):
@@ -76,26 +93,81 @@ class _Missed(NamedTuple):
     bound: BoundedCandidate
 
 
+class _Standing:
+    """What fits so far, and which candidates need not be estimated any more.
+
+    Attributes:
+        fitting: estimates, in the order in which they were made.
+        lead: the first of them.
+    """
+
+    def __init__(self, choice: Choice, capacity: int) -> None:
+        self.choice = choice
+        self.capacity = capacity
+        self.fitting: list[Estimate] = []
+        self.lead: Lead | None = None
+        self._front: list[tuple[float, int]] = []  # (seconds, headroom), fastest first
+        self._rows: dict[bool, dict[object, float]] = {True: {}, False: {}}  # those with room; all
+
+    def add(self, found: Estimate) -> None:
+        self.fitting.append(found)
+        self.lead = self.choice.lead(self.fitting)
+        seconds = found.time.cautious
+        self._front = _with_point(self._front, seconds, found.headroom)
+        row = row_of(found)
+        for needs_room, rows in self._rows.items():
+            if self.choice.is_roomy(found) or not needs_room:
+                rows[row] = min(seconds, rows.get(row, seconds))
+
+    def is_beaten(self, bound: BoundedCandidate) -> bool:
+        """Return True if a candidate is not first, not shown, and has no room that others lack.
+
+        Ten are faster for sure, of those with room if it may have room itself, and one is about as
+        fast with as much room.
+        """
+        room = self.capacity - bound.num_bytes
+        if self.choice.may_lead(bound.candidate, bound.seconds, room, self.lead):
+            return False
+        rows = sorted(self._rows[room >= self.choice.room].values())
+        if len(rows) < SHOWN or rows[SHOWN - 1] > bound.seconds:
+            return False
+        latest = bound.seconds * _SAME_TIME
+        as_fast = itertools.takewhile(lambda point: point[0] <= latest, self._front)
+        return any(headroom >= room - _SAME_ROOM * self.capacity for _, headroom in as_fast)
+
+
 class _Search:
     """One search, and the estimates that it has made."""
 
-    def __init__(self, planner: Planner, space: SearchSpace) -> None:
+    def __init__(
+        self, planner: Planner, space: SearchSpace, watch: Watch = lambda state: None
+    ) -> None:
         self.planner = planner
         self.space = space
         self.hardware = planner.hardware
         self.capacity = planner.hardware.device.memory_bytes
+        self._watch = watch
         self._chains = offload_chains(planner, space)
         self._bounds = Bounds(planner, list(itertools.chain(*self._chains)))
         self._done: dict[Candidate, Estimate | None] = {}  # None: impossible after all
         self._considered = 0
+        self._best: Estimate | None = None  # so far
+        base = None if space.base is None else self._estimate(space.base)
+        self.choice = Choice(self.hardware, space.headroom, base)
 
     def bounded(self) -> Iterator[BoundedCandidate]:
         """Yield all candidates of which something is known, with everything on the device."""
-        for number, candidate in enumerate(candidates(self.planner, self.space)):
+        for number, candidate in enumerate(candidates(self.planner, self.space, self._tell_way)):
             try:
                 yield self._bounds.bound(number, candidate)
             except (KeyError, JobError):
                 continue
+
+    def _tell(self) -> None:
+        self._watch(SearchState(len(self._done), self._considered, self._best))
+
+    def _tell_way(self, tp: int, way: int, ways: int) -> None:
+        self._watch(SearchState(len(self._done), self._considered, self._best, tp, way, ways))
 
     def _empty(self) -> JobError:
         return JobError(
@@ -109,42 +181,64 @@ class _Search:
     def fastest(self) -> SearchResult:
         """Estimate in the order of the bound on time, until no candidate that is left can matter.
 
-        A candidate matters if it can be among the ten fastest, or if it can be on the front of
-        those that nothing beats in both time and headroom.
+        A candidate matters if it can come first, if it can be among the ten that are shown, or if
+        it can be on the front of those that nothing beats in both time and headroom. Each way to
+        divide layers may take a trace: those come one after the other, the whole model first.
         """
-        bounds = list(self.bounded())
-        if not bounds:
-            raise self._empty()
-        self._considered = len(bounds)
-        heap: list[BoundedCandidate] = []
+        standing = _Standing(self.choice, self.capacity)
         missed: list[_Missed] = []
+        is_interrupted = False
+        try:
+            for _, bounds in itertools.groupby(self.bounded(), lambda each: each.candidate.dims.tp):
+                self._drain(list(bounds), standing, missed)
+        except KeyboardInterrupt:
+            if not standing.fitting and not self.choice.replaces:
+                raise
+            is_interrupted = True
+        if not self._considered:
+            raise self._empty()
+        nearest = [] if is_interrupted else self._nearest(missed)
+        found = self._result(self.choice.rows(standing.fitting), standing.fitting, nearest)
+        keeps_base = standing.lead is None and self.choice.replaces
+        return replace(found, keeps_base=keeps_base, is_interrupted=is_interrupted)
+
+    def _drain(
+        self,
+        bounds: Sequence[BoundedCandidate],
+        standing: _Standing,
+        missed: list[_Missed],
+    ) -> None:
+        """Estimate those of some candidates that matter.
+
+        Args:
+            bounds: of the candidates.
+            standing: what fits is added to it.
+            missed: what does not is.
+        """
+        heap: list[BoundedCandidate] = []
+        self._considered += len(bounds)
         for bound in bounds:
             if bound.num_bytes <= self.capacity:
                 heapq.heappush(heap, bound)
             else:
                 missed.append(_Missed(bound.num_bytes - self.capacity, bound))
                 self._push_offloads(heap, bound)
-
-        fitting: list[_Fitting] = []
-        front: list[tuple[float, int]] = []  # (seconds, headroom), fastest first
         while heap:
             bound = heapq.heappop(heap)
-            if self._is_beaten(bound, fitting, front):
+            if standing.is_beaten(bound):
                 continue
+            self._tell()
             tried = self._try(bound.candidate)
             if tried is None:
                 continue
             found, lacks = tried
             if found is None:
                 missed.append(_Missed(lacks, bound))
+            else:
+                standing.add(found)
+                self._best = None if standing.lead is None else standing.lead.first
+            if found is None or not self.choice.is_roomy(found):
                 self._push_offloads(heap, bound)
-                continue
-            seconds = found.time.seconds
-            fitted = _Fitting(seconds, -found.headroom, bound.number, bound.variant, found)
-            bisect.insort(fitting, fitted)
-            front = _with_point(front, seconds, found.headroom)
-        ordered = [each.estimate for each in fitting]
-        return self._result(ordered, ordered, self._nearest(missed))
 
     def _push_offloads(self, heap: list[BoundedCandidate], bound: BoundedCandidate) -> None:
         """Consider a candidate with states elsewhere, or with more of them there.
@@ -167,20 +261,6 @@ class _Search:
                     heapq.heappush(heap, self._bounds.at(bound.number, candidate, more))
                     break
 
-    def _is_beaten(
-        self,
-        bound: BoundedCandidate,
-        fitting: Sequence[_Fitting],
-        front: Sequence[tuple[float, int]],
-    ) -> bool:
-        """Return True if ten are faster for sure, and one is about as fast with as much room."""
-        if len(fitting) < SHOWN or fitting[SHOWN - 1].seconds > bound.seconds:
-            return False
-        room = self.capacity - bound.num_bytes - _SAME_ROOM * self.capacity
-        latest = bound.seconds * _SAME_TIME
-        as_fast = itertools.takewhile(lambda point: point[0] <= latest, front)
-        return any(headroom >= room for _, headroom in as_fast)
-
     # The cheapest change
 
     def cheapest_change(self) -> SearchResult:
@@ -196,25 +276,61 @@ class _Search:
             raise self._empty()
         fitting: list[Estimate] = []
         missed: list[_Missed] = []
-        for key in sorted(groups):
-            for bound in sorted(groups[key]):
-                if bound.num_bytes > self.capacity:
-                    missed.append(_Missed(bound.num_bytes - self.capacity, bound))
-                    continue
-                if _is_slower(bound, fitting):
-                    continue
-                tried = self._try(bound.candidate)
-                if tried is None:
-                    continue
-                found, lacks = tried
-                if found is None:
-                    missed.append(_Missed(lacks, bound))
-                else:
-                    fitting.append(found)
-            if len(fitting) >= SHOWN:
-                break
-        ordered = sorted(fitting, key=lambda each: _cost(base, each))
-        return self._result(ordered, fitting, self._nearest(missed))
+        is_interrupted = False
+        try:
+            for key in sorted(groups):
+                self._try_group(sorted(groups[key]), fitting, missed)
+                if len(fitting) >= SHOWN and any(map(self.choice.is_roomy, fitting)):
+                    break
+        except KeyboardInterrupt:
+            if not fitting:
+                raise
+            is_interrupted = True
+
+        def cost(found: Estimate) -> tuple[bool, int, float, str]:
+            is_tight = not self.choice.is_roomy(found)
+            changed = changes(base, found.candidate)
+            return is_tight, changed, found.time.cautious, str(found.candidate)
+
+        rows: dict[object, Estimate] = {}
+        for each in sorted(fitting, key=cost):
+            rows.setdefault(row_of(each), each)
+        nearest = [] if is_interrupted else self._nearest(missed)
+        found = self._result(list(rows.values()), fitting, nearest)
+        return replace(found, is_interrupted=is_interrupted)
+
+    def _try_group(
+        self,
+        bounds: Sequence[BoundedCandidate],
+        fitting: list[Estimate],
+        missed: list[_Missed],
+    ) -> None:
+        """Estimate candidates with as many changes, but for those that ten others beat.
+
+        Args:
+            bounds: of the candidates.
+            fitting: what fits is added to it.
+            missed: what does not is.
+        """
+        for bound in bounds:
+            room = self.capacity - bound.num_bytes
+            if room < 0:
+                missed.append(_Missed(-room, bound))
+                continue
+            with_room = [each for each in fitting if self.choice.is_roomy(each)]
+            rivals = with_room if room >= self.choice.room else fitting
+            if _is_slower(bound, rivals):
+                continue
+            self._best = next(iter(with_room or fitting), None)
+            self._tell()
+            tried = self._try(bound.candidate)
+            if tried is None:
+                continue
+            found, lacks = tried
+            if found is None:
+                missed.append(_Missed(lacks, bound))
+            else:
+                fitting.append(found)
 
     def _by_changes(self, base: Candidate) -> dict[int, list[BoundedCandidate]]:
         """Return all candidates by the number of keys that differ."""
@@ -305,34 +421,15 @@ class _Search:
         )
 
 
-def changes(base: Candidate, other: Candidate) -> int:
-    """Return how many keys of a job differ; the accumulation follows from the others."""
-    keys: tuple[Callable[[Candidate], object], ...] = (
-        lambda c: c.stage,
-        lambda c: c.micro,
-        lambda c: c.checkpoint,
-        lambda c: c.precision,
-        lambda c: c.placement,
-        lambda c: c.dims.tp,
-        lambda c: c.sequence_parallel,
-        lambda c: (c.dims.pp, c.dims.virtual),
-        lambda c: c.dims.world_size,
-        lambda c: c.stage > 0 and c.dims.shard_size < c.dims.dp,
-        lambda c: c.init,
-    )
-    return sum(key(base) != key(other) for key in keys)
-
-
-def _cost(base: Candidate, found: Estimate) -> tuple[int, float, str]:
-    """Return the price of a change, to be compared: keys, seconds."""
-    return changes(base, found.candidate), found.time.seconds, str(found.candidate)
+def _tp_of(bound: BoundedCandidate) -> int:
+    return bound.candidate.dims.tp
 
 
 def _is_slower(bound: BoundedCandidate, fitting: Sequence[Estimate]) -> bool:
     """Return True if ten that need no more changes are faster for sure."""
     if len(fitting) < SHOWN:
         return False
-    fastest = sorted(each.time.seconds for each in fitting)
+    fastest = sorted(each.time.cautious for each in fitting)
     return fastest[SHOWN - 1] <= bound.seconds
 
 
@@ -351,7 +448,7 @@ def _pareto(fitting: Iterable[Estimate]) -> list[Estimate]:
     """Return what nothing beats in both time and headroom, fastest first."""
 
     def by_time(found: Estimate) -> tuple[float, int, str]:
-        return found.time.seconds, -found.headroom, str(found.candidate)
+        return found.time.cautious, -found.headroom, str(found.candidate)
 
     front: list[Estimate] = []
     for found in sorted(fitting, key=by_time):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from zrun_core.errors import JobError
 from zrun_core.memory.buffers import ON_DEVICE, Placement, Tier
+from zrun_core.plan.answer.choice import HEADROOM
 from zrun_core.plan.answer.planner import Planner
 from zrun_core.plan.question.candidate import Candidate
 from zrun_core.plan.trace.profile import Profile
@@ -45,6 +46,7 @@ class SearchSpace:
         virtual: parts of a pipeline stage at most.
         most_micro: samples of a micro-batch at most, or as many as the base has.
         shard_in_node: consider also copies of the states within each node.
+        headroom: share of a device's memory that what comes first leaves free, if anything does.
     """
 
     global_batch: int
@@ -60,6 +62,7 @@ class SearchSpace:
     virtual: int = _MOST_VIRTUAL
     most_micro: int = 64
     shard_in_node: bool = True
+    headroom: float = HEADROOM
 
     def __post_init__(self) -> None:
         if self.global_batch < 1:
@@ -73,9 +76,20 @@ class SearchSpace:
                 raise JobError(f"the constraints leave nothing to choose {name} from")
 
 
-def candidates(planner: Planner, space: SearchSpace) -> Iterator[Candidate]:
-    """Yield every candidate of a space once, in a fixed order, with all states on the device."""
-    enumeration = _Enumeration(planner, space)
+def candidates(
+    planner: Planner,
+    space: SearchSpace,
+    tracing: Callable[[int, int, int], None] = lambda tp, way, ways: None,
+) -> Iterator[Candidate]:
+    """Yield every candidate of a space once, in a fixed order, with all states on the device.
+
+    Args:
+        planner: of the model on its hardware.
+        space: the constraints.
+        tracing: is told before the part of one of `tp` ranks is traced, the how many-th of how many
+            such parts.
+    """
+    enumeration = _Enumeration(planner, space, tracing)
     seen = set[Candidate]()
     for candidate in enumeration.candidates():
         if candidate in seen:
@@ -113,7 +127,13 @@ def offload_chains(planner: Planner, space: SearchSpace) -> list[list[Placement]
 class _Enumeration:
     """The values of each key of a candidate, and their combinations."""
 
-    def __init__(self, planner: Planner, space: SearchSpace) -> None:
+    def __init__(
+        self,
+        planner: Planner,
+        space: SearchSpace,
+        tracing: Callable[[int, int, int], None],
+    ) -> None:
+        self._tracing = tracing
         self._planner = planner
         self._hardware = planner.hardware
         self._space = space
@@ -229,7 +249,7 @@ class _Enumeration:
                     if virtual == 1 or num_blocks % (pp * virtual) == 0:
                         yield ParallelDims(world // tp // pp, tp, pp, virtual, order=order)
 
-    def _tps(self) -> list[int]:
+    def _tps(self) -> Iterator[int]:
         """Return sizes of tensor-parallel groups: within a node, and such that heads divide."""
         possible = _divisors(self._hardware.devices_per_node)
         if self._space.tp is not None:
@@ -239,7 +259,12 @@ class _Enumeration:
             counts = (shape.heads, shape.kv_heads, shape.ffn)
             possible = [tp for tp in possible if not any(count % tp for count in counts)]
         parts = self._planner.parts
-        return [tp for tp in possible if not parts.why_not_divided(tp, sequence=False)]
+        ways = [tp for tp in possible if tp > 1]
+        for tp in possible:  # one after the other: each may have to be traced
+            if tp > 1 and shape is None:
+                self._tracing(tp, ways.index(tp) + 1, len(ways))
+            if not parts.why_not_divided(tp, sequence=False):
+                yield tp
 
     def _micros(self, samples: int) -> list[int]:
         """Return the sizes of micro-batches into which the samples of a rank divide."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -135,6 +136,42 @@ class Candidate:
         if self.offloads:
             words.append(_offloads_in_words(self.placement))
         return ", ".join([*words, self.precision])
+
+
+def features(candidate: Candidate) -> int:
+    """Return how much of what a plain data-parallel run does without a candidate uses."""
+    dims = candidate.dims
+    here = candidate.placement
+    tiers = (here.param, here.grad, here.optimizer, here.activation)
+    used = [
+        dims.tp > 1,
+        dims.pp > 1,
+        dims.pp > 1 and candidate.schedule != "1f1b",
+        candidate.checkpoint != "none",
+        candidate.stage == 3,
+        candidate.stage > 0 and dims.shard_size < dims.dp,
+        candidate.offloads,
+        *(tier is not Tier.DEVICE for tier in tiers),
+    ]
+    return used.count(True)
+
+
+def changes(base: Candidate, other: Candidate) -> int:
+    """Return how many keys of a job differ; the accumulation follows from the others."""
+    keys: tuple[Callable[[Candidate], object], ...] = (
+        lambda c: c.stage,
+        lambda c: c.micro,
+        lambda c: c.checkpoint,
+        lambda c: c.precision,
+        lambda c: c.placement,
+        lambda c: c.dims.tp,
+        lambda c: c.sequence_parallel,
+        lambda c: (c.dims.pp, c.dims.virtual),
+        lambda c: c.dims.world_size,
+        lambda c: c.stage > 0 and c.dims.shard_size < c.dims.dp,
+        lambda c: c.init,
+    )
+    return sum(key(base) != key(other) for key in keys)
 
 
 def _offloads_in_words(place: Placement) -> str:

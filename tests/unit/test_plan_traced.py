@@ -10,8 +10,10 @@ from plan_rows import Event, Op, trace_of
 from torch import nn
 
 from zrun_core.errors import ExitCode, JobError
+from zrun_core.hardware.measured import Rates, from_rates
 from zrun_core.hardware.simulated import parse_simulate
 from zrun_core.plan.answer.planner import Planner
+from zrun_core.plan.answer.search import SearchSpace, search
 from zrun_core.plan.memory.rank_memory import adds_gradients
 from zrun_core.plan.question.candidate import Candidate
 from zrun_core.plan.question.subject import Subject
@@ -258,6 +260,70 @@ def test_tensor_parallelism_is_planned_by_formula() -> None:
         .source
         == "traced"
     )
+
+
+@pytest.mark.parametrize("launch_s", [0.0, 1e-4])
+def test_parts_by_formula_are_as_far_off_as_the_whole(launch_s: float) -> None:
+    """Else what a formula leaves out, of the whole model alone, would speak for dividing it."""
+    shape = TransformerShape.gpt(BLOCKS, WIDTH, 8, seq=TOKENS, vocab=1000)
+    hardware = replace(HARDWARE, device=replace(HARDWARE.device, launch_s=launch_s))
+    both = CostModel(Subject(profile(), formula=shape), hardware, TimingSettings())
+    formula = CostModel(Subject(shape), hardware, TimingSettings())
+    key = Candidate(0, ParallelDims(1), 4, 1).key
+    traced, told = both.micro_batch(key), formula.micro_batch(key)
+    halves = key._replace(tp=2)
+    found, plain = both.micro_batch(halves), formula.micro_batch(halves)
+    assert found.blocks[0].forward != pytest.approx(plain.blocks[0].forward)
+    for place in range(BLOCKS):
+        one = found.blocks[place]
+        assert (one.forward_launches, traced.blocks[place].forward_launches) == (0.0, launch_s)
+        ahead = traced.blocks[place].forward / told.blocks[place].forward
+        assert one.forward == pytest.approx(plain.blocks[place].forward * ahead + launch_s / 2)
+        back = traced.blocks[place].backward / told.blocks[place].backward
+        launched = traced.blocks[place].backward_launches / 2
+        assert one.backward == pytest.approx(plain.blocks[place].backward * back + launched)
+    assert len(set(map(id, found.blocks))) == 1
+    untraced = key._replace(checkpoint="every_n")
+    one, told_of_it = both.micro_batch(untraced), formula.micro_batch(untraced)
+    ahead = traced.blocks[0].forward / told.blocks[0].forward
+    assert one.blocks[0].forward == pytest.approx(told_of_it.blocks[0].forward * ahead)
+
+
+def test_ranks_with_parts_of_layers_wait_for_each_other() -> None:
+    shape = TransformerShape.gpt(BLOCKS, WIDTH, 8, seq=TOKENS, vocab=1000)
+    waiting = replace(HARDWARE, wait_s=1e-3, uneven=0.1)
+    quiet, real = (
+        CostModel(Subject(shape), each, TimingSettings()) for each in (HARDWARE, waiting)
+    )
+    whole = Candidate(0, ParallelDims(1), 4, 1).key
+    assert quiet.micro_batch(whole) == real.micro_batch(whole)
+    before, after = (each.micro_batch(whole._replace(tp=2)).blocks[0] for each in (quiet, real))
+    more = after.tp_forward.seconds - before.tp_forward.seconds
+    assert more == pytest.approx(4 * 1e-3 + 0.1 * before.forward), "two sums, each of two exchanges"
+    assert after.forward == before.forward
+
+
+def test_the_main_job_is_not_divided_on_two_cores() -> None:
+    """Rates of two cores with AVX2: the halves of a micro-batch of 8 for whole ones of 4."""
+    rates = Rates(
+        cpu_flops={"fp32": 1.7e11},
+        copy=1.7e10,
+        cpu_streams={"fp32": 2.5e10, "bf16": 1.4e10},
+        cpu_attention={"fp32": 1.1e11},
+        operator_s=1.3e-5,
+        message_s=2e-4,
+        message_bytes=3.9e9,
+    )
+    hardware = from_rates(rates, ranks=2, host_bytes=20 << 30, cores=2)
+    assert (hardware.intra.latency, hardware.intra.bandwidth) == (2e-4, 3.9e9)
+    shape = TransformerShape.gpt(6, 384, 6, seq=256, vocab=256)
+    planner = Planner(shape, hardware)
+    base = Candidate(2, ParallelDims(2), 4, 1, precision="fp32")
+    divided = replace(base, dims=ParallelDims(1, tp=2), micro=8, sequence_parallel=True)
+    times = [planner.estimate(each).time.seconds for each in (base, divided)]
+    assert times[1] > 1.05 * times[0]
+    found = search(planner, hardware, SearchSpace(8, base=base, offloads=False), "best")
+    assert found.best[0].candidate.dims.tp == 1
 
 
 @pytest.mark.parametrize(

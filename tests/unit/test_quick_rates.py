@@ -23,6 +23,7 @@ RATES = {
     "streams": {"fp32_bytes_per_s": 2.4e10, "bf16_bytes_per_s": 2.2e10},
     "attention": {"fp32_flops": 8e10, "bf16_flops": 1.7e10},
     "operator_s": 9e-6,
+    "messages": {"seconds": 2e-4, "bytes_per_s": 2e9},
     "disk": {"folder": ""},
 }
 HERE = HostFacts(hostname=gethostname(), cores=2, memory_bytes=8 * GIB)
@@ -62,6 +63,7 @@ def test_they_are_the_hardware_of_this_host_alone(tmp_path: Path, calls: list[in
     assert (device.flops("fp32"), device.flops("bf16")) == (8e10, 3e9)
     assert (device.attention_flops("fp32"), device.attention_flops("bf16")) == (4e10, 8.5e9)
     assert device.launch_s == 9e-6
+    assert (found.intra.latency, found.intra.bandwidth) == (2e-4, 2e9)
     assert found.usual_disk or not found.disk_bytes
     there = replace(HERE, hostname="there")
     assert not hardware_of(Cluster((there,)), "cpu", 2, environ).measured
@@ -104,3 +106,6 @@ def test_this_host_can_be_measured() -> None:
         assert 1e8 < each.bf16_flops < 1e15
         assert 1e9 < each.fp32_flops < 1e15
     assert 1e-7 < rates.operator_s < 1e-3
+    if rates.messages is not None:  # ranks of this host may read each other's memory
+        assert 1e-6 < rates.messages.seconds < 1e-1
+        assert 1e7 < rates.messages.bytes_per_s < 1e12

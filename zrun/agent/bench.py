@@ -11,15 +11,18 @@ that is busy need not be waited for. All cores together are taken to do as many 
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 from zrun.system import processes
@@ -32,10 +35,19 @@ _GPU_SIDE = 8192
 _COPY_BYTES = 256 << 20
 _DISK_BYTES = 256 << 20
 _STREAM_ELEMENTS = 1 << 22  # of tensors that no cache holds
-_CHAIN = 8  # blocks of operators on next to nothing, one after the other
+_TINY: dict[str, Any] = {
+    "flavour": "llama",
+    "vocab_size": 64,
+    "dim": 48,
+    "depth": 3,
+    "heads": 6,
+    "seq_len": 8,
+}
+_SHORT_MESSAGES = 100
+_MESSAGE_BYTES = 2 << 20
 _ATTENTION = (4, 6, 256, 64)  # samples, heads, positions, width of a head
 _PATIENCE_S = 240.0
-_QUICK_PATIENCE_S = 40.0
+_QUICK_PATIENCE_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -113,11 +125,12 @@ def main() -> None:
     processes.die_with_parent(signal.SIGKILL)
     asked = json.loads(sys.stdin.read())
     cores = len(os.sched_getaffinity(0))
+    messages = message_rates()  # first: it forks, and torch has no threads yet
     if asked.get("quick"):
         rates = _of_all(_cpu(_ON_ONE_CORE, 1), cores)
-        print(json.dumps({**rates, "disk": {"folder": ""}}))
+        print(json.dumps({**rates, "messages": messages, "disk": {"folder": ""}}))
         return
-    rates = _cpu(_BY_THE_WALL, cores)
+    rates = {**_cpu(_BY_THE_WALL, cores), "messages": messages}
     print(json.dumps({**rates, "disk": disk_rates(asked["folder"]), "gpus": _gpus()}))
 
 
@@ -189,14 +202,17 @@ def _stream_rate(torch: Any, dtype: Any, tries: Tries) -> float:
 
 
 def _operator_seconds(torch: Any, tries: Tries) -> float:
-    """Return the seconds of an operator on next to nothing, in a block under autocast."""
+    """Return the seconds of an operator on next to nothing, of those that an estimate has a price
+    for: in a tiny model, its modules, autograd and autocast included.
+    """
     from torch.utils._python_dispatch import TorchDispatchMode
 
+    from zrun_core.models.gpt import gpt
+    from zrun_core.plan.timing.traced_cost import takes_time
+
     torch.set_num_threads(1)  # others would only wait, and take time of their cores
-    nn = torch.nn
-    layers = [nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8), nn.Dropout(0.1)]
-    block = nn.Sequential(*layers)
-    tiny = torch.zeros(1, 8, requires_grad=True)
+    model = gpt(**_TINY)
+    tokens = torch.zeros(1, _TINY["seq_len"], dtype=torch.int64)
     count = 0
 
     class Counter(TorchDispatchMode):
@@ -204,19 +220,99 @@ def _operator_seconds(torch: Any, tries: Tries) -> float:
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
             nonlocal count
-            count += 1
+            if takes_time(func.overloadpacket.__name__):
+                count += 1
             return func(*args, **(kwargs or {}))
 
-    def train() -> None:
-        value = tiny
-        with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
-            for _ in range(_CHAIN):
-                value = value + block(value)
-        value.float().sum().backward()
+    def train(autocast: bool) -> None:
+        model.zero_grad(set_to_none=True)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast, cache_enabled=False):
+            logits = model(tokens)
+        logits.float().sum().backward()
 
-    with Counter():  # type: ignore[no-untyped-call]
-        train()
-    return tries.best(train) / count
+    seconds = []
+    for autocast in (False, True):
+        train(autocast)
+        count = 0
+        with Counter():  # type: ignore[no-untyped-call]
+            train(autocast)
+        seconds.append(tries.best(functools.partial(train, autocast)) / count)
+    return statistics.mean(seconds)
+
+
+def message_rates() -> dict[str, float] | None:
+    """Return the `MessageRates` of two ranks on this host; None where they use sockets.
+
+    They are two processes of one parent, as an agent's ranks are. The time of both counts: an
+    exchange is over when each has posted, and has looked for what the other posted.
+    """
+    import zrun_core.distributed.comm  # noqa: F401 - with torch, once for both
+
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [_fork(functools.partial(_exchange, index, folder)) for index in range(2)]
+        told = [json.loads(_wait(*each) or "null") for each in ranks]
+    if None in told:
+        return None
+    short, long = (sum(each[key] for each in told) for key in ("short_s", "long_s"))
+    # One of the two ranks copies while the other does: half of what both take.
+    per_byte = max((long - short) / 2, 1e-9) / _MESSAGE_BYTES
+    return {"seconds": short, "bytes_per_s": 1 / per_byte}
+
+
+def _exchange(index: int, folder: str) -> dict[str, float] | None:
+    """Return this rank's seconds of its core for short and long exchanges with the other."""
+    import torch
+    import torch.distributed as dist
+
+    from zrun_core.distributed.comm import Comm
+    from zrun_core.distributed.transport import ACTIVATION_TAG, Group
+
+    torch.set_num_threads(1)
+    patience = timedelta(seconds=_QUICK_PATIENCE_S / 2)
+    store = f"file://{folder}/store"
+    dist.init_process_group("gloo", store, rank=index, world_size=2, timeout=patience)
+    group = Group("host", (0, 1), index, dist.group.WORLD)
+    comm = Comm(torch.device("cpu"))
+    if comm.use_cma(group, patience.total_seconds()) is not None:
+        return None
+
+    def seconds(num_bytes: int, tries: int) -> float:
+        shard = torch.zeros(num_bytes, dtype=torch.uint8)
+        full = torch.zeros(2 * num_bytes, dtype=torch.uint8)
+        times = []
+        for _ in range(tries):
+            start = time.process_time()
+            comm.all_gather(full, shard, group, tag=ACTIVATION_TAG, name="bench").wait()
+            comm.settle()
+            times.append(time.process_time() - start)
+        return statistics.median(times)
+
+    seconds(8, _SHORT_MESSAGES)
+    found = {"short_s": seconds(8, _SHORT_MESSAGES), "long_s": seconds(_MESSAGE_BYTES, 12)}
+    comm.barrier(group)
+    return found
+
+
+def _fork(work: Callable[[], object]) -> tuple[int, int]:
+    """Run something in a child; return its id, and a descriptor that its result comes from."""
+    source, target = os.pipe()
+    child = os.fork()
+    if child:
+        os.close(target)
+        return child, source
+    try:
+        processes.die_with_parent(signal.SIGKILL)
+        os.write(target, json.dumps(work()).encode())
+    finally:
+        os._exit(0)
+
+
+def _wait(child: int, source: int) -> str:
+    """Return what a child has written; "" if it failed."""
+    with os.fdopen(source) as file:
+        text = file.read()
+    os.waitpid(child, 0)
+    return text
 
 
 def _gpus() -> list[dict[str, Any]]:

@@ -270,6 +270,10 @@ def _slowest(hosts: Sequence[HostRates], links: Sequence[tuple[float, float]] = 
     operators = [host.operator_s for host in hosts if host.operator_s is not None]
     if len(operators) == len(hosts):
         found["operator_s"] = max(operators)
+    messages = [host.messages for host in hosts if host.messages is not None]
+    if len(messages) == len(hosts):
+        found["message_s"] = max(each.seconds for each in messages)
+        found["message_bytes"] = min(each.bytes_per_s for each in messages)
     if gpus:
         found |= {
             "gpu_name": gpus[0].name,

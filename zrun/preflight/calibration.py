@@ -54,6 +54,13 @@ class StreamRates(_Part):
     bf16_bytes_per_s: float
 
 
+class MessageRates(_Part):
+    """Of exchanges between two ranks on the cores of a host, as their collectives do it."""
+
+    seconds: float  # of next to nothing: what both compute for it, one after the other
+    bytes_per_s: float  # that each of them gets of the other, from cores that were free
+
+
 class HostRates(_Part):
     cpu: MatmulRates  # of all its cores
     copy_bytes_per_s: float  # from memory to memory, each byte counted once
@@ -62,6 +69,7 @@ class HostRates(_Part):
     streams: StreamRates | None = None  # of all its cores; None: made by an earlier zrun
     attention: MatmulRates | None = None  # of all its cores, fused and with its backward
     operator_s: float | None = None  # of an operator on next to nothing, on a core
+    messages: MessageRates | None = None  # None: of an earlier zrun, or ranks use sockets
 
 
 class LinkRates(_Part):

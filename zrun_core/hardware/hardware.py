@@ -114,6 +114,8 @@ class Hardware:
     Attributes:
         name: as it was asked for.
         intra, inter: between devices of a node, and of two nodes, each as one device's part.
+        wait_s: seconds that ranks which need a result at once wait beyond the message itself.
+        uneven: share of what ranks compute between such messages by which they differ.
         host: between a device and the memory of its host, as one device's part.
         host_bytes, host_bandwidth, cores: of a node.
         offload_bytes: of a node's memory that states may take; None: what is free.
@@ -145,6 +147,8 @@ class Hardware:
     spread: float = PRESET_SPREAD
     price: float | None = None
     shares_memory: bool = False
+    wait_s: float = 0.0
+    uneven: float = 0.0
 
     @property
     def num_devices(self) -> int:

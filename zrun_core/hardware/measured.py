@@ -11,6 +11,10 @@ from dataclasses import dataclass, field, replace
 from zrun_core.hardware.catalogue import CPU_CORE, LINKS, NODES, like
 from zrun_core.hardware.hardware import CORES_SPREAD, MEASURED_SPREAD, Device, Hardware, Link
 
+# Ranks of a host look whether a message is there ever less often, up to two times in a millisecond:
+# who waits wakes up half of that too late. Cores that do the same work differ by some hundredths.
+_WAIT_S = 250e-6
+_UNEVEN = 0.05
 _GPU_SIDE = 8192  # of the square products that are measured on a GPU
 
 
@@ -26,6 +30,8 @@ class Rates:
         cpu_attention: of all cores together, by format, of fused attention with its backward;
             empty: as a share of products.
         operator_s: seconds that an operator on next to nothing takes on a core.
+        message_s: seconds of an exchange of next to nothing between two ranks on its cores.
+        message_bytes: bytes per second that each of them gets of the other meanwhile.
         gpu_name: of each GPU, as the driver says; "" on a host without.
         gpu_flops: of one, by format, of large products.
         gpu_copy: of its memory, each byte counted once.
@@ -50,6 +56,8 @@ class Rates:
     cpu_streams: Mapping[str, float] = field(default_factory=dict)
     cpu_attention: Mapping[str, float] = field(default_factory=dict)
     operator_s: float | None = None
+    message_s: float | None = None
+    message_bytes: float | None = None
 
 
 def from_rates(
@@ -84,8 +92,10 @@ def from_rates(
         spread = MEASURED_SPREAD
     else:
         device = _cpu(rates, ranks, host_bytes)
-        intra = Link("memory", rates.copy / ranks / 2, LINKS["memory"].latency)
-        host = intra
+        host = Link("memory", rates.copy / ranks / 2, LINKS["memory"].latency)
+        most = host.bandwidth if rates.message_bytes is None else rates.message_bytes
+        latency = host.latency if rates.message_s is None else rates.message_s
+        intra = Link("memory", min(host.bandwidth, most), latency)
         spread = CORES_SPREAD
     return Hardware(
         name=name,
@@ -103,6 +113,8 @@ def from_rates(
         measured=True,
         spread=spread,
         shares_memory=not rates.gpu_name,
+        wait_s=0.0 if rates.gpu_name else _WAIT_S,
+        uneven=0.0 if rates.gpu_name else _UNEVEN,
     )
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import bisect
 import heapq
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
@@ -183,14 +184,24 @@ class _Search:
 
         A candidate matters if it can come first, if it can be among the ten that are shown, or if
         it can be on the front of those that nothing beats in both time and headroom. Each way to
-        divide layers may take a trace: those come one after the other, the whole model first.
+        divide layers may take a trace: between two of them some are estimated, so that whoever
+        interrupts the next has an answer.
         """
         standing = _Standing(self.choice, self.capacity)
         missed: list[_Missed] = []
+        heap: list[BoundedCandidate] = []
         is_interrupted = False
         try:
-            for _, bounds in itertools.groupby(self.bounded(), lambda each: each.candidate.dims.tp):
-                self._drain(list(bounds), standing, missed)
+            for _, bounds in itertools.groupby(self.bounded(), self._traced_apart):
+                for bound in bounds:
+                    self._considered += 1
+                    if bound.num_bytes <= self.capacity:
+                        heapq.heappush(heap, bound)
+                    else:
+                        missed.append(_Missed(bound.num_bytes - self.capacity, bound))
+                        self._push_offloads(heap, bound)
+                self._drain(heap, standing, missed, most=SHOWN)
+            self._drain(heap, standing, missed)
         except KeyboardInterrupt:
             if not standing.fitting and not self.choice.replaces:
                 raise
@@ -202,28 +213,27 @@ class _Search:
         keeps_base = standing.lead is None and self.choice.replaces
         return replace(found, keeps_base=keeps_base, is_interrupted=is_interrupted)
 
+    def _traced_apart(self, bound: BoundedCandidate) -> int:
+        """Return a number that is equal for candidates with one trace."""
+        return bound.candidate.dims.tp if self.planner.cost_model.formula is None else 1
+
     def _drain(
         self,
-        bounds: Sequence[BoundedCandidate],
+        heap: list[BoundedCandidate],
         standing: _Standing,
         missed: list[_Missed],
+        most: float = math.inf,
     ) -> None:
-        """Estimate those of some candidates that matter.
+        """Estimate those of the candidates on a heap that matter, the fastest by bound first.
 
         Args:
-            bounds: of the candidates.
+            heap: of them.
             standing: what fits is added to it.
             missed: what does not is.
+            most: candidates to be estimated.
         """
-        heap: list[BoundedCandidate] = []
-        self._considered += len(bounds)
-        for bound in bounds:
-            if bound.num_bytes <= self.capacity:
-                heapq.heappush(heap, bound)
-            else:
-                missed.append(_Missed(bound.num_bytes - self.capacity, bound))
-                self._push_offloads(heap, bound)
-        while heap:
+        end = len(self._done) + most
+        while heap and len(self._done) < end:
             bound = heapq.heappop(heap)
             if standing.is_beaten(bound):
                 continue
@@ -419,10 +429,6 @@ class _Search:
             tried=tried,
             pruned=self._considered - len(self._done),
         )
-
-
-def _tp_of(bound: BoundedCandidate) -> int:
-    return bound.candidate.dims.tp
 
 
 def _is_slower(bound: BoundedCandidate, fitting: Sequence[Estimate]) -> bool:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from zrun_core.hardware.hardware import Hardware
 from zrun_core.pipeline.split import Split
 from zrun_core.plan.question.candidate import Candidate, CandidateKey
 from zrun_core.plan.question.pipeline_model import PipelineModel
 from zrun_core.plan.question.subject import Subject
+from zrun_core.plan.timing.formula_correction import corrected
 from zrun_core.plan.timing.formula_cost import cost_by_formula
-from zrun_core.plan.timing.micro_batch_cost import MicroBatchCost, TimingSettings
+from zrun_core.plan.timing.link_cost import TransferCost
+from zrun_core.plan.timing.micro_batch_cost import MicroBatchCost, SegmentCost, TimingSettings
 from zrun_core.plan.timing.traced_cost import OpColumns, columns_of, cost_of_trace
+from zrun_core.plan.trace.profile import Profile
 
 
 class CostModel:
@@ -73,9 +78,27 @@ class CostModel:
         return found
 
     def _cost(self, key: CandidateKey) -> MicroBatchCost:
-        if self.uses_formula(key):
-            assert self.formula is not None
-            return cost_by_formula(self.formula, key, self.hardware, self.settings)
+        found = self._by_formula(key) if self.uses_formula(key) else self._by_trace(key)
+        if key.tp == 1 or not self.hardware.uneven:
+            return found
+        return found.map(lambda each: _waiting(each, self.hardware.uneven))
+
+    def _by_formula(self, key: CandidateKey) -> MicroBatchCost:
+        """Return what the formulas of the shape say, corrected by a trace of the whole model.
+
+        Else what was not traced would be compared with a trace that has all operators.
+        """
+        assert self.formula is not None
+        found = cost_by_formula(self.formula, key, self.hardware, self.settings)
+        profile = self.subject.whole
+        if not isinstance(profile, Profile) or not profile.traces:
+            return found
+        policy = key.checkpoint if key.checkpoint in profile.traces else next(iter(profile.traces))
+        whole = key._replace(tp=1, sequence_parallel=False, checkpoint=policy)
+        told = cost_by_formula(self.formula, whole, self.hardware, self.settings)
+        return corrected(found, told, self.micro_batch(whole), key.tp)
+
+    def _by_trace(self, key: CandidateKey) -> MicroBatchCost:
         profile = self.subject.traced(key.tp, sequence=key.sequence_parallel)
         assert profile is not None
         columns = self._columns.get((key.tp, key.sequence_parallel))
@@ -85,3 +108,16 @@ class CostModel:
                 for policy, trace in profile.traces.items()
             }
         return cost_of_trace(profile, key, self.hardware, self.settings, columns)
+
+
+def _waiting(segment: SegmentCost, uneven: float) -> SegmentCost:
+    """Return a segment after whose messages ranks have waited for the slowest of them."""
+
+    def longer(traffic: TransferCost, computing: float) -> TransferCost:
+        return traffic._replace(seconds=traffic.seconds + uneven * computing)
+
+    return replace(
+        segment,
+        tp_forward=longer(segment.tp_forward, segment.forward),
+        tp_backward=longer(segment.tp_backward, segment.backward),
+    )

@@ -56,7 +56,7 @@ def cost_by_formula(
     tokens = float(key.micro * shape.seq)
     block = _block_cost(shape, key, hardware.device, settings)
     recompute, recompute_flops = _recomputation(block, key.checkpoint)
-    group = LinkedGroup(hardware, tp)
+    group = LinkedGroup(hardware, tp, is_waited_for=True)
     forward_traffic = group.all_reduce(size * tokens * shape.hidden).times(2)
     backward_traffic = forward_traffic._replace(seconds=forward_traffic.seconds * _SHOWN_BACKWARD)
     params = shape.layer_params * shape.params / shape.num_params / tp
@@ -201,7 +201,7 @@ def _ends(
     tokens = float(key.micro * shape.seq)
     hidden = float(shape.hidden)
     vocab = shape.vocab / key.tp
-    group = LinkedGroup(hardware, key.tp)
+    group = LinkedGroup(hardware, key.tp, is_waited_for=True)
     scale = shape.params / shape.num_params / key.tp
 
     looked_up = tokens * hidden * size

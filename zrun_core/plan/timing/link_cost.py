@@ -40,11 +40,13 @@ class LinkedGroup:
     Attributes:
         local: of them on one node.
         nodes: over which they spread.
+        is_waited_for: all of them need the result at once.
     """
 
     hardware: Hardware
     ranks: int
     stride: int = 1
+    is_waited_for: bool = False
 
     @property
     def local(self) -> int:
@@ -69,6 +71,8 @@ class LinkedGroup:
         across = num_bytes * (1 - 1 / self.ranks) - inside
         latency = intra.latency * math.ceil(math.log2(self.local))
         latency += inter.latency * math.ceil(math.log2(self.nodes))
+        if self.is_waited_for:
+            latency += self.hardware.wait_s
         seconds = max(inside / intra.bandwidth, across / inter.bandwidth) + latency
         return TransferCost(seconds, inside, across)
 

@@ -5,8 +5,8 @@ A segment is a repeated block of the model, or all that comes before or after th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 from zrun_core.plan.timing.link_cost import NOTHING, TransferCost
 
@@ -46,6 +46,8 @@ class SegmentCost:
         forward, backward: seconds in kernels; `backward` includes `recompute`.
         recompute: seconds of recomputation.
         weights: seconds of `backward` for gradients of weights that zero bubble makes later.
+        forward_launches, backward_launches: seconds of these that operators take however small
+            they are, where they were traced.
         tp_forward, tp_backward: tensor-parallel traffic that computation does not hide.
         params, trainable: elements on this rank, before they are sharded.
         flops: of forward and backward, without recomputation.
@@ -56,6 +58,8 @@ class SegmentCost:
     backward: float = 0.0
     recompute: float = 0.0
     weights: float = 0.0
+    forward_launches: float = 0.0
+    backward_launches: float = 0.0
     tp_forward: TransferCost = NOTHING
     tp_backward: TransferCost = NOTHING
     params: float = 0.0
@@ -79,3 +83,13 @@ class MicroBatchCost:
 
     def __iter__(self) -> Iterator[SegmentCost]:
         yield from (self.before, *self.blocks, self.after)
+
+    def map(self, change: Callable[[SegmentCost], SegmentCost]) -> MicroBatchCost:
+        """Return it with each segment changed; one that is there many times stays one object."""
+        changed = {id(segment): change(segment) for segment in self}
+        return replace(
+            self,
+            before=changed[id(self.before)],
+            blocks=tuple(changed[id(block)] for block in self.blocks),
+            after=changed[id(self.after)],
+        )

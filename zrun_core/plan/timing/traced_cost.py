@@ -58,6 +58,13 @@ _VIEWS = (
     "chunk",
 )
 _FREE = {"device", "empty", "empty_like", *_VIEWS}
+
+
+def takes_time(name: str) -> bool:
+    """Return whether an operator of this name, without its namespace, has a price."""
+    return name not in _FREE
+
+
 _WIDE_DTYPES = ("float32", "fp32", "torch.float32")
 _SATURATED = 1e12  # in place of an area or a depth that is not known: the device is kept busy
 
@@ -97,7 +104,7 @@ class OpColumns(NamedTuple):
 def columns_of(trace: Trace, num_blocks: int) -> OpColumns:
     """Return the operations of a timeline that take time."""
     operators = trace.operators
-    takes_time = np.array([each.name not in _FREE for each in operators], dtype=bool)
+    is_priced = np.array([takes_time(each.name) for each in operators], dtype=bool)
     family = np.array([_family_of(each) for each in operators], dtype=np.int64)
     is_wide = np.array([each.dtype in _WIDE_DTYPES for each in operators], dtype=bool)
     is_single = np.array(["bmm" not in each.name for each in operators], dtype=bool)
@@ -107,7 +114,7 @@ def columns_of(trace: Trace, num_blocks: int) -> OpColumns:
         for each in operators
     ]
     dims = np.array(shapes, dtype=float).reshape(-1, 3)
-    ops = trace.ops[takes_time[trace.ops["operator"]]]
+    ops = trace.ops[is_priced[trace.ops["operator"]]]
     operator = ops["operator"]
     is_backward = ops["phase"] == PHASE_NUMBER[TracePhase.BACKWARD]
     return OpColumns(
@@ -271,7 +278,12 @@ def cost_of_trace(
     products = is_forward & (ops.family == _PRODUCT) & ops.is_single
     weights = _sums(ops.owner[products], seconds[products], count)
     params, trainable = _params_by_segment(profile, trace)
-    group = LinkedGroup(hardware, key.tp)
+    is_launched = ops.family < _SUM
+    launched = [
+        _sums(ops.owner[rows], np.full(int(rows.sum()), device.launch_s), count)
+        for rows in (is_launched & is_forward, is_launched & ops.is_backward)
+    ]
+    group = LinkedGroup(hardware, key.tp, is_waited_for=True)
     tp_forward, tp_backward = _transfers(ops, key.micro, group, count)
     segments = []
     for number in range(count):
@@ -284,6 +296,8 @@ def cost_of_trace(
             weights=min(float(weights[number]), float(backward[number])) if is_block else 0.0,
             tp_forward=tp_forward[number],
             tp_backward=tp_backward[number],
+            forward_launches=float(launched[0][number]),
+            backward_launches=float(launched[1][number]),
             params=params[number],
             trainable=trainable[number],
             flops=float(min(plain_flops[number], flops[number])),

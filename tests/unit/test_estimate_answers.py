@@ -612,7 +612,7 @@ def test_a_job_that_nothing_beats_is_not_written_anew(zrun: Zrun, tmp_path: Path
     assert "wrote" not in err
     code, out, _ = zrun(*job, "--fit")
     assert code == 0
-    assert "it fits as it is, with 99% left free" in out
+    assert "it fits as it is: 748.0 MiB of 79.2 GiB, 99% free" in out
     assert "the fastest for each amount" not in out
     code, _, err = zrun(*job, "--headroom", "7%")
     assert (code, err) == (2, "error: --headroom is for what is searched: add --best or --fit\n")

@@ -30,6 +30,7 @@ FOUND = [
     (161, "tp"),  # and a maximum whose slopes are flat
     (213, "sequence"),  # a branch on the mean of some tokens
     (121, "interleaved"),  # of a batch norm of all but equal values, rounding is no difference
+    (725, "tp"),  # in bf16, a branch on a mean that rounding makes positive or negative
     (443, "sequence"),  # tokens in another order, behind a mask that was drawn as 0 by the check
     (42, "sequence"),  # blocks in another order than that of registration
 ]

@@ -52,6 +52,7 @@ from zrun_core.verification.record import (
 from zrun_core.verification.step_check import DTYPES, OWN, Apart, StepCheck, norm_of
 from zrun_core.verification.verdict import Difference, Unverifiable, Verdict
 
+_NUDGES = 4  # before something counts as more than rounding
 _MOST_PARTS = 1 << 30  # bytes of gradients by micro-batch
 
 
@@ -371,8 +372,10 @@ class _RunComparison:
             wide = self._wide.gradient(step, batches, numbers.scale)
         check = self._step_check(step, record, plain, wide)
         found = self._check_scale(step, numbers) or check.loss_and_gradients(self._values)
-        if found is not None:
-            nudged = self._loop.nudged(step, batches, numbers.scale, self._values)
+        for nudge in range(_NUDGES):  # a branch is not taken otherwise by each of them
+            if found is None:
+                break
+            nudged = self._loop.nudged(step, nudge, batches, numbers.scale, self._values)
             check = self._step_check(step, record, plain, wide, nudged)
             found = self._check_scale(step, numbers) or check.loss_and_gradients(self._values)
         found = (

@@ -33,6 +33,7 @@ from zrun_core.verification.record import TensorShape
 from zrun_core.zero.auto_wrap import repeated_blocks
 
 _NUDGE = 2.0  # times the distance of neighbours in the format
+_NUDGES_OF_STEP = 100  # seeds of one, of which few are used
 
 
 class Contribution(NamedTuple):
@@ -339,6 +340,7 @@ class PlainLoop:
     def nudged(
         self,
         step: int,
+        nudge: int,
         batches: Sequence[Sequence[tuple[Any, int]]],
         scale: float,
         values: Mapping[str, Tensor],
@@ -347,9 +349,10 @@ class PlainLoop:
 
         Args:
             step, batches, scale: as of `gradient`.
+            nudge: which of many ways to move them.
             values: of the step.
         """
-        generator = torch.Generator().manual_seed(step)
+        generator = torch.Generator().manual_seed(_NUDGES_OF_STEP * step + nudge)
         size = _NUDGE * torch.finfo(self._dtype).eps
         moved = {
             name: value * (1 + size * (2 * torch.rand(value.shape, generator=generator) - 1))

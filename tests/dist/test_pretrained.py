@@ -134,7 +134,7 @@ def test_models_around_others_and_with_checkpointing_of_their_own(ranks, tmp_pat
         ),
         (
             lambda: pretrained.WithHead(LLAMA),
-            "LlamaForCausalLM, of which head.weight is not a part",
+            "LlamaForCausalLM, which does not contain head.weight",
         ),
         (
             pretrained.adapted,

@@ -80,5 +80,6 @@ def test_a_rank_whose_disk_does_not_answer_is_named_with_it(job: Path) -> None:
     report = json.loads((job.parent / "run" / "failure.json").read_text())
     assert (report["rank"], report["what_to_do"]) == (
         1,
-        "check the disk or the host that it waits for; if it is only slow, raise limits.first_step",
+        "check the disk or the host that it waits for; if it is only slow, raise "
+        "limits.first_step_s",
     )

@@ -113,7 +113,7 @@ def test_killed_at_every_level_it_ends_as_if_nothing_had_happened(
     assert report["page"] == str(run / "report.html")
     page = (run / "report.html").read_text()
     assert "20 steps in " in page
-    assert re.search(r"another launch went on after step [\d, ]*9: dotted lines", page)
+    assert re.search(r"resumed after step [\d, ]*9: dotted lines", page)
     assert "failed</b>exit code 5" in (run / "attempts" / "1" / "report.html").read_text()
     assert losses(run) == losses(expected)
     assert sorted(losses(run)) == list(range(1, 21))

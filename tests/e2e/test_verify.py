@@ -88,7 +88,7 @@ def test_what_differs_is_traced_to_a_feature(folder: Path) -> None:
     )  # fmt: skip
     assert ran.returncode == 11, ran.stderr
     found = json.loads(ran.stdout)
-    assert found["bisected"] == "it takes 2 data-parallel ranks: without, it agrees"
+    assert found["bisected"] == "the cause is 2 data-parallel ranks: without, it agrees"
     (first,) = found["passes"].values()
     assert first["difference"]["what"] == "loss"
     assert first["difference"]["step"] == 1

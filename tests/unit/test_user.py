@@ -376,7 +376,7 @@ def test_what_our_own_hooks_raise_is_not_the_users():
 
 
 def test_the_runtimes_own_files_are_where_it_looks_for_them() -> None:
-    for path in (*user._MECHANISMS, *user._CALLS_AUTOGRAD):
+    for path in (*user._MECHANISMS, *user._PASS_ON):
         assert os.path.exists(path), path
 
 

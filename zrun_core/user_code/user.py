@@ -75,9 +75,10 @@ _MECHANISMS = (
     str(_OWN_PACKAGE / "spine" / "flight_page.py"),
     str(_OWN_PACKAGE / "spine" / "flight_recorder.py"),
 )
-# What torch's autograd says of the user's graph comes out of their `backward`.
-_CALLS_AUTOGRAD = {
-    str(_OWN_PACKAGE / "zero" / name) for name in ("sharded_model.py", "slice_walk.py")
+# What torch says of the user's code comes through these: its autograd of the graph, out of their
+# `backward`, and its fake tensors of an operation.
+_PASS_ON = {
+    str(_OWN_PACKAGE / "zero" / name) for name in ("sharded_model.py", "slice_walk.py", "fakes.py")
 }
 
 
@@ -277,13 +278,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def _comes_from_runtime(error: BaseException) -> bool:
-    """Return whether the innermost frame that is not of a package is of the runtime's mechanisms.
-
-    `backward` is not among them: torch's autograd speaks of the user's graph there.
-    """
+    """Return whether the innermost frame that is of no package is of the runtime's mechanisms."""
     files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
     last = next((file for file in reversed(files) if not is_packaged(file)), "")
-    return last.startswith(_MECHANISMS) and last not in _CALLS_AUTOGRAD
+    return last.startswith(_MECHANISMS) and last not in _PASS_ON
 
 
 def module_at(error: BaseException) -> str | None:

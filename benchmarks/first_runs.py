@@ -29,14 +29,14 @@ PAGE = ROOT / "docs" / "recipes.md"
 STEPS = 40
 FEW = 14  # of the main job, whose steps take a second
 # Ways to run the main job, in fp32 and without what comes beside steps.
-GPT = ("precision=fp32", "eval=null", "hooks={}", "checkpoint=null")
+GPT = ("precision=fp32", "lr.warmup=1", "eval=null", "hooks={}", "checkpoint=null")
 WAYS: dict[str, tuple[str, ...]] = {
-    "gpt, 1 rank": ("slots=1", "batch.global=8", *GPT),
-    "gpt, ZeRO-0": ("zero=0", *GPT),
-    "gpt, ZeRO-2": ("zero=2", *GPT),
-    "gpt, ZeRO-3, recomputed": ("zero=3", "activations.checkpoint=full", *GPT),
-    "gpt, tp 2": ("parallel.tp=2", "zero=0", *GPT),
-    "gpt, pp 2": ("parallel.pp=2", "zero=0", *GPT),
+    "gpt 1 rank": ("slots=1", "batch.global=8", *GPT),
+    "gpt ZeRO-0": ("zero=0", *GPT),
+    "gpt ZeRO-2": ("zero=2", *GPT),
+    "gpt ZeRO-3 recomputed": ("zero=3", "activations.checkpoint=full", *GPT),
+    "gpt tp 2": ("parallel.tp=2", "zero=0", *GPT),
+    "gpt pp 2": ("parallel.pp=2", "zero=0", *GPT),
 }
 Result = dict[str, Any]  # of one run: job, turn, predicted, measured
 

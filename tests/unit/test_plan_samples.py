@@ -75,8 +75,8 @@ def test_samples_of_one_size_need_no_note() -> None:
 
 def test_what_has_no_end_is_looked_at_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     endless = (torch.ones(number) for number in count(1))
-    found, which = sample_batches._look(endless)
+    found, _, which = sample_batches._look(endless)
     assert (len(found), which) == (64, "the first 64 samples")
     monkeypatch.setattr(sample_batches, "_LOOK_FOR_S", 0.0)
-    found, which = sample_batches._look(endless)
+    found, _, which = sample_batches._look(endless)
     assert (len(found), which) == (1, "the first 1 samples, which took 0 s")

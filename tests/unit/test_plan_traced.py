@@ -395,3 +395,21 @@ def test_a_process_takes_holes_code_and_libraries_beyond_its_tensors() -> None:
     bare = Planner(profile(), old, job).rank(candidate, 0)
     assert bare.device_used < known.device_used, "no code without instructions for bf16"
     assert Planner(with_experts(profile()), old, job).rank(candidate, 0) == bare
+
+
+def test_a_step_waits_for_its_samples_and_takes_what_the_runtime_takes() -> None:
+    job = JOB.model_copy(update={"device": "cpu"})
+    on_cpu = parse_simulate("2xCPU")
+    candidate = Candidate(0, ParallelDims(2), 4, 3)
+    without = Planner(profile(), on_cpu, job).time(candidate)
+    slow = replace(profile(), sample_s=0.25)
+    found = Planner(slow, on_cpu, job).time(candidate)
+    assert found.parts["data"] == pytest.approx(0.25 * 4 * 3)
+    assert found.seconds == pytest.approx(without.seconds + 3.0)
+    assert found.parts["runtime"] == without.parts["runtime"]
+    assert found.parts["runtime"] == pytest.approx((120 + 3 * 60) * on_cpu.device.launch_s)
+    assert sum(found.parts.values()) == pytest.approx(found.seconds)
+    ahead = job.model_copy(update={"data": job.data.model_copy(update={"workers": 2})})
+    assert Planner(slow, on_cpu, ahead).time(candidate) == without
+    on_gpu = Planner(slow, parse_simulate("2xA100-80G"), JOB).time(candidate)
+    assert not {"data", "runtime"} & on_gpu.parts.keys()

@@ -341,9 +341,19 @@ class Planner:
             JobError: nothing tells what its micro-batches take.
         """
         try:
-            return step_time(self.cost_model, candidate, self.tokens_per_sample)
+            return step_time(
+                self.cost_model, candidate, self.tokens_per_sample, self._seconds_of_sample()
+            )
         except KeyError:
             raise self.activations.untraced(candidate) from None
+
+    def _seconds_of_sample(self) -> float:
+        """Return the seconds that a rank waits for each of its samples."""
+        subject = self.subject
+        reads_ahead = self.job.data.workers > 0 or self.device_type != "cpu"
+        if reads_ahead or not isinstance(subject, Profile):
+            return 0.0
+        return subject.sample_s
 
     def traffic(self, candidate: Candidate) -> dict[str, int]:
         """Return the bytes that a rank sends in a step, as `Estimate.traffic`."""

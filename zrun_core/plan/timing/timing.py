@@ -33,6 +33,10 @@ _BETWEEN_S = 0.05  # that lie between the operators of a step on a CPU that nobo
 # GPUs, of an early DeepSpeed: 1.6, 2.4 and 4.5 times as long as is said here.
 MOST_COMPARED = 128
 _RANKS_OF_DOUBT = 400.0
+# A step and a micro-batch beside the model's own operators, as so many of these: the loop, hooks of
+# modules, the message of the step, the decision about it. Of tiny models on one and two ranks.
+_OPERATORS_OF_STEP = 120
+_OPERATORS_OF_MICRO = 60
 _NORM_BYTES = 64.0  # of the exchange before the update: the norm, and what else all ranks agree on
 
 
@@ -83,7 +87,10 @@ def doubt_of(candidate: Candidate) -> float:
 
 
 def step_time(
-    cost_model: CostModel, candidate: Candidate, tokens_per_sample: int | None
+    cost_model: CostModel,
+    candidate: Candidate,
+    tokens_per_sample: int | None,
+    sample_s: float = 0.0,
 ) -> StepTime:
     """Return the time of a step.
 
@@ -91,12 +98,13 @@ def step_time(
         cost_model: of the model and the hardware.
         candidate: the configuration.
         tokens_per_sample: None where samples are no tokens.
+        sample_s: seconds that a rank waits for each of its samples.
 
     Raises:
         KeyError: nothing tells what its micro-batches take.
         JobError: the blocks do not fill its pipeline.
     """
-    return _StepModel(cost_model, candidate).time(tokens_per_sample)
+    return _StepModel(cost_model, candidate).time(tokens_per_sample, sample_s)
 
 
 class _StepModel:
@@ -341,7 +349,7 @@ class _StepModel:
 
     # All of it
 
-    def time(self, tokens_per_sample: int | None) -> StepTime:
+    def time(self, tokens_per_sample: int | None, sample_s: float) -> StepTime:
         """Put the step together."""
         candidate = self.candidate
         dims = self.dims
@@ -351,7 +359,9 @@ class _StepModel:
         seconds, bubble, busy = self._all_passes(count)
         busiest = max(range(len(busy)), key=lambda stage: (busy[stage], -stage))  # first of equals
         update += self._sum_tied().seconds
-        seconds += update
+        data = sample_s * candidate.micro * count
+        runtime = self._runtime_seconds(count)
+        seconds += update + data + runtime
 
         ranks = count * dims.dp * dims.tp
         flops = ranks * sum(segment.flops for segment in self.micro_batch)
@@ -370,11 +380,12 @@ class _StepModel:
         is_known = self.device.kind == "cuda" or self.hardware.measured
         spread = self.hardware.spread
         doubt = doubt_of(candidate)
+        beside = {name: value for name, value in (("data", data), ("runtime", runtime)) if value}
         return StepTime(
             seconds=seconds,
             low=seconds * (1 - spread),
             high=doubt * seconds * (1 + spread) + (0.0 if is_known else _BETWEEN_S),
-            parts=self._parts(seconds, bubble, update, busiest),
+            parts=self._parts(seconds - data - runtime, bubble, update, busiest) | beside,
             model_flops=flops,
             hardware_flops=executed,
             mfu=mfu,
@@ -387,6 +398,12 @@ class _StepModel:
             busy=busy if dims.pp > 1 else (),
             doubt=doubt,
         )
+
+    def _runtime_seconds(self, count: int) -> float:
+        """Return what a step takes whatever the model is: on cores, where nothing hides it."""
+        if self.device.kind == "cuda":
+            return 0.0
+        return (_OPERATORS_OF_STEP + _OPERATORS_OF_MICRO * count) * self.device.launch_s
 
     def _parts(self, seconds: float, bubble: float, update: float, stage: int) -> dict[str, float]:
         """Return the seconds of a step by what a rank of `stage` spends them on."""

@@ -33,7 +33,7 @@ from zrun_core.plan.trace.waiting_inputs import with_divided_inputs, without_wai
 if TYPE_CHECKING:
     from zrun_core.stages.flow import ModelFlow
 
-FORMAT = 11  # of the JSON
+FORMAT = 12  # of the JSON
 # Torch's compiler, which a CPU rank imports by recomputing, and by building some models on meta, as
 # all ranks do with init: meta, and all but the first one of a host without it; measured.
 COMPILER_BYTES = 72 << 20
@@ -273,6 +273,7 @@ class Profile:
         files: digests of the files of code that it came from, by path.
         is_ragged: samples differ in size: these are batches of the longest.
         num_samples: of the training data; None: it does not say, or was not opened.
+        sample_s: seconds of a core that a usual sample takes to be read; 0: not known.
         is_partial: time was over before all of it was traced.
         flow: what flows through it, by which a pipeline is cut; None: `why_no_flow`, or not known.
         flow_micro: samples of the batch that was followed.
@@ -301,6 +302,7 @@ class Profile:
     guessed: frozenset[str] = frozenset()
     is_ragged: bool = False
     num_samples: int | None = None
+    sample_s: float = 0.0
     is_partial: bool = False
     flow: ModelFlow | None = None
     flow_micro: int = 1
@@ -343,6 +345,7 @@ class Profile:
                 "untraced": dict(self.untraced),
                 "is_ragged": self.is_ragged,
                 "num_samples": self.num_samples,
+                "sample_s": self.sample_s,
                 "flow": None if self.flow is None else asdict(self.flow),
                 "flow_micro": self.flow_micro,
                 "why_no_flow": self.why_no_flow,
@@ -389,6 +392,7 @@ class Profile:
                 untraced=found["untraced"],
                 is_ragged=found["is_ragged"],
                 num_samples=found["num_samples"],
+                sample_s=found["sample_s"],
                 flow=None if found["flow"] is None else _flow_from_json(found["flow"]),
                 flow_micro=found["flow_micro"],
                 why_no_flow=found["why_no_flow"],

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -47,6 +48,7 @@ class SampleBatches:
         growing: which dimensions are longer in a longer sample.
         stretch: how much longer the longest sample is than the longest that was read.
         num_samples: of an epoch; None: the data does not say, or was not opened.
+        sample_s: seconds of a core that a usual sample takes to be read; 0: none was read.
     """
 
     first: Sequence[Any]
@@ -57,6 +59,7 @@ class SampleBatches:
     growing: Growing = ()
     stretch: float = 1.0
     num_samples: int | None = None
+    sample_s: float = 0.0
 
     def batch(self, micro: int) -> Any:
         """Return `micro` times the longest sample."""
@@ -102,7 +105,7 @@ def samples_of(job: JobConfig, job_dir: Path, *, values: bool = False) -> Sample
     try:
         dataset = user.call(Ref(call=job.data.call, args=job.data.args), job_dir)
         with user.user_code("reading the training data failed"):
-            samples, which = _look(dataset)
+            samples, sample_s, which = _look(dataset)
     except ZrunError as error:
         if job.data.call not in _TEXT:
             raise
@@ -116,7 +119,12 @@ def samples_of(job: JobConfig, job_dir: Path, *, values: bool = False) -> Sample
     smallest = samples[sizes.index(min(sizes))]
     is_ragged = min(sizes) < max(sizes)
     found = SampleBatches(
-        samples, largest, collate, is_ragged=is_ragged, num_samples=length_of(dataset)
+        samples,
+        largest,
+        collate,
+        is_ragged=is_ragged,
+        num_samples=length_of(dataset),
+        sample_s=sample_s,
     )
     if found.is_ragged:
         found = replace(found, growing=_growing(collate, smallest, largest))
@@ -131,8 +139,12 @@ def _blank_text(job: JobConfig, collate: Collate) -> SampleBatches:
     return SampleBatches([sample], sample, collate)
 
 
-def _look(dataset: Any) -> tuple[list[Any], str]:
-    """Read some samples, for a while, and return them and which they were, in words."""
+def _look(dataset: Any) -> tuple[list[Any], float, str]:
+    """Read some samples, for a while.
+
+    Returns:
+        The samples, the seconds of a core that a usual one took, and which they were, in words.
+    """
     words = "the first {} samples"
     if is_map_style(dataset):
         count = len(dataset)
@@ -145,14 +157,17 @@ def _look(dataset: Any) -> tuple[list[Any], str]:
         read: Iterator[Any] = (dataset[place] for place in places)
     else:
         read = itertools.islice(iter(dataset), _LOOK_AT)
-    samples = []
-    start = time.monotonic()
+    samples: list[Any] = []
+    took = []
+    start, begun = time.monotonic(), time.process_time()
     for sample in read:
         samples.append(sample)
+        took.append(time.process_time() - begun)
+        begun = time.process_time()
         if time.monotonic() - start > _LOOK_FOR_S:
             words = f"the first {{}} samples, which took {_LOOK_FOR_S:g} s"
             break
-    return samples, words.format(len(samples))
+    return samples, statistics.median(took) if took else 0.0, words.format(len(samples))
 
 
 def _size(sample: Any, collate: Collate) -> int:

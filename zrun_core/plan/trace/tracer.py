@@ -233,6 +233,7 @@ class _PolicyTracer:
             tokens_per_sample=count_tokens(samples.batch(1)) or None,
             is_ragged=samples.is_ragged,
             num_samples=samples.num_samples,
+            sample_s=samples.sample_s,
             untraced=impossible,
         )
         methods: list[_Method] = [("measured on the CPU", model.make_real)]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -345,3 +347,19 @@ def test_runs_that_cannot_be_compared(
             (tmp_path / name).write_text(text)
     with pytest.raises(JobError, match=message):
         check_run(tmp_path)
+
+
+def test_a_forecast_waits_until_the_cores_are_measured(
+    loaded: LoadedJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gate, "are_due", lambda environ: True)
+    command = [sys.executable, "-c", "input()"]
+    measuring = subprocess.Popen(command, stdin=subprocess.PIPE)
+    monkeypatch.setattr(gate.subprocess, "Popen", lambda *args, **options: measuring)
+    with make(loaded) as watched:
+        watched.see(step(1), lambda event: None)
+        watched.turn(lambda event: None)
+        assert FakeProcess.made == []
+        measuring.communicate(b"\n")
+        watched.turn(lambda event: None)
+        assert FakeProcess.made == [Pace.BESIDE]

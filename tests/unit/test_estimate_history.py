@@ -49,14 +49,21 @@ def test_the_median_of_the_last_five_counts(loaded: LoadedJob) -> None:
     assert earlier == History((1.0, 1.2, 1.1, 3.0, 1.3))
     assert earlier.scale == 1.2
     assert earlier.spread == pytest.approx(3.0 / 1.2 - 1)
-    assert History((1.0, 1.01)).spread == 0.10
+    assert History((1.0, 1.01)).spread == 0.15
     assert History((1.0,)).spread == 0.25
 
 
 def test_runs_are_of_a_kind_that_errs_alike(loaded: LoadedJob) -> None:
-    same = ("steps=9", "zero=2", "batch.micro=1", "optim.lr=1", "name=other")
+    same = ("steps=9", "batch.micro=1", "optim.lr=1", "name=other")
     assert kind(loaded, *same) == kind(loaded)
-    for key in ("precision=bf16", "parallel.pp=2", "compile=true", "slots=1", "model=m.py:g"):
+    for key in (
+        "precision=bf16",
+        "parallel.pp=2",
+        "compile=true",
+        "slots=1",
+        "model=m.py:g",
+        "zero=2",
+    ):
         assert kind(loaded, key) != kind(loaded)
 
 
@@ -128,8 +135,8 @@ def test_all_times_of_an_answer_are_scaled(
         strict=True,
     ):
         assert new.time.seconds == pytest.approx(2 * old.time.seconds)
-        assert new.time.low == pytest.approx(0.9 * new.time.seconds)
-        assert new.time.high == pytest.approx(1.1 * new.time.seconds)
+        assert new.time.low == pytest.approx(0.85 * new.time.seconds)
+        assert new.time.high == pytest.approx(1.15 * new.time.seconds)
     print_answer(found, None, None)
     out = capsys.readouterr().out
     assert "the last 3 runs of this model here took 2.00 of what was predicted" in out

@@ -18,6 +18,8 @@ from __future__ import annotations
 
 import os
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -27,6 +29,7 @@ from zrun.estimate.forecast import Forecast, stored
 from zrun.estimate.forecast_process import ForecastProcess, ForecastRequest, Pace
 from zrun.estimate.history import earlier_runs, forecast_with_history, kind_of, remember
 from zrun.estimate.machine import capacity_of
+from zrun.estimate.quick_rates import are_due
 from zrun_core.errors import PreflightError
 from zrun_core.spine import memory_limits
 from zrun_core.spine.events import Event
@@ -99,7 +102,10 @@ class Gate:
         self._environment = environment
         self._request = ForecastRequest.of(loaded, cluster)
         self.forecast = stored(self._request.key)
+        self._on_cpu = resolved.job.device == "cpu"
         self._process: ForecastProcess | None = None  # makes a forecast beside the run
+        self._is_due = False  # such a process, once the rates are measured
+        self._rates: subprocess.Popen[bytes] | None = None  # measures those of this host's cores
         self._kind = kind_of(loaded.config, loaded.path.absolute().parent, cluster)
         self._history = earlier_runs(self._kind)  # as it was before this run
         self._measured = _Measured()
@@ -118,13 +124,19 @@ class Gate:
             assert self.forecast is not None
             if not self.forecast.fits:
                 raise PreflightError(refusal(self.forecast))
+        if self.forecast is None and self._on_cpu and os.environ.get(SWITCH) != "off":
+            self._measure_cores()
         return self
 
     def __exit__(self, *error: object) -> None:
         self._close_process()
+        if self._rates is not None:
+            self._rates.kill()
+            self._rates.wait()
 
     def turn(self, emit: Callable[[Event], None]) -> None:
         """Take the forecast that was made beside the run, once it is there."""
+        self._begin_if_due()
         if self._process is not None and self._process.poll():
             self.forecast = self._process.forecast
             self._close_process()
@@ -167,8 +179,27 @@ class Gate:
     def _make_beside_the_run(self) -> None:
         if self.forecast is not None or os.environ.get(SWITCH) == "off":
             return
-        if memory_limits.host_available() >= _ROOM_BESIDE:
+        self._is_due = memory_limits.host_available() >= _ROOM_BESIDE
+        self._begin_if_due()
+
+    def _begin_if_due(self) -> None:
+        """Begin a forecast beside the run, once nothing measures the cores any more."""
+        if self._is_due and (self._rates is None or self._rates.poll() is not None):
+            self._is_due = False
             self._process = ForecastProcess(self._request, self._environment, Pace.BESIDE)
+
+    def _measure_cores(self) -> None:
+        """Measure the rates of this host's cores, the first time, while ranks import and build.
+
+        Beside a run that keeps all cores busy it would take a minute or two.
+        """
+        if are_due(os.environ):
+            self._rates = subprocess.Popen(
+                [sys.executable, "-P", "-m", "zrun.estimate.quick_rates"],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
 
     def _close_process(self) -> None:
         if self._process is not None:

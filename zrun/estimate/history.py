@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _RUNS = 5  # of which the median counts
 _KINDS = 200  # that are kept
 # Two runs of one job on a host of its own differ by less; one run says little of the next.
-_LEAST_SPREAD = 0.10
+_LEAST_SPREAD = 0.15
 _SPREAD_OF_ONE = 0.25
 
 
@@ -74,7 +74,7 @@ def kind_of(job: JobConfig, job_dir: Path, cluster: Cluster) -> str:
     facts = {
         "folder": str(job_dir),
         "model": job.model_dump(mode="json", include={"model", "loss", "precision", "compile"}),
-        "divided": job.model_dump(mode="json", include={"parallel"}),
+        "divided": job.model_dump(mode="json", include={"parallel", "zero", "offload"}),
         "device": job.device,
         "hosts": [
             (host.hostname, host.cores, host.slots, [gpu.name for gpu in host.gpus])

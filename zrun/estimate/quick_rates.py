@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import re
+import signal
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
@@ -19,6 +20,7 @@ from pydantic import ValidationError
 
 from zrun.agent.bench import run_quickly
 from zrun.preflight.calibration import HostRates
+from zrun.system import processes
 from zrun_core.spine.cache import cache_folder, digest_of_file, write_cached
 
 _MOST_CACHED = 20  # kinds of cores, or versions of torch
@@ -29,11 +31,10 @@ def quick_rates(environ: Mapping[str, str]) -> HostRates | None:
     """Return the rates of this host's cores; None if they cannot be measured, or are not to be."""
     if environ.get(_SWITCH) == "off":
         return None
-    place = cache_folder("rates", environ) / f"{_key()}.json"
-    try:
-        return HostRates.model_validate_json(place.read_bytes())
-    except (OSError, ValidationError):
-        pass  # the first time, or of another version
+    place = _place(environ)
+    kept = _kept(place)
+    if kept is not None:
+        return kept
     try:
         found = run_quickly()
         rates = HostRates.model_validate(found)
@@ -41,6 +42,23 @@ def quick_rates(environ: Mapping[str, str]) -> HostRates | None:
         return None
     write_cached(place, rates.model_dump_json(), _MOST_CACHED)
     return rates
+
+
+def are_due(environ: Mapping[str, str]) -> bool:
+    """Return whether `quick_rates` would measure them, which takes some seconds of a core."""
+    return environ.get(_SWITCH) != "off" and _kept(_place(environ)) is None
+
+
+def _place(environ: Mapping[str, str]) -> Path:
+    return cache_folder("rates", environ) / f"{_key()}.json"
+
+
+def _kept(place: Path) -> HostRates | None:
+    """Return what was measured before; None the first time, or of another version."""
+    try:
+        return HostRates.model_validate_json(place.read_bytes())
+    except (OSError, ValidationError):
+        return None
 
 
 def _key() -> str:
@@ -63,3 +81,8 @@ def _kind_of_cores() -> list[str]:
     except OSError:
         return []
     return re.findall(r"^(?:model name|flags|Features)\s*: (.*)$", text, re.MULTILINE)[:2]
+
+
+if __name__ == "__main__":  # of a launcher, which does not wait for it
+    processes.die_with_parent(signal.SIGKILL)
+    quick_rates(os.environ)

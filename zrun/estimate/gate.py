@@ -193,7 +193,7 @@ class Gate:
 
         Beside a run that keeps all cores busy it would take a minute or two.
         """
-        if are_due(os.environ):
+        if memory_limits.host_available() >= _ROOM_BESIDE and are_due(os.environ):
             self._rates = subprocess.Popen(
                 [sys.executable, "-P", "-m", "zrun.estimate.quick_rates"],
                 stdin=subprocess.DEVNULL,

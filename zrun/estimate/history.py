@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import statistics
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
-from zrun_core.spine.cache import cache_folder, write_cached
+from zrun_core.spine.cache import cache_folder, digest_of_file, write_cached
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -89,10 +90,7 @@ def kind_of(job: JobConfig, job_dir: Path, cluster: Cluster) -> str:
 
 def _rates() -> str:
     """Return a digest of what `zrun doctor --bench` has measured: predictions follow from it."""
-    import os
-
     from zrun.preflight.calibration import Calibration
-    from zrun_core.spine.cache import digest_of_file
 
     return digest_of_file(Calibration.default_path(os.environ))
 

@@ -39,10 +39,6 @@ class Dispensable:
     """
 
     def __init__(self, what: str) -> None:
-        """
-        Args:
-            what: it is, for the note.
-        """
         self._what = what
         self._is_left_out = False
 

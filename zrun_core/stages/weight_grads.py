@@ -25,6 +25,7 @@ from zrun_core.tensor_parallel.linear_product import (
     is_linear,
     late_product,
 )
+from zrun_core.user_code.grad_hooks import has_late_hooks, hooks_of
 
 
 class WeightGrads:
@@ -38,8 +39,9 @@ class WeightGrads:
     def __init__(self, blocks: Iterable[nn.Module]) -> None:
         """Let the linears of `blocks` keep what their weights' gradients are made of, in place.
 
-        Not those whose weights others use too, and those with a forward of the user's own. Of a row
-        linear of a tensor-parallel region it is the weight only: its bias comes after the sum.
+        Not those whose weights others use too or have hooks of the user's on their gradients, and
+        those with a forward of the user's own. Of a row linear of a tensor-parallel region it is
+        the weight only: its bias comes after the sum.
         """
         self.hold: Hold | None = None
         self.params: list[nn.Parameter] = []
@@ -54,6 +56,8 @@ class WeightGrads:
             own = [param for param in inner._parameters.values() if param is not None]
             if not all(owners[id(param)] == 1 for param in own):
                 continue
+            if any(hooks_of(param) or has_late_hooks(param) for param in own):
+                continue  # they get what autograd makes
             self.params += own
             if is_of_region:
                 vars(inner)[PRODUCT] = self._product

@@ -30,6 +30,7 @@ from zrun_core.tensor_parallel.sequence import slice_between
 from zrun_core.tensor_parallel.tensor_comm import TensorComm
 from zrun_core.tensor_parallel.vocabulary import Vocabulary
 from zrun_core.tensor_parallel.vocabulary_layers import divide_embedding, divide_head
+from zrun_core.user_code.grad_hooks import has_late_hooks, hooks_of, made_by
 from zrun_core.zero.foreign import lacks_params
 
 Read = Callable[[str, nn.Parameter], torch.Tensor]
@@ -224,18 +225,18 @@ _OF_HOOKS = (
 
 def _check_hooks(name: str, param: nn.Parameter, part: TensorPart) -> None:
     """Give the hooks of a parameter a gradient that is drawn, whole and this rank's part of it."""
-    if param._post_accumulate_grad_hooks:
+    if has_late_hooks(param):
         raise JobError(
             f"parallel.tp: {name} has a hook that runs once its gradient is there, and each rank "
             "has a slice of it: use Tensor.register_hook, write `whole` for this module in "
             "parallel.plan, or tp: 1"
         )
     generator = torch.Generator().manual_seed(0)
-    for hook in (param._backward_hooks or {}).values():
+    for hook in hooks_of(param):
         grad = torch.randn(part.shape, generator=generator)
         try:
-            of_whole = _made_by(hook, grad.clone())
-            of_part = _made_by(hook, _cut(grad, part).clone())
+            of_whole = made_by(hook, grad.clone())
+            of_part = made_by(hook, _cut(grad, part).clone())
         except Exception as error:
             raise JobError(
                 f"parallel.tp: a hook on {name} fails on a slice of its gradient, and each rank "
@@ -248,12 +249,6 @@ def _check_hooks(name: str, param: nn.Parameter, part: TensorPart) -> None:
                 f"than of the whole, as a norm or a mean of it does, and each rank has a slice: "
                 f"{_OF_HOOKS}"
             )
-
-
-def _made_by(hook: Callable[[torch.Tensor], object], grad: torch.Tensor) -> torch.Tensor:
-    """Return what a hook makes of a gradient, which it may change in place."""
-    made = hook(grad)
-    return made if isinstance(made, torch.Tensor) else grad
 
 
 def _divide_vocabulary(

@@ -21,6 +21,7 @@ from zrun_core.stages.flow import ModelFlow
 from zrun_core.stages.follow import follow
 from zrun_core.stages.stage import Stage
 from zrun_core.telemetry.stage_fields import StageFacts
+from zrun_core.user_code.grad_hooks import check_of_parts
 from zrun_core.zero.sharding_config import ShardingConfig
 
 
@@ -87,6 +88,16 @@ def build_stage(
         for name, stages in owners.items()
         if index in stages and len(stages) > 1
     }
+    for name, stages in owners.items():
+        if len(stages) > 1:
+            check_of_parts(
+                name,
+                params[name],
+                params[name].shape,
+                key="parallel.pp",
+                parts=f"stages {', '.join(map(str, stages))} each have a part of it",
+                instead="write pp: 1",
+            )
     facts = StageFacts(
         stage=index,
         stages=split.pp,

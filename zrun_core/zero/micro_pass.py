@@ -43,6 +43,7 @@ class BackwardGrads:
         boundary: it is the last backward of the optimizer step.
         reduces: its gradients are reduced over ranks; False while micro-batches accumulate locally.
         missing: by unit, the parameters that have no gradient yet.
+        again: parameters, a unit and the number there, that got their gradient in several parts.
         awaited: units that are not complete yet, whatever comes: see `Reducer.begin_slice`.
         complete: units that expect no more gradients.
         issued: units whose reduction was issued.
@@ -56,6 +57,7 @@ class BackwardGrads:
     reduces: bool
     missing: dict[int, set[int]]
     awaited: set[int]
+    again: set[tuple[FlatUnit, int]] = field(default_factory=set)
     complete: set[int] = field(default_factory=set)
     issued: set[int] = field(default_factory=set)
     late: set[int] = field(default_factory=set)

@@ -265,6 +265,8 @@ class Reducer:
         if not is_added:
             unit.grad.accumulate(number)
         missing = grads.missing[index]
+        if number not in missing:
+            grads.again.add((unit, number))
         missing.discard(number)
         return not missing
 

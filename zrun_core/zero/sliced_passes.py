@@ -20,6 +20,7 @@ from torch import nn
 from zrun_core.errors import JobError
 from zrun_core.hardware import accelerator
 from zrun_core.pipeline.actions import Action, ActionKind
+from zrun_core.user_code.grad_hooks import check_of_parts
 from zrun_core.user_code.trial import Attributes
 from zrun_core.user_code.turns import Turns
 from zrun_core.zero.auto_wrap import repeated_blocks
@@ -27,6 +28,7 @@ from zrun_core.zero.gather import Gatherer
 from zrun_core.zero.micro_pass import MicroPass, PassKind
 from zrun_core.zero.reduce import Reducer
 from zrun_core.zero.slice_walk import INSTEAD, KEY, Walk, watch
+from zrun_core.zero.unit import FlatUnit
 
 T = TypeVar("T")
 
@@ -81,6 +83,7 @@ class SlicedPasses:
         self._walks: list[Walk] = []
         self._slice: int | None = None  # that runs
         self._first_use: dict[int, int] = {}  # by index of a unit, the first slice that uses it
+        self._checked: set[tuple[FlatUnit, int]] = set()  # see `_check_hooks`
         self._completed_in: list[set[int]] | None = None  # by slice, indices of units: see `_agree`
         self.is_lost = False
         for _, block in blocks:
@@ -179,6 +182,7 @@ class SlicedPasses:
         reducer.begin_slice(micro, units)
         if not self.is_lost:
             self._differentiate(walk, action.chunk, loss)
+            self._check_hooks(micro)
         reducer.end_slice(micro, units)
         if action.chunk == 0:
             reducer.end_backward(micro)
@@ -226,6 +230,25 @@ class SlicedPasses:
                 "uses what it makes other than as an input of a block (a skip connection, an "
                 f"auxiliary loss); {INSTEAD}"
             ) from error
+
+    def _check_hooks(self, micro: MicroPass) -> None:
+        """Check hooks on parameters of which several slices have made a part of the gradient.
+
+        Raises:
+            JobError: one makes something else of parts than of the whole.
+        """
+        assert micro.grads is not None
+        for unit, number in micro.grads.again - self._checked:
+            slot = unit.layout.slots[number]
+            check_of_parts(
+                slot.name,
+                unit.params[number],
+                slot.shape,
+                key=KEY,
+                parts="each slice of the model that uses the parameter gives it a part",
+                instead=INSTEAD,
+            )
+        self._checked |= micro.grads.again
 
     def drop(self) -> None:
         """Drop the step of this rank, whose reductions are made of zeros from now on."""

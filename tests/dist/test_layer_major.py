@@ -237,6 +237,7 @@ def test_what_it_cannot_do_is_named_and_what_raises_is_the_users(ranks, tmp_path
         assert "test_layer_major.py" in of_rank["Faulty"][1]["error"]
 
 
+@pytest.mark.thorough
 def test_a_resumed_run_draws_the_same(ranks, tmp_path):
     """Dropout, evaluations, and a last step with fewer micro-batches."""
     keys = job(

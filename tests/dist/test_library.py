@@ -381,6 +381,7 @@ def train_loop(name: str, stage: int, lib: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("loop", [loop.__name__ for loop in LOOPS])
+@pytest.mark.sample(2)
 def test_loops_of_every_shape(ranks, loop):
     plain = train_loop(loop, 0, lib=False)
     for stage in range(4):

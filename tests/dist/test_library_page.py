@@ -77,6 +77,7 @@ def losses(lines: list[str]) -> dict[int, str]:
     return {int(match[1]): match[2] for match in found if match}
 
 
+@pytest.mark.thorough
 def test_the_fifteen_lines_train_and_resume(ranks, scripts: Path, tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text((scripts / "model.py").read_text())
     text = (scripts / "loop.py").read_text()

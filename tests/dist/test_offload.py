@@ -148,6 +148,7 @@ def assert_equal(here: Any, away: Any) -> None:
 
 @pytest.mark.parametrize(("stage", "placement", "settings"), list(cases()))
 @pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.sample(4)
 def test_where_states_live_changes_no_bit(
     ranks: Ranks, num_ranks: int, stage: int, placement: Placement, settings: dict[str, Any]
 ) -> None:

@@ -138,7 +138,7 @@ CASES = {
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("settings", CASES)
-@pytest.mark.sample(3)
+@pytest.mark.sample(8)
 def test_every_placement_writes_the_same_files_and_goes_on_from_them(
     ranks: Ranks, tmp_path: Path, num_ranks: int, settings: str
 ) -> None:
@@ -356,6 +356,7 @@ def test_weights_from_elsewhere_fill_every_placement(tmp_path: Path) -> None:
         assert all((value == 0.25).all() for value in found.values())
 
 
+@pytest.mark.thorough
 def test_a_job_goes_on_from_a_disk_on_the_device_and_back(ranks: Ranks, tmp_path: Path) -> None:
     """A model with tied and frozen parameters and with running statistics, through the trainer."""
     disk = tmp_path / "disk"

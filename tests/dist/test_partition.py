@@ -90,7 +90,7 @@ def kept_bytes(of_rank: dict[str, Any]) -> dict[str, int]:
     ("tp", "checkpoint", "blocks"),
     [(2, "full", DEPTH), (2, "every_n", DEPTH // 2), (2, "selective", DEPTH), (4, "full", DEPTH)],
 )
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 def test_bits_gathers_and_bytes(
     ranks: Any, tmp_path: Path, tp: int, checkpoint: str, blocks: int
 ) -> None:

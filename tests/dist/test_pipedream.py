@@ -130,7 +130,7 @@ def params_of(found: Tensors) -> Tensors:
     ("stages", "precision", "optim"),
     [(2, "fp32", SGD), (3, "fp32", SGD), (4, "fp32", ADAMW), (3, "bf16", ADAMW)],
 )
-@pytest.mark.sample(3)
+@pytest.mark.sample(8)
 def test_delayed_gradients(
     ranks, tmp_path: Path, stages: int, precision: str, optim: dict[str, Any], schedule: str
 ) -> None:
@@ -197,6 +197,7 @@ def observed(keys: dict[str, Any], run_dir: str, dims: dict[str, int]) -> list[t
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("schedule", ["pipedream", "pipedream_vertical"])
+@pytest.mark.sample(4)
 def test_both_passes_of_a_micro_batch_see_one_version(
     ranks, tmp_path: Path, schedule: str, precision: str
 ) -> None:
@@ -209,6 +210,7 @@ def test_both_passes_of_a_micro_batch_see_one_version(
         assert len(passes) == 24
 
 
+@pytest.mark.thorough
 def test_bf16_with_adamw_that_resumes(ranks, tmp_path: Path) -> None:
     """A save drains the pipeline, in a run that goes on and in one that goes on from it."""
     keys = keys_of(
@@ -327,6 +329,7 @@ def stopped(keys: dict[str, Any], run_dir: str, dims: dict[str, int]) -> dict[st
         return run(keys, run_dir, None, None, None, dims)
 
 
+@pytest.mark.thorough
 def test_a_stop_drains_the_pipeline(ranks, tmp_path: Path) -> None:
     keys = keys_of(2, "pipedream", checkpoint={"every": 1000})
     dims = {"dp": 1, "pp": 2}

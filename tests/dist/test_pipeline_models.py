@@ -236,7 +236,7 @@ def keys_of(case: Case, stage: int, schedule: str) -> dict[str, Any]:
     ("name", "schedule", "stage"),
     [(name, schedule, stage) for name, (schedule, stage) in zip(CASES, WAYS, strict=False)],
 )
-@pytest.mark.sample(5)
+@pytest.mark.sample(10)
 def test_model(ranks, tmp_path: Path, name: str, schedule: str, stage: int) -> None:
     case = CASES[name]
     refused = (

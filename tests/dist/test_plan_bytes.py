@@ -280,7 +280,7 @@ SLICES: list[tuple[dict[str, int], dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("sizes", "parallel", "keys"), PIPELINES + SLICES)
-@pytest.mark.sample(10)
+@pytest.mark.sample(16)
 def test_parts_of_a_model_hold_what_is_planned(
     ranks, tmp_path, sizes: dict[str, int], parallel: dict[str, Any], keys: dict[str, Any]
 ) -> None:

@@ -21,6 +21,7 @@ MATRIX = [
     "options",
     [*MATRIX, {"precision": {"compute": "bf16", "reduce": "compute"}}, {"precision": "fp16"}],
 )
+@pytest.mark.sample(2)
 def test_stages_are_bit_equal_in_every_precision(ranks, options):
     runs = [ranks(2).run(train, stage, options)[0] for stage in range(4)]
     for run in runs[1:]:

@@ -59,6 +59,7 @@ TRAINED = SETTINGS | {"fp16": {"precision": {"compute": "fp16", "loss_scale": {"
 
 @pytest.mark.parametrize("options", TRAINED.values(), ids=TRAINED)
 @pytest.mark.parametrize(("num_ranks", "shard_group"), [(2, None), (4, 2)], ids=["2", "2x2"])
+@pytest.mark.sample(4)
 def test_stage_3_trains_the_same(
     ranks: Ranks, num_ranks: int, shard_group: int | None, options: dict[str, Any]
 ) -> None:
@@ -90,6 +91,7 @@ def test_parameters_elsewhere_train_the_same(
     assert_equal(here, away)
 
 
+@pytest.mark.thorough
 def test_a_job_saves_and_goes_on_the_same(ranks: Ranks, tmp_path: Any) -> None:
     """With what looks between two steps: saves, an evaluation, replicas, a frozen parameter."""
     keys = job(zero={"stage": 3}, eval={"data": "runs.py:Tokens", "every": 4})

@@ -88,6 +88,7 @@ def saved(ranks, tmp_path_factory) -> tuple[dict[str, str], list[dict[str, Any]]
 
 
 @pytest.mark.parametrize(("stage", "world_size", "keys"), LAYOUTS)
+@pytest.mark.sample(3)
 def test_another_layout_goes_on_with_the_same_tensors(
     ranks, saved, tmp_path, stage, world_size, keys
 ):
@@ -257,6 +258,7 @@ def run_saving_the_beginning(keys: dict[str, Any], run_dir: str) -> dict[str, An
     ],
     ids=str,
 )
+@pytest.mark.sample(3)
 def test_nothing_is_left_of_a_rejected_step_in_one_where_nothing_was_updated(ranks, tmp_path, keys):
     """The newest is damaged where a rank reads last, so that most of it is there when it is
     rejected.

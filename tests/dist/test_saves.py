@@ -41,6 +41,7 @@ def contents_of(run_dir: Path, step: int) -> dict[tuple[str, str, int], str]:
 
 
 @pytest.mark.parametrize("busy", ["wait", "skip"])
+@pytest.mark.sample(2)
 def test_a_save_in_the_background_is_of_its_own_step(ranks, tmp_path, busy):
     """Every step is due while the one before is being written.
 
@@ -108,6 +109,7 @@ def forget(event: threading.Event, call: Any) -> Any:
 
 
 @pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.sample(2)
 def test_an_update_waits_for_the_copy_of_what_it_changes(ranks, tmp_path, stage):
     keys = job(
         zero=stage, steps=6, precision="bf16", lr="constant", checkpoint={"every": 2, "keep": 9}
@@ -545,6 +547,7 @@ def test_a_disk_that_does_not_answer_is_named_with_its_rank(ranks, tmp_path):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.sample(2)
 def test_no_sample_is_lost_or_read_twice(ranks, tmp_path, workers):
     """Two epochs of 40 samples on 1, then 2, then 3 ranks, with an uneven end."""
     data = {"call": "runs.py:Tokens", "shuffle": True, "workers": workers}
@@ -581,6 +584,7 @@ def test_samples_draw_the_same_after_going_on_whoever_reads_them(ranks, tmp_path
 
 
 @pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.sample(2)
 def test_parameters_that_broke_are_not_called_good_and_push_out_none_that_are(
     ranks, tmp_path, stage
 ):

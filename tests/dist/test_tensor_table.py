@@ -422,6 +422,7 @@ def same(left: dict[str, Arrays], right: dict[str, Arrays]) -> None:
     ("stage", "world_size", "group"),
     [(0, 2, None), (1, 2, None), (3, 2, None), (0, 4, None), (1, 4, None), (3, 4, None), (3, 4, 1)],
 )
+@pytest.mark.sample(2)
 def test_parts_are_saved_and_loaded_as_the_tensors_they_are_of(
     ranks, tmp_path, stage, world_size, group
 ):

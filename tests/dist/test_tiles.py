@@ -134,6 +134,7 @@ MODES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize(("world_size", "modes"), [(1, MODES[:2]), (2, MODES)])
+@pytest.mark.sample(2)
 def test_numbers_are_those_of_the_untiled_model(ranks, world_size, modes):
     """Up to the order in which products, and the gradient of the input, are added."""
     variants = [(TILE, 3), (TILE, 0), (None, 3)]

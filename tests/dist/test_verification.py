@@ -66,7 +66,7 @@ RIGHT: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
 
 
 @pytest.mark.parametrize("name", RIGHT)
-@pytest.mark.sample(3)
+@pytest.mark.sample(8)
 def test_what_is_right_agrees(ranks, tmp_path: Path, name: str) -> None:
     keys, dims = RIGHT[name]
     verdict = verified(small(**{"optim": ADAMW, **keys}), tmp_path / "run", ranks, **dims)
@@ -115,6 +115,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], dict[str, int], str, str]] = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
+@pytest.mark.sample(3)
 def test_a_mistake_is_named(ranks, tmp_path: Path, name: str) -> None:
     keys, dims, begin, end = MISTAKES[name]
     verdict = verified(small(**{"optim": ADAMW, **keys}), tmp_path / "run", ranks, name, **dims)

@@ -447,6 +447,7 @@ def train_all() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.sample(2)
 def test_own_losses_of_models(ranks: Ranks, num_ranks: int) -> None:
     for found in ranks(num_ranks).run(train_all):
         for kind, ((whole, own), worst, calls) in found.items():

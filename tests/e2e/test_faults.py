@@ -194,6 +194,7 @@ def test_batches_without_memory_are_dropped_and_the_third_in_a_row_is_the_last(t
     assert (failure(tmp_path)["type"], failure(tmp_path)["step"]) == ("OutOfMemoryError", 5)
 
 
+@pytest.mark.thorough
 def test_a_flipped_bit_of_a_replica_ends_the_run(tmp_path):
     done = zrun(tmp_path, "none", hooks={"on_step": "wild.py:flip"}, guards={"replica_every": 2})
     assert done.returncode == 10, done.stderr
@@ -224,6 +225,7 @@ def training(folder: Path, **more: Any) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
+@pytest.mark.thorough
 def test_a_disk_that_gives_back_other_bytes_ends_the_run(tmp_path):
     """All parameters are in rank 0's shard; rank 1 has nothing to update, and trains along."""
     (tmp_path / "swap").mkdir()
@@ -264,6 +266,7 @@ def test_a_signal_to_one_worker_stops_them_all(tmp_path):
     assert "stopped after step" in (tmp_path / "run" / "logs" / "rank-0.log").read_text()
 
 
+@pytest.mark.thorough
 def test_a_scheduler_that_signals_every_process_has_the_step_saved(tmp_path):
     with training(tmp_path, checkpoint={"every": 100_000}) as launcher:
         ranks = workers(tmp_path)
@@ -286,6 +289,7 @@ def test_a_scheduler_that_signals_every_process_has_the_step_saved(tmp_path):
     assert workers(tmp_path) == {}
 
 
+@pytest.mark.thorough
 def test_more_presses_do_not_wait_for_the_step(tmp_path):
     with training(tmp_path, args={"pause": 0.02, "fault": "spin", "step": 6}) as launcher:
         wait_for(lambda: events(tmp_path, "step")[-1]["step"] == 5)

@@ -147,6 +147,7 @@ def test_the_rank_without_a_gpu_is_to_blame_for_the_others(library: Path, tmp_pa
     assert "Xid 95, an uncorrectable error of its memory, which was not contained" in said
 
 
+@pytest.mark.thorough
 def test_a_hang_names_what_a_gpu_reported(library: Path, tmp_path: Path) -> None:
     waiting = {"0": "wait_for_others", "1": "wait_for_others"}
     limits = ("limits.hang_s=3", "limits.first_step_s=3", "limits.collective_s=2")

@@ -42,6 +42,7 @@ def left(folder: Path) -> list[str]:
     return found
 
 
+@pytest.mark.thorough
 def test_under_torchrun_the_losses_are_those_of_zrun_alone(tmp_path: Path) -> None:
     shutil.copy(HERE / "wild.py", tmp_path)
     (tmp_path / "job.yaml").write_text(
@@ -199,6 +200,7 @@ def test_a_signal_to_all_of_them_stops_all(ranks: Ranks) -> None:
 @pytest.mark.parametrize(
     ("killed", "says"), [(0, "lost the process of rank 0"), (1, r"lost rank 1 (")]
 )
+@pytest.mark.sample(2)
 def test_a_process_that_is_killed_ends_the_others(ranks: Ranks, killed: int, says: str) -> None:
     ranks.start({"0": "hang", "1": "hang"})
     ranks.wait_for_hang()

@@ -80,6 +80,7 @@ def digests(run: Path, step: int) -> dict[tuple[str, str, int, int], str]:
     }
 
 
+@pytest.mark.thorough
 def test_killed_at_every_level_it_ends_as_if_nothing_had_happened(
     whole: Path, tmp_path: Path
 ) -> None:
@@ -164,6 +165,7 @@ def test_a_save_on_request_changes_nothing_else(whole: Path, tmp_path: Path) -> 
     assert (late.returncode, "does not run: it finished" in late.stderr) == (2, True)
 
 
+@pytest.mark.thorough
 def test_an_earlier_run_is_neither_overwritten_nor_forgotten(whole: Path, tmp_path: Path) -> None:
     """What may be written is said before any worker starts; --fresh moves what is in the way."""
     shutil.copytree(whole, tmp_path, dirs_exist_ok=True)

@@ -163,6 +163,7 @@ def test_now_means_now_and_not_kill(folder: Path) -> None:
     assert "killing the workers" not in log
 
 
+@pytest.mark.thorough
 def test_a_closed_terminal_stops_nothing(folder: Path) -> None:
     """The shell and what it started get SIGHUP with the terminal's end; the launcher is none of
     them any more.
@@ -186,6 +187,7 @@ def test_a_closed_terminal_stops_nothing(folder: Path) -> None:
     )  # the first that it heard of
 
 
+@pytest.mark.thorough
 def test_what_fails_before_training_begins_is_told_as_without_detach(folder: Path) -> None:
     wrong = ["train", "job.yaml", "stepss=3"]
     plain, alone = zrun(folder, *wrong), zrun(folder, *wrong, "--detach")

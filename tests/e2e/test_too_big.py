@@ -37,6 +37,7 @@ def zrun(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.thorough
 def test_what_does_not_fit_is_refused_and_trains_as_it_is_told_to(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("ZRUN_ESTIMATE")

@@ -105,6 +105,7 @@ def plain(
         ("Branching", {}, "vectors", {"leaf": "router"}),
     ],
 )
+@pytest.mark.sample(2)
 def test_losses_are_those_of_a_plain_loop(zoo, tmp_path, build, args, data, keys):
     leaf = [keys.pop("leaf")] if "leaf" in keys else []
     done = zrun(

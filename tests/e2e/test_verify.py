@@ -81,6 +81,7 @@ def test_a_job_is_verified_and_then_trains(folder: Path, monkeypatch: pytest.Mon
     assert not left_in(folder)
 
 
+@pytest.mark.thorough
 def test_what_differs_is_traced_to_a_feature(folder: Path) -> None:
     ran = zrun(
         folder, "verify", "job.yaml", "--steps=2", "--bisect", "--json", "model.args.doubled=true",
@@ -102,6 +103,7 @@ def test_what_cannot_be_verified_is_told_in_one_line(folder: Path) -> None:
     assert "a plain loop trains something else" in ran.stderr
 
 
+@pytest.mark.thorough
 def test_ctrl_c_in_the_plain_loop_leaves_nothing(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -60,6 +60,7 @@ def data(**_):
 """
 
 
+@pytest.mark.thorough
 def test_layers_are_divided_within_hosts_and_stages_lie_across_them(
     rig: Rig, tmp_path: Path
 ) -> None:

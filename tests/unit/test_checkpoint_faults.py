@@ -328,6 +328,7 @@ def test_prune_that_is_cut_short(folder: CheckpointFolder, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("mode", ["nothing", "names", "all", "some"])
+@pytest.mark.sample(2)
 def test_power_loss_after_any_operation(tmp_path: Path, mode: str) -> None:
     """Every prefix of four saves with pruning leaves the step that was committed last, or the one
     on its way.
@@ -355,6 +356,7 @@ def test_power_loss_after_any_operation(tmp_path: Path, mode: str) -> None:
     assert len(log) > 60
 
 
+@pytest.mark.thorough
 def test_sigkill_at_every_call_and_at_random_instants(tmp_path: Path) -> None:
     """50 random instants; 1,000 with ZRUN_TEST_KILLS=1000.
 

@@ -95,6 +95,7 @@ def test_states_are_counted_in_both_ways(small: Answer) -> None:
 
 
 @pytest.mark.parametrize("width", [60, 80, 100, 120, 200])
+@pytest.mark.sample(2)
 def test_no_line_is_wider_than_the_screen(small: Answer, searched: Answer, width: int) -> None:
     found = searched
     assert found.found is not None
@@ -508,6 +509,7 @@ BAD = [
     BAD,
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
+@pytest.mark.sample(3)
 def test_bad_questions_are_one_line_and_exit_code_2(
     zrun: Zrun, arguments: list[str], message: str
 ) -> None:
@@ -544,6 +546,7 @@ def test_a_config_that_is_none(zrun: Zrun) -> None:
         assert len(err.splitlines()) == 1
 
 
+@pytest.mark.thorough
 def test_no_question_gives_a_traceback(zrun: Zrun) -> None:
     chance = random.Random(4)
     models = ["7B", "0", "1e9", "-1", "1T", "70M", "x", ""]
@@ -595,6 +598,7 @@ def test_no_question_gives_a_traceback(zrun: Zrun) -> None:
         assert "Traceback" not in out + err, arguments
 
 
+@pytest.mark.thorough
 def test_a_job_that_nothing_beats_is_not_written_anew(zrun: Zrun, tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(
         "name: small\nmodel: {call: 'zrun_core.models.gpt:gpt', args: {vocab_size: 64, dim: 16, "

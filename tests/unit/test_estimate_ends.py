@@ -97,6 +97,7 @@ def test_an_estimate_beside_a_run_ends_with_a_launcher_that_was_killed(
     wait_for(are_gone(all_of_it))
 
 
+@pytest.mark.thorough
 def test_ctrl_c_ends_an_estimate(folder: Path) -> None:
     command = [sys.executable, "-m", "zrun", "estimate", "job.yaml"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}

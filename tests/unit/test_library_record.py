@@ -49,6 +49,7 @@ def events(folder: Path) -> list[dict[str, object]]:
     ]
 
 
+@pytest.mark.thorough
 def test_a_script_leaves_a_record_that_another_start_goes_on_with(folder: Path) -> None:
     subprocess.run(
         [sys.executable, "loop.py"], cwd=folder, check=True, capture_output=True, timeout=120

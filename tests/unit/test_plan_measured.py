@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import planner
+import pytest
 
 from zrun_core.plan.trace.trace_process import trace_job
 from zrun_core.spine.config import JobConfig
@@ -12,6 +13,7 @@ from zrun_core.spine.config import JobConfig
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
+@pytest.mark.thorough
 def test_the_peak_of_a_rank_is_foretold_to_one_percent() -> None:
     case = planner.Case("llama", "bf16", "full", micro=2)
     profile = trace_job(

@@ -88,6 +88,7 @@ def test_the_best_are_those_of_trying_everything(
     assert found.pareto[-1].headroom >= most_room - 0.01 * found.pareto[-1].capacity
 
 
+@pytest.mark.thorough
 def test_it_is_the_same_every_time() -> None:
     results: list[SearchResult] = []
     for _ in range(2):
@@ -115,6 +116,7 @@ def test_no_bound_is_above_what_it_bounds() -> None:
         assert bound.num_bytes <= found.device_used, bound.candidate
 
 
+@pytest.mark.thorough
 def test_states_elsewhere_are_bounded_without_another_look(monkeypatch: pytest.MonkeyPatch) -> None:
     looks = 0
     lower_bounds = Bounds._lower_bounds
@@ -278,6 +280,7 @@ def test_a_search_that_changes_nothing_says_so() -> None:
 
 
 @pytest.mark.parametrize("goal", ["best", "fit"])
+@pytest.mark.sample(2)
 def test_who_interrupts_a_search_gets_what_it_has_found(goal: Any) -> None:
     planner = Planner(BIG, parse_simulate("8xA100-80G"))
     base = Candidate(0, ParallelDims(8), 1, 4, "full", "bf16")

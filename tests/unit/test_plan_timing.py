@@ -52,6 +52,7 @@ def korthikanti(name: str, *, present: bool) -> tuple[TransformerShape, StepTime
 
 
 @pytest.mark.parametrize("name", KORTHIKANTI)
+@pytest.mark.sample(2)
 def test_published_iteration_times_within_nine_percent(name: str) -> None:
     *_, full, present, mfu, hfu = KORTHIKANTI[name]
     assert korthikanti(name, present=False)[1].seconds == pytest.approx(full, rel=0.09)

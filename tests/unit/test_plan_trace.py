@@ -394,6 +394,7 @@ def test_one_that_ends_its_process_without_values_runs_with_them(cache: Path) ->
 
 
 @pytest.mark.usefixtures("warm")
+@pytest.mark.thorough
 def test_and_one_that_hangs(cache: Path) -> None:
     profile = ask(("plan_models.py:Ends", {"how": "hang"}), timeout_s=7)
     assert (profile.source, profile.num_params) == ("formula", 16 * 16 + 16 + 17)
@@ -412,6 +413,7 @@ def test_data_that_never_come_leave_what_the_parameters_tell(cache: Path) -> Non
 
 
 @pytest.mark.parametrize("policies", [("none", "full", "selective"), ("full", "none", "selective")])
+@pytest.mark.sample(2)
 def test_a_policy_that_the_model_cannot_bear_leaves_the_others_alone(
     policies: tuple[str, ...],
 ) -> None:

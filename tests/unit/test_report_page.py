@@ -235,6 +235,7 @@ def test_text_of_others_stays_text(tmp_path: Path) -> None:
     charts(text)
 
 
+@pytest.mark.thorough
 def test_a_long_run_is_thinned_and_keeps_its_spikes(tmp_path: Path) -> None:
     steps = 100_000
     losses = {n: 2.0 + math.sin(n / 9000) for n in range(1, steps + 1)} | {77_777: 50.0}

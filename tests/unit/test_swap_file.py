@@ -384,6 +384,7 @@ swap.write(extent, Region(8 << 20).tensor())
 """
 
 
+@pytest.mark.thorough
 def test_a_process_ends_without_closing(tmp_path: Path) -> None:
     """No thread outlives the interpreter, which may abort then; what is in line is left."""
     done = subprocess.run(

@@ -519,6 +519,7 @@ def planned_configs() -> Iterator[type[transformers.PretrainedConfig]]:
                 yield found
 
 
+@pytest.mark.thorough
 def test_each_role_of_transformers_means_one_of_ours() -> None:
     by_config = [set((config.base_model_tp_plan or {}).values()) for config in planned_configs()]
     assert len(by_config) > 100

@@ -32,6 +32,8 @@ FOUND = [
     (121, "interleaved"),  # of a batch norm of all but equal values, rounding is no difference
     (725, "tp"),  # in bf16, a branch on a mean that rounding makes positive or negative
     (443, "sequence"),  # tokens in another order, behind a mask that was drawn as 0 by the check
+    (2242, "tp"),  # a median of a slice
+    (2476, "sequence"),  # what mixed tokens behind a value that was read
     (42, "sequence"),  # blocks in another order than that of registration
 ]
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from zrun_core.errors import JobError
 from zrun_core.models.bert import bert
@@ -18,6 +20,7 @@ from zrun_core.models.gpt import gpt
 from zrun_core.spine.sections.parallel import ParallelConfig
 from zrun_core.tensor_parallel.borders import cross
 from zrun_core.tensor_parallel.fake_check import check_on_fakes
+from zrun_core.tensor_parallel.fake_sums import looks_at_tokens, summed_over
 from zrun_core.tensor_parallel.plan import TensorPlan, plan_model
 from zrun_core.train.tensor_building import plan_tensors
 from zrun_core.zero.fakes import fake_parameters
@@ -433,6 +436,83 @@ def test_blocks_that_mix_tokens_cannot_have_slices_of_the_sequence(
         "parallel.plan divides, where each rank has a slice of the sequence: write sequence: false"
     )
     assert found == (said if message else "")
+
+
+def test_what_mixes_tokens_behind_a_value_that_is_read_is_found() -> None:
+    class Mixing(nn.TransformerEncoderLayer):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + x.mean()
+
+    class Leaving(nn.Module):
+        def __init__(self, last: type[nn.Module]) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(8, DIM)
+            kinds = (nn.TransformerEncoderLayer, last)
+            self.h = nn.ModuleList(kind(DIM, 4, DIM, 0.0, batch_first=True) for kind in kinds)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            x = self.h[0](self.embed(ids))
+            while not x.abs().max() > 0:  # where it is False each time, as long as that may be
+                x = self.h[1](x) if x.isfinite().all() else self.h[1](x) * 2
+            return x.sum()
+
+    def check(last: type[nn.Module]) -> str:
+        model = Leaving(last)
+        ids = torch.zeros(2, 8, dtype=torch.int64)
+        plan = plan_model(model, None, 2)
+        device, blocks = torch.device("cpu"), ["h.0", "h.1"]
+        return check_on_fakes(model, plan, lambda: model(ids), torch.float32, device, blocks).note
+
+    with pytest.raises(JobError, match=r"parallel.sequence: mean in h.1 looks at several tokens"):
+        check(Mixing)
+    assert check(nn.TransformerEncoderLayer).startswith("parallel.tp: not checked before training")
+
+
+def test_medians_of_slices_are_found() -> None:
+    class Halved(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(DIM, 2 * DIM), nn.Linear(2 * DIM, DIM)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.up(x)
+            return self.down(h * (h >= h.median(-1, keepdim=True).values))
+
+    with pytest.raises(JobError, match=r"median in h.0 goes over .* values in place of "):
+        checked(Net(Halved), {"*.up": "colwise", "*.down": "rowwise"})
+
+
+@pytest.mark.parametrize(
+    ("operation", "size", "mixes"),
+    [
+        (lambda x: x.median(-1), 4, False),
+        (lambda x: x.median(1), 3, True),
+        (lambda x: x.median(), 24, True),
+        (lambda x: x.nanmedian(), 24, True),
+        (lambda x: x.cummax(1), 3, True),
+        (lambda x: x.kthvalue(2, -1), 4, False),
+        (lambda x: x.kthvalue(2, 1), 3, True),
+        (lambda x: x.mode(-1), 4, False),
+        (lambda x: x.logcumsumexp(1), 3, True),
+        (lambda x: x.aminmax(), 24, True),
+    ],
+)
+def test_over_how_many_values_an_operation_goes(
+    operation: Callable[[Tensor], object], size: int, mixes: bool
+) -> None:
+    found: list[tuple[list[int], bool]] = []
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            out = func(*args, **(kwargs or {}))
+            name = func.overloadpacket.__name__
+            found.append((list(summed_over(name, args, out)), looks_at_tokens(name, args, out)))
+            return out
+
+    x = torch.rand(2, 3, 4)
+    with Seen():
+        operation(x)
+    assert ([size], mixes) in found
 
 
 def test_a_model_that_looks_at_values_is_left_alone_and_noted_once() -> None:

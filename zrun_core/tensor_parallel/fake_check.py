@@ -15,12 +15,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zrun_core.errors import JobError, UserCodeError
@@ -41,6 +42,7 @@ from zrun_core.zero.fakes import fake_parameters, kept_buffers
 from zrun_core.zero.module_hooks import tensors_in
 
 _ERRORS = (UserCodeError, RuntimeError, TypeError, ValueError, IndexError)
+_MAX_ZEROS = 100  # a loop that waits for another number ends then
 
 
 class CheckedPlan(NamedTuple):
@@ -87,7 +89,10 @@ def check_on_fakes(
             forward()
     except _ERRORS as error:
         failed = error
-    for block, operation in whole.mixing.items():  # so far, if it has failed
+    mixing = whole.mixing  # so far, if it has failed
+    if blocks and not mixing and failed is not None and _reads_values(failed):
+        mixing = _mixing_behind(model, plan, forward, dtype, device, blocks)
+    for block, operation in mixing.items():
         raise _mixes(block, operation)
     if whole.outside.found:
         raise _read_outside(whole.outside.found)
@@ -114,6 +119,35 @@ def check_on_fakes(
     check_columns(plan, whole.columns.taken, divided.columns.taken)
     regions = tuple(map(whole.mended, plan.regions))
     return CheckedPlan(replace(plan, regions=regions, summed=plan.summed | whole.summed))
+
+
+def _reads_values(error: Exception) -> bool:
+    """Return whether a forward without values failed as it read one."""
+    cause = error.__cause__ if isinstance(error, UserCodeError) and error.__cause__ else error
+    return isinstance(cause, DataDependentOutputException)
+
+
+def _mixing_behind(
+    model: nn.Module,
+    plan: TensorPlan,
+    forward: Callable[[], object],
+    dtype: torch.dtype,
+    device: torch.device,
+    blocks: Sequence[str],
+) -> dict[str, str]:
+    """Return what looks at several tokens, by block, where each number that is read is 0.
+
+    It is found as far as the forward gets so: behind `if x.max() > 100: return early`, say.
+    """
+    watch = _Watch(model, plan, blocks, zeros=_MAX_ZEROS)
+    with (
+        suppress(JobError, *_ERRORS),
+        kept_buffers(model),
+        watch.installed(),
+        fake_parameters(model, dtype, device),
+    ):
+        forward()
+    return watch.mixing
 
 
 def _check_regions(plan: TensorPlan, whole: _Watch) -> None:
@@ -297,8 +331,18 @@ class _Watch(TorchDispatchMode):
         outside: reads of divided parameters outside of their modules.
     """
 
-    def __init__(self, model: nn.Module, plan: TensorPlan, blocks: Sequence[str] = ()) -> None:
+    def __init__(
+        self, model: nn.Module, plan: TensorPlan, blocks: Sequence[str] = (), zeros: int = 0
+    ) -> None:
+        """
+        Args:
+            model: whole, or with slices.
+            plan: of it.
+            blocks: names of those where ranks will have slices of the sequence.
+            zeros: how many numbers without values may be read, as 0; the next one fails.
+        """
         super().__init__()  # type: ignore[no-untyped-call]
+        self._zeros = zeros
         self.sums: dict[str, list[_Sum]] = defaultdict(list)
         self.open: set[str] = set()
         self.running: Region | None = None
@@ -504,8 +548,11 @@ class _Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.outside.used((args, kwargs))
-        out = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
+        if name == "_local_scalar_dense" and self._zeros and isinstance(args[0], FakeTensor):
+            self._zeros -= 1
+            return torch.zeros((), dtype=args[0].dtype).item()
+        out = func(*args, **(kwargs or {}))
         self.columns.used(name, (args, kwargs), out)
         if self.running is not None:
             if self.running.role is Role.EXPERTS and name in PRODUCTS:

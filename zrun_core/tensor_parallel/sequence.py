@@ -113,6 +113,16 @@ def order_checked(model: nn.Module, blocks: Sequence[str]) -> Iterator[None]:
         return
     first, last = blocks[0], blocks[-1]
     is_inside = False
+    has_ended = True
+
+    def begin(module: nn.Module, args: Any) -> None:
+        nonlocal is_inside, has_ended
+        is_inside = is_inside and has_ended  # what raised, as where there are no values, is over
+        has_ended = False
+
+    def end(module: nn.Module, args: Any, output: Any) -> None:
+        nonlocal has_ended
+        has_ended = True
 
     def check(name: str, module: nn.Module, args: Any) -> None:
         nonlocal is_inside
@@ -126,6 +136,8 @@ def order_checked(model: nn.Module, blocks: Sequence[str]) -> Iterator[None]:
         is_inside = name != last
 
     with ExitStack() as stack:
+        stack.callback(model.register_forward_pre_hook(begin).remove)
+        stack.callback(model.register_forward_hook(end).remove)
         for name in blocks:
             hook = functools.partial(check, name)
             stack.callback(model.get_submodule(name).register_forward_pre_hook(hook).remove)

@@ -120,7 +120,6 @@ def test_dropout_noise_and_mixes_have_the_bits_of_one_rank(
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
-@pytest.mark.sample(2)
 def test_noise_is_what_the_loss_behind_the_border_sees(
     ranks, tmp_path: Path, schedule: str
 ) -> None:

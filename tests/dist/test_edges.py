@@ -44,7 +44,6 @@ def train(stage: int, options: dict[str, Any]) -> list[float]:
 
 
 @pytest.mark.parametrize("options", [{}, {"persist_below": 300}, {"whole_blocks": True}])
-@pytest.mark.sample(2)
 def test_parameters_looked_at_first_are_those_of_the_last_update(ranks, options):
     plain = train_plain(build(), data(4), loss_of=penalty_first)
     for stage in range(4):

@@ -31,7 +31,6 @@ def of_type(found: dict[str, Any], kind: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("in_background", [False, True])
-@pytest.mark.sample(2)
 def test_every_hook_is_called_on_every_rank_and_told_what_is_known(ranks, tmp_path, in_background):
     keys = job(
         steps=4,

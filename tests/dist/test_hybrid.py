@@ -91,7 +91,6 @@ def plain(factory: type[nn.Module]) -> list[float]:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.sample(2)
 def test_copies_are_summed_while_backward_goes_on(ranks, stage):
     expected = plain(Deep)
     for run in ranks(4).run(train, Deep, stage, 2 if stage else None):
@@ -108,7 +107,6 @@ class Deep(Net):
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @pytest.mark.parametrize("through", ["sockets", "backend"])
-@pytest.mark.sample(3)
 def test_the_same_through_sockets_and_where_parts_start_in_one_order(ranks, stage, through):
     group = 2 if stage else None
     memory = ranks(4).run(train, Deep, stage, group)[0]

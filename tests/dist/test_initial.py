@@ -84,7 +84,6 @@ def test_every_form_gives_the_same_weights(ranks, tmp_path, form, precision):
 
 
 @pytest.mark.parametrize("below", ["", "checkpoints", "checkpoints/step-00000002"])
-@pytest.mark.sample(2)
 def test_weights_of_a_checkpoint(ranks, tmp_path, below):
     ranks(2).run(run, job(zero=3, steps=2), str(tmp_path / "before"))
     before = values(ranks(2).run(look, job(steps=2), str(tmp_path / "before"), {}))
@@ -196,7 +195,6 @@ def as_run(folder: Path) -> str:
 
 @pytest.mark.parametrize("dims", [{"dp": 1, "pp": 2}, {"dp": 2, "pp": 2}])
 @pytest.mark.parametrize("form", [as_file, as_folder, as_state_dict, as_run])
-@pytest.mark.sample(4)
 def test_stages_read_what_they_have(ranks, tmp_path, form, dims):
     size = dims["dp"] * dims["pp"]
     if form == as_run:

@@ -50,7 +50,6 @@ def told(found: dict[str, Any]) -> list[tuple[int, str, int | None]]:
 
 
 @pytest.mark.parametrize("in_background", [False, True])
-@pytest.mark.sample(2)
 def test_evaluated_steps_are_saved_when_they_are_the_best_and_stay(ranks, tmp_path, in_background):
     found = ranks(2).run(run, keys(steps=6, checkpoint={"async": in_background}), str(tmp_path))
     assert [each["error"] for each in found] == ["", ""]
@@ -69,7 +68,6 @@ def test_evaluated_steps_are_saved_when_they_are_the_best_and_stay(ranks, tmp_pa
 
 
 @pytest.mark.parametrize("cut", [3, 5])
-@pytest.mark.sample(2)
 def test_a_run_that_goes_on_remembers_its_best(ranks, tmp_path, cut):
     """Also where the process died before the file that names it was written."""
     ranks(2).run(run, keys(), str(tmp_path), None, cut)

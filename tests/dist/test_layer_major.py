@@ -225,7 +225,6 @@ REFUSED = {
 }
 
 
-@pytest.mark.thorough
 def test_what_it_cannot_do_is_named_and_what_raises_is_the_users(ranks, tmp_path):
     jobs = {name: case(name) for name in REFUSED}
     for of_rank in ranks(2).run(in_both_orders, jobs, str(tmp_path)):

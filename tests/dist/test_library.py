@@ -85,7 +85,6 @@ def test_one_rank_equals_a_plain_loop(ranks, stage):
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.sample(4)
 def test_accumulated_gradients_are_the_full_batchs_whatever_was_declared(ranks, world_size, stage):
     plain = train_plain(build(), data(6))
     for accumulate in (
@@ -119,7 +118,7 @@ def hybrid(stage: int, micros: int, accumulate: int) -> list[float]:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 def test_copies_count_once_where_more_gradients_come_than_declared(ranks, stage):
     plain = train_plain(build(), data(4, batch=16))
     for accumulate in (1, 2, 3):
@@ -142,7 +141,6 @@ def traffic(stage: int, accumulate: int) -> int:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
-@pytest.mark.sample(2)
 def test_what_is_declared_saves_traffic_where_gradients_stay_whole(ranks, stage):
     declared, undeclared = (ranks(2).run(traffic, stage, accumulate)[0] for accumulate in (4, 1))
     assert undeclared == (declared if stage == 2 else 4 * declared)
@@ -186,7 +184,6 @@ def train_tokens(stage: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.sample(2)
 def test_losses_weigh_by_tokens_on_all_ranks(ranks, stage):
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -452,7 +449,6 @@ def with_schedule(stage: int, lib: bool) -> list[float]:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.sample(2)
 def test_groups_schedules_and_clipping_are_torchs(ranks, stage):
     plain = with_schedule(0, lib=False)
     assert ranks(2).run(with_schedule, stage, True)[0] == pytest.approx(plain, rel=1e-6, abs=3e-6)

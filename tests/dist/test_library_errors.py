@@ -143,7 +143,6 @@ def stale_graph(stage: int, build: Callable[[], nn.Module]) -> tuple[str, list[f
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @pytest.mark.parametrize("kind", [Scores, Recomputed, Biased])
-@pytest.mark.sample(5)
 def test_a_graph_of_before_the_step_is_refused_and_leaves_no_trace(ranks, stage, kind):
     for told, interrupted, plain in ranks(2).run(stale_graph, stage, kind):
         assert "call the model again, and detach() what you keep across steps" in told

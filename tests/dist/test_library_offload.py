@@ -45,7 +45,6 @@ def train(stage: int, offload: Any, folder: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("stage", "offload"), [(0, {"optimizer": "disk"}), (3, DISK)])
 @pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.sample(4)
 def test_a_loop_has_the_same_bits(ranks, tmp_path, world_size, stage, offload):
     (tmp_path / "here").mkdir()
     (tmp_path / "away").mkdir()

@@ -119,7 +119,6 @@ def test_the_gan_learns_the_circle(ranks, scripts: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["schedules.py", "average.py", "evaluation.py", "behind.py"])
-@pytest.mark.sample(2)
 def test_the_other_scripts_run_again_and_again(ranks, scripts: Path, name: str) -> None:
     for _ in range(2):  # the second time it goes on from what the first one saved
         ranks(2).run(play, str(scripts / name))
@@ -187,7 +186,6 @@ def forkrun(script: Path) -> tuple[list[int | None], str]:
 
 
 @pytest.mark.parametrize("action", CASES)
-@pytest.mark.sample(2)
 def test_what_one_rank_does_alone_is_an_error_and_no_hang(scripts: Path, action: str) -> None:
     script = scripts / "alone.py"
     script.write_text(ALONE.format(action=action))

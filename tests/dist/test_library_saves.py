@@ -100,7 +100,6 @@ def resumed(
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.sample(4)
 def test_two_models_go_on_bit_for_bit(ranks, tmp_path, stage, precision):
     folder = str(tmp_path / "duel")
     assert ranks(2).run(whole, stage, precision, folder) == ranks(2).run(
@@ -134,7 +133,6 @@ def roll_back(stage: int, folder: str, offload: dict[str, Any] | None = None) ->
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.sample(2)
 def test_a_loop_goes_back_to_before_its_first_update(ranks, tmp_path, stage):
     ranks(2).run(roll_back, stage, str(tmp_path / "duel"))
     if stage in (0, 3):

@@ -384,7 +384,6 @@ def ended(keys: dict[str, Any], folder: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-@pytest.mark.sample(3)
 def test_a_mistake_is_told_in_the_users_terms(ranks: Any, tmp_path: Path, name: str) -> None:
     edits, keys, code, says = MISTAKES[name]
     text = CODE

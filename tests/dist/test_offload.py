@@ -161,7 +161,6 @@ ALL_ON_DISK = Placement(param=DISK, grad=DISK, optimizer=DISK)
 
 
 @pytest.mark.parametrize("placement", [ALL_APART, ALL_ON_DISK], ids=["apart", "disk"])
-@pytest.mark.sample(2)
 def test_waiting_for_updates_changes_no_bit(ranks: Ranks, placement: Placement) -> None:
     settings = SETTINGS["bf16, clipped"]
     behind = ranks(2).run(run, 3, placement, settings, 2, "overlap")
@@ -377,7 +376,6 @@ def run_in_an_order(
 
 
 @pytest.mark.parametrize(("num_ranks", "is_apart"), [(1, True), (2, False)])
-@pytest.mark.sample(2)
 def test_layers_first_read_the_parameters_from_the_disk_once_for_all_micro_batches(
     ranks: Ranks, num_ranks: int, is_apart: bool
 ) -> None:
@@ -427,7 +425,6 @@ def run_until_the_disk_fails(
 @pytest.mark.parametrize(
     ("stage", "place"), [(1, "disk"), (3, "disk, all"), (3, "apart and disk"), (3, "mixed")]
 )
-@pytest.mark.sample(6)
 def test_a_disk_that_fails_at_any_time_leaves_nobody_waiting(
     ranks: Ranks, stage: int, place: str, schedule: str
 ) -> None:
@@ -440,7 +437,6 @@ def test_a_disk_that_fails_at_any_time_leaves_nobody_waiting(
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.sample(2)
 def test_layer_wise_updates_on_the_host(ranks: Ranks, stage: int) -> None:
     settings = {"precision": "bf16", "optim": {"name": "lamb", "moments": "bf16"}}
     placement = Placement(grad=HOST, optimizer=HOST)
@@ -473,7 +469,7 @@ def run_hybrid(placement: Placement, stage: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("stage", [3, 0, 2])
-@pytest.mark.thorough
+@pytest.mark.sample(3)
 def test_a_sum_that_is_added_to_and_what_user_code_writes(ranks: Ranks, stage: int) -> None:
     placements = [Placement(grad=HOST, optimizer=HOST), Placement(grad=DISK, optimizer=DISK)]
     if stage == 3:
@@ -633,7 +629,6 @@ def run_hasty(copier: type[ThreadCopier], placement: Placement) -> list[float]:
     [Placement(optimizer=HOST), Placement(grad=HOST, optimizer=HOST)],
     ids=["optimizer", "gradients"],
 )
-@pytest.mark.sample(2)
 def test_a_missing_wait_would_be_found(ranks: Ranks, placement: Placement) -> None:
     """Of parameters it ends the process: their pages are unreadable until they are gathered."""
     right = ranks(1).run(run_hasty, ThreadCopier, placement)

@@ -161,7 +161,6 @@ def test_every_placement_writes_the_same_files_and_goes_on_from_them(
 
 
 @pytest.mark.parametrize("place", ["apart, all, 3", "disk, all, 3"])
-@pytest.mark.sample(2)
 def test_delayed_updates_are_settled_and_stay_delayed(
     ranks: Ranks, tmp_path: Path, place: str
 ) -> None:
@@ -225,7 +224,6 @@ def test_other_numbers_of_ranks_have_the_same_states(ranks: Ranks, tmp_path: Pat
 
 @pytest.mark.parametrize("place", ["apart, all, 3", "disk, all, 3", "mixed, 3"])
 @pytest.mark.parametrize("how", ["update", "gathered"])
-@pytest.mark.sample(3)
 def test_what_changes_states_elsewhere_waits_for_a_save_that_reads_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, how: str
 ) -> None:

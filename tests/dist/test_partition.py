@@ -117,7 +117,6 @@ def test_with_pipelines_and_shards_and_a_disk(ranks: Any, tmp_path: Path) -> Non
     assert all(kept_bytes(each)["disk"] for each in found[0])
 
 
-@pytest.mark.thorough
 def test_slices_of_the_sequence_are_not_divided_again(ranks: Any, tmp_path: Path) -> None:
     sliced, kept = with_and_without(
         ranks,

@@ -144,7 +144,7 @@ def test_delayed_gradients(
 
 
 @pytest.mark.parametrize("zero", [0, 1])
-@pytest.mark.thorough
+@pytest.mark.sample(2)
 def test_data_parallel_ranks(ranks, tmp_path: Path, zero: int) -> None:
     """With steps that no window of full length ends, and a last one of fewer samples."""
     keys = keys_of(2, "pipedream", batch={"global": 4, "micro": 2}, zero=zero, steps=40)
@@ -238,7 +238,6 @@ def test_bf16_with_adamw_that_resumes(ranks, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream", "pipedream_vertical"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.sample(3)
 def test_memory_of_versions(ranks, tmp_path: Path, schedule: str, precision: str) -> None:
     keys = keys_of(3, schedule, steps=5, precision=precision)
     found = ranks(3).run(memory, keys, str(tmp_path), {"dp": 1, "pp": 3})

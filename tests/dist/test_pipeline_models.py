@@ -282,7 +282,6 @@ def test_only_values_of_the_own_stage_are_ever_made(ranks, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("init", ["factory", "meta"])
-@pytest.mark.sample(2)
 def test_weights_to_start_from(ranks, tmp_path: Path, init: str) -> None:
     torch.manual_seed(9)
     save_file(Regression().state_dict(), tmp_path / "model.safetensors")

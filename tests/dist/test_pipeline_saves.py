@@ -80,7 +80,6 @@ def of_manifest(folder: Path, step: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.sample(2)
 def test_a_step_is_that_of_one_stage(ranks, tmp_path: Path, tied: bool) -> None:
     model = {"call": "test_pipeline_saves.py:Counting", "args": {"tied": tied}}
     for pp in (1, 2):

@@ -36,7 +36,6 @@ def test_accumulated_stages_agree_to_round_off(ranks):
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.sample(2)
 def test_clipping_is_the_plain_loops(ranks, stage):
     plain = train_plain(build(), data(6), clip=0.05)
     for world_size in (1, 2, 3):
@@ -45,7 +44,6 @@ def test_clipping_is_the_plain_loops(ranks, stage):
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.sample(2)
 def test_hybrid_sharding_equals_one_copy(ranks, stage):
     whole = ranks(4).run(train, 0, {})[0]["losses"]
     hybrid = ranks(4).run(train, stage, {"shard_group": 2})[0]["losses"]

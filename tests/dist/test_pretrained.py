@@ -190,7 +190,6 @@ def loop(folder: str) -> tuple[list[float], bool]:
         return losses, model(torch.tensor([[5, 6]])).past_key_values is not None
 
 
-@pytest.mark.thorough
 def test_in_a_loop_of_the_users_own(ranks, tmp_path):
     expected, _ = plain(lambda: pretrained.build(LLAMA), pretrained.Texts(), parts=2)
     for losses, keeps in ranks(2).run(loop, str(tmp_path / "saved")):

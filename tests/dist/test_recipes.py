@@ -45,7 +45,6 @@ def job_of(title: str, folder: Path, *overrides: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("title", [title for title in JOBS if title != ACROSS_RANKS])
-@pytest.mark.sample(2)
 def test_it_trains_what_a_plain_loop_trains(title: str, ranks: Any, tmp_path: Path) -> None:
     found = ranks(2).run(
         recorded, job_of(title, tmp_path, "steps=3"), str(tmp_path / "run"), {"dp": 2}
@@ -77,7 +76,6 @@ def test_the_average_of_the_weights_goes_on(ranks: Any, tmp_path: Path) -> None:
     assert average["head.weight"].abs().sum() > 0
 
 
-@pytest.mark.thorough
 def test_a_game_is_learned(ranks: Any, tmp_path: Path) -> None:
     script = tmp_path / "ppo.py"
     script.write_text(block("Reinforcement learning and GANs", "python"), encoding="utf-8")

@@ -82,7 +82,6 @@ PARAMETERS_ELSEWHERE = {
 
 @pytest.mark.parametrize("placement", PARAMETERS_ELSEWHERE.values(), ids=PARAMETERS_ELSEWHERE)
 @pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.sample(4)
 def test_parameters_elsewhere_train_the_same(
     ranks: Ranks, num_ranks: int, placement: Placement
 ) -> None:

@@ -20,7 +20,6 @@ from zrun_core.train.trainer import Trainer
 @pytest.mark.parametrize("accumulation", [1, 4])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.sample(12)
 def test_resume_is_bit_identical(ranks, tmp_path, stage, precision, accumulation):
     keys = job(zero=stage, precision=precision, batch={"global": 8, "micro": 4 // accumulation})
     whole = ranks(2).run(run, keys, str(tmp_path / "whole"))
@@ -126,7 +125,6 @@ def test_another_layout_goes_on_with_the_same_tensors(
         ),
     ],
 )
-@pytest.mark.sample(2)
 def test_what_does_not_fit_is_named(ranks, tmp_path, keys, words):
     ranks(2).run(run, job(steps=3), str(tmp_path))
     for result in ranks(2).run(run, job(**keys), str(tmp_path), {}):
@@ -158,7 +156,6 @@ def test_what_does_not_fit_is_named(ranks, tmp_path, keys, words):
         (False, 3, 44, ""),  # it grows behind the position
     ],
 )
-@pytest.mark.sample(2)
 def test_a_dataset_of_another_length_is_another_place(
     ranks, tmp_path, shuffle, steps, length, words
 ):
@@ -288,7 +285,6 @@ def evaluations(result: dict[str, Any]) -> list[tuple[int, float]]:
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.sample(2)
 def test_an_evaluation_that_a_signal_cuts_off_is_made_anew(ranks, tmp_path, stage):
     """Its samples draw random numbers, and none of those with which training goes on."""
     held_out = {"data": {"call": "runs.py:Augmented", "args": {"length": 12}}, "every": 2}

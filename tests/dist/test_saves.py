@@ -202,7 +202,6 @@ def run_with_failing_writes(
 
 @pytest.mark.parametrize("in_background", [False, True])
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.sample(4)
 def test_one_failing_rank_fails_the_save_of_all(ranks, tmp_path, rank, in_background):
     keys = job(checkpoint={"every": 3, "async": in_background})
     found = ranks(2).run(run_with_failing_writes, keys, str(tmp_path), rank, [2])
@@ -265,7 +264,6 @@ def run_that_cannot_save(keys: dict[str, Any], run_dir: str, reason: str) -> dic
         ),
     ],
 )
-@pytest.mark.sample(2)
 def test_the_last_save_is_there_or_is_not_said_to_be(ranks, tmp_path, reason, codes, words):
     """Also where the job may go on without one."""
     keys = job(steps=5, checkpoint={"every": 3, "on_save_error": "warn"})
@@ -299,7 +297,6 @@ def run_with_late_numbers(keys: dict[str, Any], run_dir: str, late: bool) -> dic
 
 
 @pytest.mark.parametrize("late", [False, True])
-@pytest.mark.sample(2)
 def test_what_a_numeric_stop_saves_is_between_two_steps(ranks, tmp_path, late):
     keys = job(hooks={}, checkpoint={"every": 100})
     whole = ranks(2).run(run, keys, str(tmp_path / "whole"))
@@ -417,7 +414,6 @@ def run_with_a_bad_disk(keys: dict[str, Any], run_dir: str, what: str) -> dict[s
 
 @pytest.mark.parametrize("what", ["sync", "prune"])
 @pytest.mark.parametrize("last", [6, 8])
-@pytest.mark.sample(4)
 def test_a_step_that_has_its_name_is_saved_whatever_fails_after_that(ranks, tmp_path, what, last):
     """Nothing older is removed for it, until the next one is there."""
     (found,) = ranks(1).run(
@@ -471,7 +467,6 @@ def run_with_rot(keys: dict[str, Any], run_dir: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("in_background", [False, True])
-@pytest.mark.sample(2)
 def test_older_steps_go_behind_and_not_for_one_that_rotted(ranks, tmp_path, in_background):
     keys = job(steps=6, lr="constant", checkpoint={"every": 2, "async": in_background})
     found = ranks(2).run(run_with_rot, keys, str(tmp_path))

@@ -19,7 +19,6 @@ def fsdp2() -> list[float]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.sample(2)
 def test_stages_are_bit_equal_in_fp32(ranks, world_size):
     runs = [ranks(world_size).run(train, stage, {}) for stage in range(4)]
     for run in runs:
@@ -28,7 +27,6 @@ def test_stages_are_bit_equal_in_fp32(ranks, world_size):
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.sample(2)
 def test_bit_equal_to_ddp_on_two_ranks(ranks, stage):
     same_bits(ranks(2).run(train, stage, {})[0], ranks(2).run(train_ddp)[0])
 
@@ -41,7 +39,6 @@ def test_losses_are_those_of_fsdp2(ranks):
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("stage", [0, 2, 3])
-@pytest.mark.sample(6)
 def test_equals_a_plain_loop(ranks, world_size, accumulation, stage):
     plain = train_plain(build(), data(6))
     ours = ranks(world_size).run(train, stage, {}, accumulation)[0]["losses"]

@@ -119,7 +119,6 @@ def test_models(ranks, tmp_path: Path, alone: Any, model: str, sequence: bool) -
 
 
 @pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
-@pytest.mark.sample(2)
 def test_weights_have_their_gradients_made_while_ranks_add_up(
     ranks, tmp_path: Path, sequence: bool
 ) -> None:
@@ -225,7 +224,7 @@ FEATURES: dict[str, dict[str, Any]] = {  # what test_axes.py has not
 
 
 @pytest.mark.parametrize("feature", FEATURES)
-@pytest.mark.sample(10)
+@pytest.mark.sample(5)
 def test_features(ranks, tmp_path: Path, alone: Any, feature: str) -> None:
     keys = small(**{"model": gpt(), **FEATURES[feature]})
     close = 1e-2 if "bf16" in feature else 2e-6
@@ -272,7 +271,6 @@ def test_what_is_dropped(ranks, tmp_path: Path, sequence: bool) -> None:
 
 
 @pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
-@pytest.mark.sample(2)
 def test_what_is_told_of_the_run(ranks, tmp_path: Path, sequence: bool) -> None:
     """Sizes are those of the model, samples count once, and layers' messages are told apart."""
     keys = small(model=gpt(), zero=1, parallel={"tp": 2, "sequence": sequence})

@@ -113,7 +113,6 @@ def test_each_shape_goes_on_from_the_one_before(ranks, tmp_path: Path) -> None:
         before, source = values(found), folder
 
 
-@pytest.mark.thorough
 def test_exports_are_of_the_plain_model(ranks, tmp_path: Path) -> None:
     """Its weights are those of the checkpoint, whole and without padding."""
     found = trained(ranks(8), tmp_path, ("tp 2, pp 2, dp 2", 3))

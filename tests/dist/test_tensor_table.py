@@ -498,7 +498,6 @@ def test_every_rank_writes_its_share_of_what_all_ranks_of_an_axis_hold(ranks, tm
 
 
 @pytest.mark.parametrize(("stage", "group"), [(0, None), (1, None), (3, None), (3, 1)])
-@pytest.mark.sample(2)
 def test_the_guard_compares_what_all_ranks_of_an_axis_hold(ranks, stage, group):
     """Ranks 0 and 1, and 2 and 3, are a tensor axis each; 0 and 2, and 1 and 3 data-parallel."""
 

@@ -66,7 +66,7 @@ def cases() -> Iterator[Any]:
 @pytest.mark.parametrize(
     ("num_ranks", "stage", "placement", "accumulation", "schedule", "settings"), list(cases())
 )
-@pytest.mark.sample(9)
+@pytest.mark.sample(3)
 def test_a_step_moves_and_holds_what_is_planned(
     ranks: Ranks,
     num_ranks: int,

@@ -296,7 +296,6 @@ def loop(tile: int | None, folder: str, adopts: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("adopts", [False, True])
-@pytest.mark.sample(2)
 def test_a_loop_of_the_users_knows_one_weight(ranks, tmp_path, adopts):
     folder = str(tmp_path / "saved")
     untiled = ranks(2).run(loop, None, folder, adopts)

@@ -162,7 +162,6 @@ class Auxiliary(nn.Module):
 
 
 @pytest.mark.parametrize(("how", "name"), [("attribute", "aux"), ("list", "found")])
-@pytest.mark.sample(2)
 def test_a_number_that_a_block_leaves_for_others_is_named(
     ranks, tmp_path: Path, how: str, name: str
 ) -> None:

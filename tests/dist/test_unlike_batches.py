@@ -74,7 +74,6 @@ def test_one_batch(
     assert "though they compute the same samples" in error
 
 
-@pytest.mark.thorough
 def test_every_batch_of_every_rank(ranks, tmp_path: Path) -> None:
     error = ends(ranks, tmp_path, 2, parallel=ALL, data="test_unlike_batches.py:Timed")
     assert "data: in step 1 ranks 1 (host, cpu, pp 0 dp 0 tp 1), " in error

@@ -86,7 +86,6 @@ def keys_of(function: str, **keys: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("function", WRONG)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.sample(6)
 def test_what_mixes_or_counts_features_is_refused(
     ranks, tmp_path: Path, function: str, precision: str
 ) -> None:
@@ -99,7 +98,6 @@ def test_what_mixes_or_counts_features_is_refused(
 
 @pytest.mark.parametrize("function", RIGHT)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.sample(3)
 def test_what_is_of_each_feature_trains(
     ranks, tmp_path: Path, function: str, precision: str
 ) -> None:

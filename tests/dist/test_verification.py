@@ -190,7 +190,6 @@ def masked(samples: list[Any]) -> Any:
 
 
 @pytest.mark.parametrize("data", ["Walked", "Several", "Plain"])
-@pytest.mark.sample(2)
 def test_data_are_read_as_in_training(ranks, tmp_path: Path, data: str) -> None:
     section = {
         "call": f"test_verification.py:{data}",

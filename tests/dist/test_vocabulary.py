@@ -212,7 +212,6 @@ def compare(uses: str, size: int, dtype: torch.dtype) -> dict[str, tuple[float, 
 
 
 @pytest.mark.parametrize(("num_ranks", "size"), [(2, 16), (2, 11), (4, 13), (4, 5), (4, 3)])
-@pytest.mark.sample(2)
 def test_loss_of_slices(ranks: Ranks, num_ranks: int, size: int) -> None:
     """Of a vocabulary of 5 on 4 ranks the last one has nothing."""
     for found in ranks(num_ranks).run(compare, "SLICED", size, torch.float32):

@@ -249,7 +249,6 @@ def test_rings_are_as_planned_for_frozen_parameters_and_batch_norms(ranks, tmp_p
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.sample(2)
 def test_parameters_without_gradient_are_left_alone(ranks, tmp_path, stage):
     run = ranks(2).run(train, keys_of("re-entered", stage), str(tmp_path), True)[0]
     torch.manual_seed(0)
@@ -267,7 +266,6 @@ def test_parameters_without_gradient_are_left_alone(ranks, tmp_path, stage):
 
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("micro", [1, 4])
-@pytest.mark.sample(4)
 def test_ragged_batches_weigh_by_tokens_however_they_are_cut(ranks, tmp_path, stage, micro):
     keys = {
         "model": "zoo.py:Tagger",
@@ -299,7 +297,6 @@ def test_one_rank_cuts_as_it_likes(tmp_path):
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("name", ["channels last", "torch encoder"])
-@pytest.mark.sample(4)
 def test_evaluation_uses_the_first_ranks_buffers_and_changes_nothing(ranks, tmp_path, name, stage):
     keys, options = CASES[name]
     loss_of = in_zoo(keys["loss"]) if "loss" in keys else None
@@ -352,7 +349,6 @@ def test_what_a_hook_writes_is_trained_on(ranks, tmp_path, stage):
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.sample(2)
 def test_a_copy_of_the_model_is_a_plain_module(ranks, tmp_path, stage):
     keys = keys_of("detached", stage, hooks={"on_step": "zoo.py:keep_copy"})
     expected: list[float] = []

@@ -120,7 +120,6 @@ def test_an_error_explains_what_a_rank_says(library: Path, tmp_path: Path) -> No
     assert (failure["gpu_fault"]["xid"], failure["kind"]) == (31, "user")
 
 
-@pytest.mark.thorough
 def test_errors_of_other_gpus_explain_nothing(library: Path, tmp_path: Path) -> None:
     """GPU 3 is another job's; an error that is survived is no reason either."""
     failing = {"0": "fail_when_told", "1": "steps_then_hang"}

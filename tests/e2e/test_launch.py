@@ -204,7 +204,6 @@ def test_a_killed_worker_is_named_by_its_signal(job: Path) -> None:
     assert (failure["signal"], failure["step"], failure["out_of_memory"]) == ("SIGKILL", 1, False)
 
 
-@pytest.mark.thorough
 def test_a_rank_that_leaves_early_is_a_failure(job: Path) -> None:
     done = zrun(job, {"0": "hang", "1": "leave_early"})
     assert done.returncode == 5

@@ -206,7 +206,6 @@ def test_what_fails_before_training_begins_is_told_as_without_detach(folder: Pat
     assert "ended with status 1" in told["headline"]
 
 
-@pytest.mark.thorough
 def test_what_fails_in_the_first_step_is_told_too(folder: Path) -> None:
     """Rank 0 has said that it starts; that is not yet a step."""
     failed = zrun(folder, *train_arguments({"0": "lose_peer", "1": "fail_in_user_code"}))

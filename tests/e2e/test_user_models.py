@@ -134,7 +134,7 @@ def test_losses_are_those_of_a_plain_loop(zoo, tmp_path, build, args, data, keys
         ),
     ],
 )
-@pytest.mark.thorough
+@pytest.mark.sample(2)
 def test_ranks_that_run_different_modules_stop_with_their_names(tmp_path, build, keys, named):
     done = zrun(
         tmp_path,

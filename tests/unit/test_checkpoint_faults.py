@@ -225,7 +225,6 @@ def test_the_folder_cannot_be_synced_after_the_rename(
 CALLS = ("open", "pwrite", "posix_fallocate", "fsync", "rename", "replace", "mkdir")
 
 
-@pytest.mark.thorough
 def test_an_error_at_every_call(folder: CheckpointFolder) -> None:
     """Whichever call fails, the save does, unless the step was complete by then."""
     for number in itertools.count():

@@ -290,7 +290,6 @@ def test_a_model_that_looks_at_values_is_built_for_real(zrun: Zrun) -> None:
         inspect_structure(load_job(Path("job.yaml"), [*overrides, "init=meta"]), 100)
 
 
-@pytest.mark.thorough
 def test_functions_are_compared_with_how_they_are_called(zrun: Zrun) -> None:
     overrides = [
         "data.collate=user.py:build_data",
@@ -667,7 +666,6 @@ parallel: {pp: 2}
 """
 
 
-@pytest.mark.thorough
 def test_check_of_a_cluster_that_is_not_there(zrun: Zrun, warm: None) -> None:
     """It has GPUs and slots of its own, whatever the job says of the hosts that it will have."""
     Path("deep.yaml").write_text(ON_FOUR)

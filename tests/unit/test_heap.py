@@ -5,8 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 
-import pytest
-
 SCRIPT = """
 import resource, sys, torch
 from zrun_core.spine.heap import keep_freed_memory
@@ -55,7 +53,6 @@ print(before - kept, before - resident())
 """
 
 
-@pytest.mark.thorough
 def test_holes_in_a_heap_that_keeps_them_can_be_given_back():
     command = [sys.executable, "-c", HOLES]
     found = subprocess.run(command, check=True, capture_output=True, text=True, env={}).stdout

@@ -66,7 +66,6 @@ def test_a_linear_model_to_the_byte() -> None:
     assert all(event.size.base == 0 for event in at_loss)
 
 
-@pytest.mark.thorough
 def test_what_cannot_be_counted_ends_no_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*args: Any, **kwargs: Any) -> int:
         raise AssertionError("shapes are incompatible")
@@ -187,7 +186,6 @@ def test_not_linear_in_the_batch() -> None:
     assert any("not linear" in note for note in profile.notes)
 
 
-@pytest.mark.thorough
 def test_a_loss_in_chunks_runs_more_often(monkeypatch: pytest.MonkeyPatch) -> None:
     args = {"dim": 32, "depth": 2, "heads": 2, "seq_len": 32, "vocab_size": 512, "loss_chunk": 8}
     profile = traced((GPT, args), data=TEXT)

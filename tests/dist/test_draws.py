@@ -104,7 +104,6 @@ def evaluated(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
         ("zero_bubble", 1, 2),
     ],
 )
-@pytest.mark.sample(4)
 def test_dropout_noise_and_mixes_have_the_bits_of_one_rank(
     ranks, tmp_path: Path, one: Any, schedule: str, dp: int, pp: int, recomputed: str
 ) -> None:

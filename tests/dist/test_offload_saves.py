@@ -138,7 +138,7 @@ CASES = {
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("settings", CASES)
-@pytest.mark.sample(8)
+@pytest.mark.sample(3)
 def test_every_placement_writes_the_same_files_and_goes_on_from_them(
     ranks: Ranks, tmp_path: Path, num_ranks: int, settings: str
 ) -> None:

@@ -130,7 +130,7 @@ def params_of(found: Tensors) -> Tensors:
     ("stages", "precision", "optim"),
     [(2, "fp32", SGD), (3, "fp32", SGD), (4, "fp32", ADAMW), (3, "bf16", ADAMW)],
 )
-@pytest.mark.sample(8)
+@pytest.mark.sample(3)
 def test_delayed_gradients(
     ranks, tmp_path: Path, stages: int, precision: str, optim: dict[str, Any], schedule: str
 ) -> None:
@@ -197,7 +197,6 @@ def observed(keys: dict[str, Any], run_dir: str, dims: dict[str, int]) -> list[t
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("schedule", ["pipedream", "pipedream_vertical"])
-@pytest.mark.sample(4)
 def test_both_passes_of_a_micro_batch_see_one_version(
     ranks, tmp_path: Path, schedule: str, precision: str
 ) -> None:

@@ -61,7 +61,6 @@ def values(found: list[dict[str, Any]]) -> list[dict[str, float]]:
 
 @pytest.mark.parametrize("dims", DIMS)
 @pytest.mark.parametrize("metrics", ["measures", "of_labels"])
-@pytest.mark.sample(4)
 def test_metrics(ranks, tmp_path: Path, metrics: str, dims: dict[str, int]) -> None:
     one = values(evaluated(metrics, tmp_path / "one", ranks, dp=dims["dp"], pp=1))
     many = values(evaluated(metrics, tmp_path / "many", ranks, **dims))
@@ -211,7 +210,6 @@ def poisoned(rank: int, what: str) -> nn.Module:
 @pytest.mark.parametrize(
     ("zero", "dims"), [(0, DIMS[0]), (0, DIMS[1]), (3, {"dp": 2, "pp": 2, "tp": 2})]
 )
-@pytest.mark.sample(6)
 def test_what_is_not_finite_is_named(
     ranks, tmp_path: Path, what: str, zero: int, dims: dict[str, int]
 ) -> None:

@@ -87,7 +87,6 @@ def plain(ranks, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved", "zero_bubble"])
 @pytest.mark.parametrize(("dp", "pp"), [(1, 2), (2, 2), (1, 4)])
-@pytest.mark.sample(24)
 def test_one_process(
     ranks, tmp_path: Path, plain: Any, stage: int, schedule: str, dp: int, pp: int
 ) -> None:

@@ -112,7 +112,7 @@ def alone(ranks, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.sample(8)
+@pytest.mark.sample(5)
 def test_models(ranks, tmp_path: Path, alone: Any, model: str, sequence: bool) -> None:
     keys = small(**MODELS[model], parallel={"tp": 2, "sequence": sequence})
     assert_close(on_axes(keys, tmp_path / "run", ranks), alone(keys), 1e-6)
@@ -378,7 +378,7 @@ def traced(model: str, sequence: bool) -> Profile:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("model", ["gpt", "llama"])
-@pytest.mark.sample(8)
+@pytest.mark.sample(5)
 def test_messages(ranks, tmp_path: Path, model: str, way: str) -> None:
     """Two sums of a block in forward and two in backward, or as many gathers and scattered sums.
 

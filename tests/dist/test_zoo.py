@@ -203,7 +203,6 @@ def same(losses: list[float], expected: list[float]) -> None:
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.sample(8)
 def test_losses_are_those_of_a_plain_loop(ranks, tmp_path, name, stage):
     run = ranks(2).run(train, keys_of(name, stage), str(tmp_path))[0]
     assert run["units"] > 1
@@ -234,7 +233,6 @@ def test_ranks_may_run_different_modules_where_parameters_are_not_sharded(
         "torch encoder",
     ],
 )
-@pytest.mark.sample(4)
 def test_bf16_is_near(ranks, tmp_path, name, stage):
     run = ranks(2).run(train, keys_of(name, stage, precision="bf16"), str(tmp_path))[0]
     assert run["step"] == pytest.approx(plain_losses(name), abs=2e-2)

@@ -19,7 +19,7 @@ from toys import Net, data, full_state, make_sharded, train_sharded, world
 from zrun_core.distributed import cma_transport
 from zrun_core.distributed.cma_transport import CmaTransport, Message
 from zrun_core.distributed.comm import Comm
-from zrun_core.distributed.handle import Handle
+from zrun_core.distributed.handle import Chains, Handle
 from zrun_core.distributed.mesh import Mesh
 from zrun_core.distributed.transport import SMALL_TAG, Group, gather_tag
 from zrun_core.errors import HangError, PeerError
@@ -266,6 +266,34 @@ def test_a_rank_takes_what_it_asked_for_before_it_waits_for_sockets(ranks):
     assert ranks(2).run(settle_while_another_waits_for_a_socket) == [([1, 2], [2, 2])] * 2
 
 
+def wait_while_another_is_ahead(for_sockets: bool) -> list[list[float]]:
+    """Rank 1 sends the sums of a first message before rank 0 looks at that, and waits for those.
+
+    Rank 0 waits for something else by then, to which rank 1 comes later.
+    """
+    comm, group = join()
+    assert comm.use_cma(group, 10.0) is None
+    tensors = [torch.full((6,), float(group.index + 1)) for _ in range(2)]
+    first = comm.all_reduce(tensors[0], torch.zeros(6), group, tag=2, name="a")
+    while group.index == 1 and not first.num_moves:
+        first.poll()
+    told = torch.full((1,), float(group.index))
+    comm.broadcast(told, group, name="rank 0 need not wait")
+    if for_sockets:
+        comm.broadcast(tensors[1], group, source=1, name="rank 0 waits")
+    else:
+        comm.all_reduce(tensors[1], torch.zeros(6), group, tag=3, name="b").wait()
+    first.wait()
+    return [told.tolist(), *(tensor.tolist() for tensor in tensors)]
+
+
+@pytest.mark.parametrize("for_sockets", [False, True])
+def test_a_rank_that_waits_sends_what_follows_in_other_messages(ranks, for_sockets):
+    second = [2.0 if for_sockets else 3.0] * 6
+    found = ranks(2).run(wait_while_another_is_ahead, for_sockets)
+    assert found == [[[0.0], [3.0] * 6, second]] * 2
+
+
 def gather_over_sockets() -> int:
     comm, group = join()
     for number in range(3):
@@ -315,7 +343,7 @@ def lose_a_peer() -> str:
 
 def alone_with(pid: int, timeout_s: float = 60.0) -> CmaTransport:
     """The memory of a rank whose peer runs in process `pid` and never posts anything."""
-    memory = CmaTransport((0,), 0, lambda payload: [payload], timeout_s)
+    memory = CmaTransport((0,), 0, lambda payload: [payload], Chains(), timeout_s)
     memory.ranks = (0, 1)
     descriptor = os.memfd_create("peer")
     try:

@@ -66,6 +66,9 @@ class Waiter:
     def observes_completion(self, group: Any) -> bool:
         return False
 
+    def follow(self, handle: Handle) -> None:
+        pass
+
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Device:

@@ -24,7 +24,8 @@ a time.
 
 [Note: who moves messages]
 No thread does: a rank takes what was posted for it, and posts what is due, whenever it looks after
-any message of its own. It may wait for sockets only when it has taken all that it asked for
+any message of its own; that includes the next parts of what is under way (`handle.Chains`). It may
+wait for sockets only when it has started all of those, and taken all that it asked for
 (`prepare_to_wait`); else two ranks could wait for each other. So a group uses memory for
 everything, or for nothing: `Comm.transport`. What is due is posted by then too: a rank that sends
 the next message of a tag has taken the one before, so taking it also looks after the other way. A
@@ -56,6 +57,7 @@ from typing import NamedTuple, Self
 
 import torch
 
+from zrun_core.distributed.handle import Chains
 from zrun_core.distributed.transport import MESSAGE_TAGS, NUM_TAGS, Group, Transport, Work
 from zrun_core.errors import HangError, PeerError
 from zrun_core.spine.flight_page import process_state
@@ -277,6 +279,7 @@ class CmaTransport(Transport):
         ranks: tuple[int, ...],
         index: int,
         exchange: Callable[[bytes], Sequence[bytes]],
+        chains: Chains,
         timeout_s: float,
     ) -> None:
         """Open the other ranks' tables. Collective over the host's ranks.
@@ -285,6 +288,7 @@ class CmaTransport(Transport):
             ranks: the host's, by their global numbers.
             index: this rank's place among them.
             exchange: returns every rank's payload, in the order of `ranks`.
+            chains: what is under way on this rank.
             timeout_s: that a message may take.
 
         Raises:
@@ -293,6 +297,7 @@ class CmaTransport(Transport):
         self.ranks = ranks
         self.index = index
         self.peers: dict[int, _Peer] = {}
+        self._chains = chains
         self._timeout_s = timeout_s
         self._channels: dict[tuple[type[_Channel], int, int], _Channel] = {}
         problem = self._meet(exchange)
@@ -386,6 +391,7 @@ class CmaTransport(Transport):
         """
         if all(isinstance(work, Message) for work in works):
             return
+        self._chains.catch_up()
         for channel in list(self._channels.values()):
             if channel.tag in MESSAGE_TAGS:
                 channel.move()
@@ -403,8 +409,9 @@ class CmaTransport(Transport):
         pause_s = _FIRST_PAUSE_S
         num_looks = 0
         while not message.is_over:
-            for channel in self._channels.values():
+            for channel in list(self._channels.values()):
                 channel.move()
+            self._chains.poll()
             num_looks += 1
             if message.is_over or num_looks < _SPINS:
                 continue

@@ -43,7 +43,7 @@ from zrun_core.distributed.collectives import (
     PairwiseCollectives,
     store_sum,
 )
-from zrun_core.distributed.handle import Handle
+from zrun_core.distributed.handle import Chains, Handle
 from zrun_core.distributed.transport import (
     NUM_TAGS,
     SMALL_TAG,
@@ -121,6 +121,7 @@ class Comm:
         self._flight_recorder = flight_recorder
         self._process_groups = ProcessGroupTransport()
         self._within_host: Transport = self._process_groups
+        self._chains = Chains()
         self._host_ranks: frozenset[int] = frozenset()
         self._transports: dict[tuple[int, ...], Transport] = {}
         self._pairwise = PairwiseCollectives(self)
@@ -143,7 +144,9 @@ class Comm:
             return None
         exchange = functools.partial(self.all_gather_bytes, group=host, name="host memory")
         try:
-            self._within_host = CmaTransport(host.ranks, host.index, exchange, timeout_s)
+            self._within_host = CmaTransport(
+                host.ranks, host.index, exchange, self._chains, timeout_s
+            )
         except OSError as error:
             return str(error)
         self._host_ranks = frozenset(host.ranks)
@@ -185,6 +188,11 @@ class Comm:
     def num_recv_shards(self, group: Group) -> int:
         """Return how many shards of scratch a reduction over `group` needs for what arrives."""
         return self._collectives(group).num_recv_shards(group)
+
+    def follow(self, handle: Handle) -> None:
+        """Start what follows in a chain while this rank waits. See [Note: chains]."""
+        if self._within_host is not self._process_groups:
+            self._chains.add(handle)
 
     # Waiting and counting
 

@@ -10,19 +10,28 @@ over another group. A gradient of hybrid sharding is such a chain of three messa
     3               exchange of sums                                           replicate group
 
 Among ranks that exchange pairwise each message finds its own receiver, so `Handle.poll` starts what
-follows as soon as it sees that it can, which is so through memory. Backends instead pair up what
+follows as soon as it sees that it can, which is so through memory. There others may wait for that
+while this rank waits for another message, of which they know nothing yet: so each wait also starts
+what follows in other chains (`Chains`). With A in its first part, and B that comes after it:
+
+    rank 0    waits for B      must meanwhile start the second part of A
+    rank 1    waits for the second part of A, before it turns to B
+
+Backends instead pair up what
 all ranks issue one after the other, and a part is over earlier on one rank than on another; and
 messages through sockets do not say that they are over. There only `advance` and `wait` start what
 follows, and all ranks call them at the same points of what they issue.
 
                     waits for works     starts a part of any order     starts a part in order
     poll()          no                  once it sees the end           no: returns False
+    catch_up()      yes, as needed      all in front of one in order   no
     advance()       yes, as needed      on the way                     one
     wait()          yes                 all                            all
 """
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
@@ -37,16 +46,20 @@ class Waiter(Protocol):
 
     def observes_completion(self, group: Group) -> bool: ...
 
+    def follow(self, handle: Handle) -> None: ...
+
 
 class _Step(NamedTuple):
     """The part that follows, which may be communication itself.
 
     Attributes:
         in_order: all ranks must start it at the same point of what they issue.
+        communicates: other ranks may wait until this one has started it.
     """
 
     start: Callable[[], Handle | None]
     in_order: bool
+    communicates: bool
 
 
 class Handle:
@@ -71,29 +84,52 @@ class Handle:
         self.num_moves = 0
         self._works = list(works)
         self._steps: deque[_Step] = deque()
+        self._is_moving = False
         if then is not None:
-            self._steps.append(_Step(then, in_order=False))
+            self._steps.append(_Step(then, in_order=False, communicates=False))
 
     def then(self, start: Callable[[], Handle | None], over: Group) -> Handle:
         """Let `start` follow, which communicates over group `over`; return this handle.
 
         It starts at once where there is nothing to wait for.
         """
-        self._steps.append(_Step(start, in_order=not self._comm.observes_completion(over)))
+        in_order = not self._comm.observes_completion(over)
+        self._steps.append(_Step(start, in_order, communicates=True))
         while self._steps and not self._works:
             self._move_on()
+        if self._steps:
+            self._comm.follow(self)
         return self
 
     @property
     def is_over(self) -> bool:
         """True if all parts were waited for, or seen to be over."""
-        return not self._works and not self._steps
+        return not self._works and not self._steps and not self._is_moving
+
+    @property
+    def is_behind(self) -> bool:
+        """True if others may wait for a part that this rank can start without any order."""
+        if self._is_moving:
+            return False  # a wait for its own works asks
+        for step in self._steps:
+            if step.in_order:
+                return False
+            if step.communicates:
+                return True
+        return False
+
+    def catch_up(self) -> None:
+        """Wait for what precedes the parts that this rank can start in any order; start them."""
+        while self.is_behind:
+            self._move_on()
 
     def poll(self) -> bool:
         """Move on where that takes no waiting and no order among ranks; return whether it is over.
 
         That is as far as can be told without waiting: see `Comm.observes_completion`.
         """
+        if self._is_moving:
+            return False
         while all(work.is_completed() for work in self._works):
             if self.is_over:
                 return True
@@ -118,13 +154,48 @@ class Handle:
     def _move_on(self) -> None:
         """Finish this part, and start the next one: its own steps come before those left here."""
         self.num_moves += 1
-        works = self._works
-        self._works = []
-        if works:
-            self._comm.wait_for(works)
-        if not self._steps:
-            return
-        following = self._steps.popleft().start()
-        if following is not None:
-            self._works = following._works
-            self._steps.extendleft(reversed(following._steps))
+        self._is_moving = True
+        try:
+            works = self._works
+            self._works = []
+            if works:
+                self._comm.wait_for(works)
+            if not self._steps:
+                return
+            following = self._steps.popleft().start()
+            if following is not None:
+                self._works = following._works
+                self._steps.extendleft(reversed(following._steps))
+        finally:
+            self._is_moving = False
+
+
+class Chains:
+    """The handles of a rank that may have parts to start in any order. See [Note: chains]."""
+
+    def __init__(self) -> None:
+        self._handles: list[weakref.ref[Handle]] = []
+
+    def add(self, handle: Handle) -> None:
+        """Look after a handle until it is over, or nobody has it."""
+        self._handles.append(weakref.ref(handle))
+
+    def poll(self) -> None:
+        """Start what can be started without waiting."""
+        for handle in self._under_way():
+            if handle.is_behind:
+                handle.poll()
+
+    def catch_up(self) -> None:
+        """Start all that can be started without an order among ranks; wait as needed."""
+        for handle in self._under_way():
+            handle.catch_up()
+
+    def _under_way(self) -> list[Handle]:
+        """Return what is not over, the oldest first, and forget the others."""
+        if not self._handles:
+            return []
+        alive = [handle for reference in self._handles if (handle := reference()) is not None]
+        under_way = [handle for handle in alive if not handle.is_over]
+        self._handles = [weakref.ref(handle) for handle in under_way]
+        return under_way

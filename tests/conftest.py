@@ -42,9 +42,10 @@ def _name(item: pytest.Item) -> str:
 def _covering(table: Sequence[pytest.Item]) -> Iterator[pytest.Item]:
     """Yield the rows of one test that a covering run has.
 
-    Those that are marked `covering`, if any is. Otherwise, of what is not marked `thorough`, each
-    n-th row where the test is marked `sample(n)`; else rows in which each value of each list is:
-    of two lists of which a test takes every pair, as many as the longer one has.
+    Those that are marked `covering`, if any is. Otherwise, of what is not marked `thorough`, rows
+    in which each value of each list is: of two lists of which a test takes every pair, as many as
+    the longer one has. A test that is marked `at_most(n)` has n of those, which have as many values
+    as n can have, later ones first: tables go from what is plain to what is hard.
     """
     marked = [item for item in table if item.get_closest_marker("covering")]
     if marked:
@@ -53,20 +54,20 @@ def _covering(table: Sequence[pytest.Item]) -> Iterator[pytest.Item]:
     rows = [item for item in table if not item.get_closest_marker("thorough")]
     if not rows:
         return
-    if sample := rows[0].get_closest_marker("sample"):
-        (step,) = sample.args
-        yield from rows[::step]
-        return
+    limit = len(rows)
+    if at_most := rows[0].get_closest_marker("at_most"):
+        (limit,) = at_most.args
+        rows.reverse()
     missing = set().union(*map(_row, rows))
     if not missing:  # no table
         yield from rows
         return
     chosen = set()
-    while missing:
+    while missing and len(chosen) < limit:
         best = max(rows, key=lambda item: len(missing & _row(item)))  # the first of the best ones
         missing -= _row(best)
         chosen.add(best)
-    yield from (item for item in rows if item in chosen)
+    yield from (item for item in table if item in chosen)
 
 
 def _row(item: pytest.Item) -> Row:

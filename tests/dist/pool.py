@@ -29,9 +29,12 @@ from pathlib import Path
 from typing import Any
 
 TIMEOUT_S = 120.0
-# Imported once for all ranks. Oracles need torch's compiler: its optimizers and DDP import it.
 DEVICE = "ZRUN_TESTS_DEVICE"  # environment variable: the type of a rank's device
-WARM = ["torch", "torch._dynamo", "zrun_core.train.worker", "zrun_core.library"]
+# Imported once for all ranks. Oracles need torch's compiler: its optimizers and DDP import it.
+WARM = ["torch", "torch._dynamo", "pytest", "zrun_core.train.worker", "zrun_core.library"]
+WARM += ["zrun_core.train.stage_building", "zrun_core.verification.witness"]
+if "PYTEST_XDIST_WORKER" in os.environ:  # one test alone may not need it
+    WARM += ["transformers.modeling_utils", "transformers.generation.utils"]
 
 _Key = tuple[tuple[int, ...], timedelta | None]
 

@@ -30,7 +30,7 @@ def alone(ranks) -> Any:
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: " ".join(map(str, cell)))
-@pytest.mark.sample(28)
+@pytest.mark.at_most(1)
 def test_one_process(ranks, alone: Any, cell: Cell) -> None:
     apart = distance(on_ranks(ranks(cell.num_ranks), cell), alone(cell.alone))
     assert apart.is_within(CLOSE[cell.precision]), apart

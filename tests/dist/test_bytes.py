@@ -263,7 +263,7 @@ def frozen_traffic(cases: list[Adapted]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.sample(2)
+@pytest.mark.thorough
 def test_frozen_units_without_a_gradient_are_gathered_once(ranks, world_size):
     cases = [
         (stage, checkpoint, accumulation)
@@ -353,7 +353,7 @@ def deep_runs(cases: list[tuple[int, Deep]]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.sample(2)
+@pytest.mark.at_most(1)
 def test_blocks_that_are_recomputed_are_whole_one_after_the_other(ranks, world_size):
     kept = sorted(
         {("none", precision, 1, bucket, frozen) for _, precision, _, bucket, frozen in DEEP}

@@ -90,7 +90,7 @@ def collectives(
     }
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [2, 3, pytest.param(4, marks=pytest.mark.thorough)])
 def test_direct_exchange_equals_sums_in_rank_order_and_the_backend(ranks, world_size):
     sizes = [1, 7, 1024]
     direct = ranks(world_size).run(exchange, sizes, ["float32", "bfloat16", "float16"], True)

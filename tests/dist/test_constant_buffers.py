@@ -76,7 +76,7 @@ def walk(depth: int) -> dict[tuple[str, int], Held]:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.sample(2)
+@pytest.mark.thorough
 def test_buffers_do_not_grow_with_depth(ranks: Callable[[int], Any], num_ranks: int) -> None:
     shallow, deep = (ranks(num_ranks).run(walk, depth) for depth in (DEPTH, 4 * DEPTH))
     for own, other in zip(shallow, deep, strict=True):

@@ -128,6 +128,7 @@ def test_noise_is_what_the_loss_behind_the_border_sees(
     assert set(losses(found[0]).values()) == {0.0}
 
 
+@pytest.mark.thorough
 def test_another_number_of_stages_goes_on_with_the_same_draws(
     ranks, tmp_path: Path, one: Any
 ) -> None:

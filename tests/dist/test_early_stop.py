@@ -33,6 +33,7 @@ def ends(found: dict[str, Any]) -> list[tuple[int, str, str]]:
 
 
 @pytest.mark.parametrize("cut", [3, 5])
+@pytest.mark.at_most(1)
 def test_it_ends_at_the_same_step_with_the_same_bits_wherever_it_was_cut_off(ranks, tmp_path, cut):
     whole = ranks(2).run(run, keys(), str(tmp_path / "whole"))
     assert ends(whole[0]) == [(6, "early stop", WHY)]

@@ -44,6 +44,7 @@ def train(stage: int, options: dict[str, Any]) -> list[float]:
 
 
 @pytest.mark.parametrize("options", [{}, {"persist_below": 300}, {"whole_blocks": True}])
+@pytest.mark.at_most(1)
 def test_parameters_looked_at_first_are_those_of_the_last_update(ranks, options):
     plain = train_plain(build(), data(4), loss_of=penalty_first)
     for stage in range(4):

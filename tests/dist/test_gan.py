@@ -116,11 +116,13 @@ def theirs(precision: str, bad: dict[str, int]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.at_most(2)
 def test_fp32_losses_are_those_of_the_plain_loop_to_the_bit(ranks, stage):
     assert ranks(2).run(ours, stage, "fp32", {}) == ranks(2).run(theirs, "fp32", {})
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.at_most(2)
 def test_an_overflow_skips_one_optimizer_and_halves_the_scale_once(ranks, stage):
     bad = {"judge": 2, "made": 4}
     plain = ranks(2).run(theirs, "fp16", bad)[0]

@@ -425,6 +425,7 @@ def skips_told(found: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.at_most(1)
 def test_a_step_that_is_read_late_is_not_judged_by_the_gradient_of_the_next(ranks, tmp_path, stage):
     """Another parameter is spoiled in each step; of the first one only its unit is still known."""
     model = {"call": "runs.py:Spoiled", "args": {"passes": [3, 4, 5]}}

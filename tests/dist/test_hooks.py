@@ -75,7 +75,7 @@ def test_every_hook_is_called_on_every_rank_and_told_what_is_known(ranks, tmp_pa
 @pytest.mark.parametrize(
     ("hook", "asked", "last"), [("on_step", 3, 4), ("on_eval", 3, 3), ("on_save", 3, 4)]
 )
-@pytest.mark.sample(3)
+@pytest.mark.at_most(1)
 def test_one_rank_may_end_the_run_for_all(ranks, tmp_path, hook, asked, last):
     """It ends well, is saved, and is complete; going on from its step by number it trains on."""
     keys = job(eval={"data": "runs.py:Tokens", "every": 3}, checkpoint={"every": 3})

@@ -257,6 +257,7 @@ def peak_while_loading(path: str, stage: int) -> int:
 
 
 @pytest.mark.parametrize("suffix", ["safetensors", "pt"])
+@pytest.mark.at_most(1)
 def test_all_ranks_together_hold_little_more_than_the_file(ranks, tmp_path, suffix):
     model = Wide()
     path = tmp_path / f"model.{suffix}"

@@ -103,6 +103,7 @@ def walk(tier: Tier, stage: int) -> dict[tuple[str, str], Found]:
 @pytest.mark.parametrize("tier", [Tier.HOST, Tier.DISK])
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.at_most(1)
 def test_where_inputs_wait_changes_nothing(
     ranks: Ranks, num_ranks: int, stage: int, tier: Tier
 ) -> None:

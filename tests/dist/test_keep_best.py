@@ -68,6 +68,7 @@ def test_evaluated_steps_are_saved_when_they_are_the_best_and_stay(ranks, tmp_pa
 
 
 @pytest.mark.parametrize("cut", [3, 5])
+@pytest.mark.at_most(1)
 def test_a_run_that_goes_on_remembers_its_best(ranks, tmp_path, cut):
     """Also where the process died before the file that names it was written."""
     ranks(2).run(run, keys(), str(tmp_path), None, cut)

@@ -176,8 +176,8 @@ NEAR = {  # a weight, or a tensor, that several slices use
 }
 
 
-@pytest.mark.parametrize(("size", "stage"), [(1, 0), (2, 2), (2, 3)])
-@pytest.mark.sample(3)
+@pytest.mark.parametrize(("size", "stage"), [(1, 0), (2, 3), (2, 2)])
+@pytest.mark.at_most(1)
 def test_layers_first_is_the_same_with_two_gathers_per_step(ranks, tmp_path, size, stage):
     jobs = {
         name: {**keys, "zero": {**keys["zero"], "stage": stage}}
@@ -225,6 +225,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.thorough
 def test_what_it_cannot_do_is_named_and_what_raises_is_the_users(ranks, tmp_path):
     jobs = {name: case(name) for name in REFUSED}
     for of_rank in ranks(2).run(in_both_orders, jobs, str(tmp_path)):

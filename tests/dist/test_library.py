@@ -118,7 +118,7 @@ def hybrid(stage: int, micros: int, accumulate: int) -> list[float]:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.sample(2)
+@pytest.mark.at_most(1)
 def test_copies_count_once_where_more_gradients_come_than_declared(ranks, stage):
     plain = train_plain(build(), data(4, batch=16))
     for accumulate in (1, 2, 3):
@@ -381,7 +381,7 @@ def train_loop(name: str, stage: int, lib: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("loop", [loop.__name__ for loop in LOOPS])
-@pytest.mark.sample(2)
+@pytest.mark.at_most(9)
 def test_loops_of_every_shape(ranks, loop):
     plain = train_loop(loop, 0, lib=False)
     for stage in range(4):

@@ -223,6 +223,7 @@ optimizer.step()
 """
 
 
+@pytest.mark.thorough
 def test_a_rank_that_others_wait_for_says_where_it_is_and_may_go_on(scripts: Path) -> None:
     script = scripts / "stuck.py"
     script.write_text(STUCK)

@@ -114,7 +114,7 @@ def on_disk(stage: int, folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.sample(2)
+@pytest.mark.thorough
 def test_two_models_with_states_on_disk_go_on_bit_for_bit(ranks, tmp_path, stage):
     away = on_disk(stage, tmp_path)
     for name, first, second in (("down", None, away), ("up", away, None)):

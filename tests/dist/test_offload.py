@@ -148,7 +148,7 @@ def assert_equal(here: Any, away: Any) -> None:
 
 @pytest.mark.parametrize(("stage", "placement", "settings"), list(cases()))
 @pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.sample(4)
+@pytest.mark.at_most(15)
 def test_where_states_live_changes_no_bit(
     ranks: Ranks, num_ranks: int, stage: int, placement: Placement, settings: dict[str, Any]
 ) -> None:
@@ -161,6 +161,7 @@ ALL_ON_DISK = Placement(param=DISK, grad=DISK, optimizer=DISK)
 
 
 @pytest.mark.parametrize("placement", [ALL_APART, ALL_ON_DISK], ids=["apart", "disk"])
+@pytest.mark.at_most(1)
 def test_waiting_for_updates_changes_no_bit(ranks: Ranks, placement: Placement) -> None:
     settings = SETTINGS["bf16, clipped"]
     behind = ranks(2).run(run, 3, placement, settings, 2, "overlap")
@@ -194,7 +195,7 @@ def run_through_slots(
         ("disk parameters", "bf16, clipped", 1),  # no gradient ever comes down
     ],
 )
-@pytest.mark.sample(3)
+@pytest.mark.at_most(1)
 def test_training_holds_no_slot_that_it_waits_for(
     ranks: Ranks, place: str, name: str, prefetch: int
 ) -> None:
@@ -376,6 +377,7 @@ def run_in_an_order(
 
 
 @pytest.mark.parametrize(("num_ranks", "is_apart"), [(1, True), (2, False)])
+@pytest.mark.at_most(1)
 def test_layers_first_read_the_parameters_from_the_disk_once_for_all_micro_batches(
     ranks: Ranks, num_ranks: int, is_apart: bool
 ) -> None:
@@ -425,6 +427,7 @@ def run_until_the_disk_fails(
 @pytest.mark.parametrize(
     ("stage", "place"), [(1, "disk"), (3, "disk, all"), (3, "apart and disk"), (3, "mixed")]
 )
+@pytest.mark.at_most(2)
 def test_a_disk_that_fails_at_any_time_leaves_nobody_waiting(
     ranks: Ranks, stage: int, place: str, schedule: str
 ) -> None:
@@ -437,6 +440,7 @@ def test_a_disk_that_fails_at_any_time_leaves_nobody_waiting(
 
 
 @pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.at_most(1)
 def test_layer_wise_updates_on_the_host(ranks: Ranks, stage: int) -> None:
     settings = {"precision": "bf16", "optim": {"name": "lamb", "moments": "bf16"}}
     placement = Placement(grad=HOST, optimizer=HOST)
@@ -469,7 +473,7 @@ def run_hybrid(placement: Placement, stage: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("stage", [3, 0, 2])
-@pytest.mark.sample(3)
+@pytest.mark.thorough
 def test_a_sum_that_is_added_to_and_what_user_code_writes(ranks: Ranks, stage: int) -> None:
     placements = [Placement(grad=HOST, optimizer=HOST), Placement(grad=DISK, optimizer=DISK)]
     if stage == 3:
@@ -558,7 +562,7 @@ def run_delayed_by_hand(delay_after: int) -> list[float]:
 
 
 @pytest.mark.parametrize("place", ["apart optimizer", "apart"])
-@pytest.mark.sample(2)
+@pytest.mark.at_most(1)
 def test_a_delayed_update_is_that_of_a_gradient_one_step_old(ranks: Ranks, place: str) -> None:
     placement = PLACEMENTS[place]
     delayed = ranks(2).run(run_delayed, placement, 3)

@@ -138,7 +138,7 @@ CASES = {
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("settings", CASES)
-@pytest.mark.sample(3)
+@pytest.mark.at_most(2)
 def test_every_placement_writes_the_same_files_and_goes_on_from_them(
     ranks: Ranks, tmp_path: Path, num_ranks: int, settings: str
 ) -> None:
@@ -161,6 +161,7 @@ def test_every_placement_writes_the_same_files_and_goes_on_from_them(
 
 
 @pytest.mark.parametrize("place", ["apart, all, 3", "disk, all, 3"])
+@pytest.mark.at_most(1)
 def test_delayed_updates_are_settled_and_stay_delayed(
     ranks: Ranks, tmp_path: Path, place: str
 ) -> None:

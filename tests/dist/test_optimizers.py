@@ -173,6 +173,7 @@ def overflow(stage: int, name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", ["lamb", "lars", "lion"])
+@pytest.mark.at_most(1)
 def test_a_step_that_overflows_changes_nothing(ranks, name):
     runs = [ranks(2).run(overflow, stage, name) for stage in range(4)]
     for run in runs:
@@ -224,7 +225,7 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[str], Rule]]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.sample(3)
+@pytest.mark.at_most(2)
 def test_the_papers_algorithm_at_every_stage(ranks, case):
     optim, rule_of = CASES[case]
     lr, tolerance = (
@@ -277,7 +278,7 @@ def test_no_class_of_torch_is_forgotten():
 
 
 @pytest.mark.parametrize("optim", TORCHS, ids=lambda optim: " ".join(map(str, optim.values())))
-@pytest.mark.sample(3)
+@pytest.mark.at_most(2)
 def test_torchs_own_are_bit_equal_to_the_plain_model_at_every_stage(ranks, optim):
     found = resolve_optimizer(optim_config(**optim), lambda name: None)
     plain = ranks(2).run(
@@ -302,6 +303,7 @@ IN_BF16 = [{"name": name, "moments": "bf16"} for name in ("adam", "adamw", "lamb
 @pytest.mark.parametrize(
     "optim", OURS + IN_BF16, ids=lambda optim: " ".join(map(str, optim.values()))
 )
+@pytest.mark.at_most(4)
 def test_stages_are_bit_equal_and_take_what_is_planned(ranks, optim, precision):
     options = {"optim": optim, "precision": precision}
     runs = [ranks(2).run(train, stage, options) for stage in range(4)]

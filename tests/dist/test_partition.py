@@ -88,9 +88,9 @@ def kept_bytes(of_rank: dict[str, Any]) -> dict[str, int]:
 
 @pytest.mark.parametrize(
     ("tp", "checkpoint", "blocks"),
-    [(2, "full", DEPTH), (2, "every_n", DEPTH // 2), (2, "selective", DEPTH), (4, "full", DEPTH)],
+    [(4, "full", DEPTH), (2, "every_n", DEPTH // 2), (2, "selective", DEPTH), (2, "full", DEPTH)],
 )
-@pytest.mark.sample(4)
+@pytest.mark.at_most(1)
 def test_bits_gathers_and_bytes(
     ranks: Any, tmp_path: Path, tp: int, checkpoint: str, blocks: int
 ) -> None:
@@ -117,6 +117,7 @@ def test_with_pipelines_and_shards_and_a_disk(ranks: Any, tmp_path: Path) -> Non
     assert all(kept_bytes(each)["disk"] for each in found[0])
 
 
+@pytest.mark.thorough
 def test_slices_of_the_sequence_are_not_divided_again(ranks: Any, tmp_path: Path) -> None:
     sliced, kept = with_and_without(
         ranks,

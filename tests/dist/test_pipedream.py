@@ -130,7 +130,7 @@ def params_of(found: Tensors) -> Tensors:
     ("stages", "precision", "optim"),
     [(2, "fp32", SGD), (3, "fp32", SGD), (4, "fp32", ADAMW), (3, "bf16", ADAMW)],
 )
-@pytest.mark.sample(3)
+@pytest.mark.at_most(2)
 def test_delayed_gradients(
     ranks, tmp_path: Path, stages: int, precision: str, optim: dict[str, Any], schedule: str
 ) -> None:
@@ -144,7 +144,7 @@ def test_delayed_gradients(
 
 
 @pytest.mark.parametrize("zero", [0, 1])
-@pytest.mark.sample(2)
+@pytest.mark.thorough
 def test_data_parallel_ranks(ranks, tmp_path: Path, zero: int) -> None:
     """With steps that no window of full length ends, and a last one of fewer samples."""
     keys = keys_of(2, "pipedream", batch={"global": 4, "micro": 2}, zero=zero, steps=40)

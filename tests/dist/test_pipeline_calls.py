@@ -59,7 +59,7 @@ def texts(folder: Path, step: int) -> list[Any]:
         ("GPT2LMHeadModel", {"pp": 2}, {"parallel": {"pp": 2, "schedule": "gpipe"}}),
     ],
 )
-@pytest.mark.sample(5)
+@pytest.mark.at_most(1)
 def test_text_is_that_of_one_rank(
     ranks, tmp_path: Path, name: str, dims: dict[str, int], more: dict[str, Any]
 ) -> None:

@@ -61,6 +61,7 @@ def values(found: list[dict[str, Any]]) -> list[dict[str, float]]:
 
 @pytest.mark.parametrize("dims", DIMS)
 @pytest.mark.parametrize("metrics", ["measures", "of_labels"])
+@pytest.mark.at_most(1)
 def test_metrics(ranks, tmp_path: Path, metrics: str, dims: dict[str, int]) -> None:
     one = values(evaluated(metrics, tmp_path / "one", ranks, dp=dims["dp"], pp=1))
     many = values(evaluated(metrics, tmp_path / "many", ranks, **dims))
@@ -75,7 +76,7 @@ def test_metrics(ranks, tmp_path: Path, metrics: str, dims: dict[str, int]) -> N
         ("of_weights", "eval.metrics failed: it looks at the value of a tensor that another stage"),
     ],
 )
-@pytest.mark.sample(2)
+@pytest.mark.at_most(1)
 def test_metrics_that_no_stage_can_compute(ranks, tmp_path: Path, metrics: str, words: str) -> None:
     with pytest.raises(AssertionError) as error:  # of the pool, which says what each rank raised
         evaluated(metrics, tmp_path, ranks, dp=1, pp=2)
@@ -165,7 +166,7 @@ def flip(context: HookContext, ranks: list[int], name: str) -> None:
         ),
     ],
 )
-@pytest.mark.sample(2)
+@pytest.mark.at_most(2)
 def test_one_bit_is_found(
     ranks, tmp_path: Path, keys: dict[str, Any], dp: int, pp: int, flipped: list[int], words: str
 ) -> None:
@@ -208,7 +209,12 @@ def poisoned(rank: int, what: str) -> nn.Module:
 
 @pytest.mark.parametrize("what", ["gradient", "activation"])
 @pytest.mark.parametrize(
-    ("zero", "dims"), [(0, DIMS[0]), (0, DIMS[1]), (3, {"dp": 2, "pp": 2, "tp": 2})]
+    ("zero", "dims"),
+    [
+        (0, DIMS[0]),
+        (0, DIMS[1]),
+        pytest.param(3, {"dp": 2, "pp": 2, "tp": 2}, marks=pytest.mark.thorough),
+    ],
 )
 def test_what_is_not_finite_is_named(
     ranks, tmp_path: Path, what: str, zero: int, dims: dict[str, int]

@@ -189,7 +189,7 @@ CASES += [("1f1b", 2, "bf16"), ("zero_bubble", 2, "bf16")]
 
 
 @pytest.mark.parametrize(("schedule", "pp", "precision"), CASES)
-@pytest.mark.sample(5)
+@pytest.mark.at_most(1)
 def test_what_waits_is_what_is_planned(
     ranks, tmp_path: Path, schedule: str, pp: int, precision: str
 ) -> None:
@@ -208,7 +208,7 @@ def test_what_waits_is_what_is_planned(
 
 
 @pytest.mark.parametrize(("precision", "itemsize"), [("fp32", 4), ("bf16", 2)])
-@pytest.mark.sample(2)
+@pytest.mark.thorough
 def test_each_border_is_crossed_by_its_hidden_states(
     ranks, tmp_path: Path, precision: str, itemsize: int
 ) -> None:

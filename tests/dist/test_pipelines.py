@@ -101,7 +101,7 @@ def test_one_process(
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.sample(2)
+@pytest.mark.at_most(1)
 def test_weights_wait_for_their_turn(ranks, tmp_path: Path, tp: int) -> None:
     keys = small(model=gpt(heads=2), parallel={"schedule": "zero_bubble", "pp": 2, "tp": tp})
     dims = {"dp": 1, "pp": 2, "tp": tp}

@@ -188,6 +188,7 @@ def planned(keys: dict[str, Any], world_size: int, rank: int) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("world_size", CHOSEN)
+@pytest.mark.at_most(2)
 def test_what_is_planned_from_the_job_is_what_ranks_hold(ranks, world_size, tmp_path):
     cases = CHOSEN[world_size]
     for rank, sums in enumerate(
@@ -280,7 +281,7 @@ SLICES: list[tuple[dict[str, int], dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("sizes", "parallel", "keys"), PIPELINES + SLICES)
-@pytest.mark.sample(16)
+@pytest.mark.thorough
 def test_parts_of_a_model_hold_what_is_planned(
     ranks, tmp_path, sizes: dict[str, int], parallel: dict[str, Any], keys: dict[str, Any]
 ) -> None:

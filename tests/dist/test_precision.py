@@ -21,7 +21,7 @@ MATRIX = [
     "options",
     [*MATRIX, {"precision": {"compute": "bf16", "reduce": "compute"}}, {"precision": "fp16"}],
 )
-@pytest.mark.sample(2)
+@pytest.mark.at_most(3)
 def test_stages_are_bit_equal_in_every_precision(ranks, options):
     runs = [ranks(2).run(train, stage, options)[0] for stage in range(4)]
     for run in runs[1:]:
@@ -36,6 +36,7 @@ def test_accumulated_stages_agree_to_round_off(ranks):
 
 
 @pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.at_most(1)
 def test_clipping_is_the_plain_loops(ranks, stage):
     plain = train_plain(build(), data(6), clip=0.05)
     for world_size in (1, 2, 3):

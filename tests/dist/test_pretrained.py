@@ -58,8 +58,8 @@ def train_all(jobs: list[dict[str, Any]], run_dir: str) -> list[Run]:
     return found
 
 
-@pytest.mark.parametrize("name", pretrained.SIZES)
-@pytest.mark.sample(8)
+@pytest.mark.parametrize("name", list(pretrained.SIZES)[::-1])
+@pytest.mark.at_most(1)
 def test_recomputed_models_train_as_a_plain_loop_does_and_are_exported(ranks, tmp_path, name):
     saved = keys_of(name, "full", 3, checkpoint={"every": STEPS})
     jobs = [keys_of(name, "none", 0), keys_of(name, "full", 0), saved]
@@ -105,6 +105,7 @@ def loads(step: Path, tmp_path: Path, plain_model: nn.Module) -> None:
     assert type(inner).from_pretrained(tmp_path / "half").dtype == torch.bfloat16
 
 
+@pytest.mark.thorough
 def test_models_around_others_and_with_checkpointing_of_their_own(ranks, tmp_path):
     jobs = [
         keys_of(LLAMA, "full", 3, "Wrapped", checkpoint={"every": STEPS}),

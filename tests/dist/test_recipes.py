@@ -76,6 +76,7 @@ def test_the_average_of_the_weights_goes_on(ranks: Any, tmp_path: Path) -> None:
     assert average["head.weight"].abs().sum() > 0
 
 
+@pytest.mark.thorough
 def test_a_game_is_learned(ranks: Any, tmp_path: Path) -> None:
     script = tmp_path / "ppo.py"
     script.write_text(block("Reinforcement learning and GANs", "python"), encoding="utf-8")

@@ -88,7 +88,7 @@ def saved(ranks, tmp_path_factory) -> tuple[dict[str, str], list[dict[str, Any]]
 
 
 @pytest.mark.parametrize(("stage", "world_size", "keys"), LAYOUTS)
-@pytest.mark.sample(3)
+@pytest.mark.at_most(4)
 def test_another_layout_goes_on_with_the_same_tensors(
     ranks, saved, tmp_path, stage, world_size, keys
 ):
@@ -156,6 +156,7 @@ def test_what_does_not_fit_is_named(ranks, tmp_path, keys, words):
         (False, 3, 44, ""),  # it grows behind the position
     ],
 )
+@pytest.mark.at_most(2)
 def test_a_dataset_of_another_length_is_another_place(
     ranks, tmp_path, shuffle, steps, length, words
 ):
@@ -177,6 +178,7 @@ def of_one_stream(raw: dict[str, Any]) -> None:
         rank["rng"] = {name: rank["rng"][name] for name in ("python", "numpy")}
 
 
+@pytest.mark.thorough
 def test_a_checkpoint_of_before_there_were_three_streams_goes_on(ranks, tmp_path):
     keys = job(data={"call": "runs.py:Augmented", "shuffle": True})
     whole = ranks(2).run(run, keys, str(tmp_path / "whole"))
@@ -212,6 +214,7 @@ def test_a_damaged_step_is_skipped_by_all_ranks_and_its_number_is_free_again(ran
     assert (folder / "step-00000006" / "manifest.json").exists()
 
 
+@pytest.mark.thorough
 def test_a_folder_by_another_name_is_still_the_runs_own(ranks, tmp_path):
     """Its damaged steps give their numbers back, and what it goes on from is not saved again."""
     ranks(2).run(run, job(), str(tmp_path / "run"), None, 7)
@@ -258,7 +261,7 @@ def run_saving_the_beginning(keys: dict[str, Any], run_dir: str) -> dict[str, An
     ],
     ids=str,
 )
-@pytest.mark.sample(3)
+@pytest.mark.at_most(2)
 def test_nothing_is_left_of_a_rejected_step_in_one_where_nothing_was_updated(ranks, tmp_path, keys):
     """The newest is damaged where a rank reads last, so that most of it is there when it is
     rejected.
@@ -285,6 +288,7 @@ def evaluations(result: dict[str, Any]) -> list[tuple[int, float]]:
 
 
 @pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.at_most(1)
 def test_an_evaluation_that_a_signal_cuts_off_is_made_anew(ranks, tmp_path, stage):
     """Its samples draw random numbers, and none of those with which training goes on."""
     held_out = {"data": {"call": "runs.py:Augmented", "args": {"length": 12}}, "every": 2}

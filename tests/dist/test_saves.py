@@ -41,7 +41,7 @@ def contents_of(run_dir: Path, step: int) -> dict[tuple[str, str, int], str]:
 
 
 @pytest.mark.parametrize("busy", ["wait", "skip"])
-@pytest.mark.sample(2)
+@pytest.mark.at_most(1)
 def test_a_save_in_the_background_is_of_its_own_step(ranks, tmp_path, busy):
     """Every step is due while the one before is being written.
 
@@ -109,7 +109,7 @@ def forget(event: threading.Event, call: Any) -> Any:
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.sample(2)
+@pytest.mark.at_most(1)
 def test_an_update_waits_for_the_copy_of_what_it_changes(ranks, tmp_path, stage):
     keys = job(
         zero=stage, steps=6, precision="bf16", lr="constant", checkpoint={"every": 2, "keep": 9}
@@ -202,6 +202,7 @@ def run_with_failing_writes(
 
 @pytest.mark.parametrize("in_background", [False, True])
 @pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.at_most(1)
 def test_one_failing_rank_fails_the_save_of_all(ranks, tmp_path, rank, in_background):
     keys = job(checkpoint={"every": 3, "async": in_background})
     found = ranks(2).run(run_with_failing_writes, keys, str(tmp_path), rank, [2])
@@ -211,6 +212,7 @@ def test_one_failing_rank_fails_the_save_of_all(ranks, tmp_path, rank, in_backgr
     assert not [path for path in (tmp_path / "checkpoints").iterdir() if ".tmp-" in path.name]
 
 
+@pytest.mark.thorough
 def test_a_job_may_go_on_after_two_failed_saves(ranks, tmp_path):
     options = {"every": 1, "on_save_error": "warn"}
     found = ranks(2).run(
@@ -297,6 +299,7 @@ def run_with_late_numbers(keys: dict[str, Any], run_dir: str, late: bool) -> dic
 
 
 @pytest.mark.parametrize("late", [False, True])
+@pytest.mark.at_most(1)
 def test_what_a_numeric_stop_saves_is_between_two_steps(ranks, tmp_path, late):
     keys = job(hooks={}, checkpoint={"every": 100})
     whole = ranks(2).run(run, keys, str(tmp_path / "whole"))
@@ -414,6 +417,7 @@ def run_with_a_bad_disk(keys: dict[str, Any], run_dir: str, what: str) -> dict[s
 
 @pytest.mark.parametrize("what", ["sync", "prune"])
 @pytest.mark.parametrize("last", [6, 8])
+@pytest.mark.at_most(1)
 def test_a_step_that_has_its_name_is_saved_whatever_fails_after_that(ranks, tmp_path, what, last):
     """Nothing older is removed for it, until the next one is there."""
     (found,) = ranks(1).run(
@@ -467,6 +471,7 @@ def run_with_rot(keys: dict[str, Any], run_dir: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("in_background", [False, True])
+@pytest.mark.at_most(1)
 def test_older_steps_go_behind_and_not_for_one_that_rotted(ranks, tmp_path, in_background):
     keys = job(steps=6, lr="constant", checkpoint={"every": 2, "async": in_background})
     found = ranks(2).run(run_with_rot, keys, str(tmp_path))
@@ -524,6 +529,7 @@ def run_with_slow_disks(keys: dict[str, Any], run_dir: str, waits: bool) -> dict
         return run(keys, run_dir)
 
 
+@pytest.mark.thorough
 def test_ranks_wait_for_a_disk_for_longer_than_for_a_message(ranks, tmp_path):
     """A turn of asking takes a quarter of a second: rank 0 waits for 2 s, and then rank 1 does."""
     keys = job(steps=1, lr="constant", limits={"collective_s": 1.5})
@@ -547,7 +553,7 @@ def test_a_disk_that_does_not_answer_is_named_with_its_rank(ranks, tmp_path):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.sample(2)
+@pytest.mark.at_most(1)
 def test_no_sample_is_lost_or_read_twice(ranks, tmp_path, workers):
     """Two epochs of 40 samples on 1, then 2, then 3 ranks, with an uneven end."""
     data = {"call": "runs.py:Tokens", "shuffle": True, "workers": workers}
@@ -584,7 +590,7 @@ def test_samples_draw_the_same_after_going_on_whoever_reads_them(ranks, tmp_path
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.sample(2)
+@pytest.mark.at_most(1)
 def test_parameters_that_broke_are_not_called_good_and_push_out_none_that_are(
     ranks, tmp_path, stage
 ):

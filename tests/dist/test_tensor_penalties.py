@@ -100,7 +100,7 @@ def test_parameters_that_all_ranks_have_whole_may_be_looked_at(ranks, tmp_path: 
     [{"tp": 2}, {"tp": 2, "pp": 2}, {"tp": 2, "pp": 2, "schedule": "pipedream"}],
     ids=["tp", "tp and pp", "pipedream"],
 )
-@pytest.mark.sample(3)
+@pytest.mark.at_most(1)
 def test_ranks_whose_losses_differ_end_in_the_first_step(
     ranks, tmp_path: Path, parallel: dict[str, Any]
 ) -> None:

@@ -66,7 +66,7 @@ def cases() -> Iterator[Any]:
 @pytest.mark.parametrize(
     ("num_ranks", "stage", "placement", "accumulation", "schedule", "settings"), list(cases())
 )
-@pytest.mark.sample(3)
+@pytest.mark.at_most(20)
 def test_a_step_moves_and_holds_what_is_planned(
     ranks: Ranks,
     num_ranks: int,
@@ -125,6 +125,7 @@ def test_the_kernel_counts_the_bytes_of_the_plan(ranks: Ranks) -> None:
 NEW_FIELDS = {"start": {"planned_tiers"}, "step": {"tiers", "updates"}, "memory": {"tiers"}}
 
 
+@pytest.mark.thorough
 def test_events_tell_of_states_elsewhere_where_there_are_any(ranks: Ranks, tmp_path: Path) -> None:
     """With evaluations and saves between the steps, which are no traffic of theirs."""
     keys = job(zero=3, steps=6, checkpoint={"every": 2}, log={"every": 1})

@@ -133,8 +133,8 @@ MODES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("world_size", "modes"), [(1, MODES[:2]), (2, MODES)])
-@pytest.mark.sample(2)
+@pytest.mark.parametrize(("world_size", "modes"), [(2, MODES), (1, MODES[:2])])
+@pytest.mark.at_most(1)
 def test_numbers_are_those_of_the_untiled_model(ranks, world_size, modes):
     """Up to the order in which products, and the gradient of the input, are added."""
     variants = [(TILE, 3), (TILE, 0), (None, 3)]
@@ -183,7 +183,7 @@ def test_a_tile_is_gathered_for_each_use(ranks):
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.sample(2)
+@pytest.mark.at_most(1)
 def test_tiles_come_from_the_host_or_the_disk_one_by_one(ranks, world_size):
     common = {"tile": TILE, "stage": 3, "checkpoint": "full", "wide": 4}
     cases = [{**common, "tier": tier} for tier in (Tier.DEVICE, Tier.HOST, Tier.DISK)]
@@ -250,7 +250,7 @@ class Plain(nn.Module):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.sample(2)
+@pytest.mark.at_most(1)
 def test_checkpoints_know_one_weight(ranks, tmp_path, precision):
     """Saved tiled by two ranks, loaded untiled by one, and the other way round."""
     for tile, other in ((SOME, None), (None, SOME)):

@@ -100,7 +100,7 @@ def one(ranks, tmp_path_factory: pytest.TempPathFactory) -> Any:
     [{"pp": 2}, {"pp": 2, "schedule": "interleaved"}, {"tp": 2, "plan": PLAN}],
     ids=["pp", "interleaved", "tp"],
 )
-@pytest.mark.sample(6)
+@pytest.mark.at_most(2)
 def test_losses_are_those_of_one_rank(
     ranks, tmp_path: Path, one: Any, parallel: dict[str, Any], writes: str
 ) -> None:

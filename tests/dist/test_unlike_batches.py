@@ -64,7 +64,7 @@ def ends(ranks: Any, folder: Path, dp: int = 1, **keys: Any) -> str:
         (ALL, 2, [4, 5], "ranks 4 (host, cpu, pp 1 dp 0 tp 0), 5 (host, cpu, pp 1 dp 0 tp 1) read"),
     ],
 )
-@pytest.mark.sample(4)
+@pytest.mark.thorough
 def test_one_batch(
     ranks, tmp_path: Path, parallel: dict[str, int], dp: int, others: list[int], words: str
 ) -> None:

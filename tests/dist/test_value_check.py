@@ -206,7 +206,7 @@ class Drawing(Model):
     ids=["tp", "sequence", "pp", "interleaved", "all"],
 )
 @pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.sample(3)
+@pytest.mark.at_most(2)
 def test_a_comparison_changes_nothing(
     ranks, tmp_path: Path, parallel: dict[str, Any], stage: int
 ) -> None:

@@ -66,7 +66,7 @@ RIGHT: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
 
 
 @pytest.mark.parametrize("name", RIGHT)
-@pytest.mark.sample(8)
+@pytest.mark.at_most(3)
 def test_what_is_right_agrees(ranks, tmp_path: Path, name: str) -> None:
     keys, dims = RIGHT[name]
     verdict = verified(small(**{"optim": ADAMW, **keys}), tmp_path / "run", ranks, **dims)
@@ -115,7 +115,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], dict[str, int], str, str]] = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-@pytest.mark.sample(3)
+@pytest.mark.at_most(8)
 def test_a_mistake_is_named(ranks, tmp_path: Path, name: str) -> None:
     keys, dims, begin, end = MISTAKES[name]
     verdict = verified(small(**{"optim": ADAMW, **keys}), tmp_path / "run", ranks, name, **dims)
@@ -158,6 +158,7 @@ def test_buffers_that_are_lost_are_seen_at_once(ranks, tmp_path: Path) -> None:
     assert (difference.step, difference.what, difference.name) == (2, "save", "norm.running_mean")
 
 
+@pytest.mark.thorough
 def test_steps_that_are_all_skipped_prove_nothing(ranks, tmp_path: Path) -> None:
     precision = {"compute": "fp16", "loss_scale": {"init": 2.0**100}}
     keys = small(precision=precision, guards={"max_nonfinite": 100})

@@ -212,6 +212,7 @@ def compare(uses: str, size: int, dtype: torch.dtype) -> dict[str, tuple[float, 
 
 
 @pytest.mark.parametrize(("num_ranks", "size"), [(2, 16), (2, 11), (4, 13), (4, 5), (4, 3)])
+@pytest.mark.at_most(2)
 def test_loss_of_slices(ranks: Ranks, num_ranks: int, size: int) -> None:
     """Of a vocabulary of 5 on 4 ranks the last one has nothing."""
     for found in ranks(num_ranks).run(compare, "SLICED", size, torch.float32):
@@ -447,7 +448,7 @@ def train_all() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
-@pytest.mark.sample(2)
+@pytest.mark.thorough
 def test_own_losses_of_models(ranks: Ranks, num_ranks: int) -> None:
     for found in ranks(num_ranks).run(train_all):
         for kind, ((whole, own), worst, calls) in found.items():

@@ -319,7 +319,7 @@ def train_with_hook(keys: dict[str, Any], run_dir: str, want_state: bool = False
 @pytest.mark.parametrize(
     ("stage", "precision"), [(0, "bf16"), (1, "fp32"), (2, "bf16"), (3, "fp32"), (3, "bf16")]
 )
-@pytest.mark.sample(2)
+@pytest.mark.at_most(3)
 def test_ranks_generate_texts_of_different_lengths(ranks, tmp_path, stage, precision):
     keys = keys_of("tied", stage, precision=precision)
     silent = ranks(2).run(train, keys, str(tmp_path))[0]["step"]

@@ -63,6 +63,7 @@ def is_free() -> bool:
 
 
 @pytest.mark.skipif(not is_free(), reason="one CPU, or a quota or an affinity of somebody else's")
+@pytest.mark.thorough
 def test_every_thread_of_a_worker_keeps_to_its_cores(tmp_path: Path) -> None:
     run_dir = train(tmp_path)
     told = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2)]
@@ -76,7 +77,7 @@ def test_every_thread_of_a_worker_keeps_to_its_cores(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "variables"), [(("bind=off",), {}), ((), {"OMP_PROC_BIND": "false"})]
 )
-@pytest.mark.sample(2)
+@pytest.mark.at_most(1)
 def test_ranks_that_are_not_bound(
     tmp_path: Path, options: tuple[str, ...], variables: dict[str, str]
 ) -> None:

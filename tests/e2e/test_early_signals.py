@@ -89,7 +89,7 @@ _DEAF = """for number in (signal.SIGUSR1, signal.SIGINT, signal.SIGTERM):
         ([signal.SIGKILL], _DEAF, -signal.SIGKILL),
     ],
 )
-@pytest.mark.sample(3)
+@pytest.mark.at_most(1)
 def test_while_the_workers_import(
     tmp_path: Path, numbers: list[signal.Signals], deaf: str, code: int
 ) -> None:
@@ -124,7 +124,7 @@ def test_while_the_workers_import(
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-@pytest.mark.sample(2)
+@pytest.mark.thorough
 def test_between_two_attempts(tmp_path: Path, number: signal.Signals, code: int) -> None:
     behaviour = json.dumps({"1": "kill_itself"})
     launcher = train(tmp_path, JOB + "restarts: 3\n", f"model.args.behaviour={behaviour}")

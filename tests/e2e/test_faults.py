@@ -102,7 +102,7 @@ def workers(folder: Path) -> dict[int, int]:
         ),
     ],
 )
-@pytest.mark.sample(2)
+@pytest.mark.thorough
 def test_a_rank_that_no_longer_moves_is_found_from_outside(
     tmp_path, fault, stage, says, python, waits_in
 ):
@@ -139,7 +139,7 @@ def test_a_rank_that_no_longer_moves_is_found_from_outside(
         ("exit", "SystemExit"),
     ],
 )
-@pytest.mark.sample(3)
+@pytest.mark.at_most(1)
 def test_a_rank_that_ends_is_named(tmp_path, fault, words):
     done = zrun(tmp_path, fault)
     assert done.returncode == 5, done.stderr

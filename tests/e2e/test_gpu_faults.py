@@ -120,6 +120,7 @@ def test_an_error_explains_what_a_rank_says(library: Path, tmp_path: Path) -> No
     assert (failure["gpu_fault"]["xid"], failure["kind"]) == (31, "user")
 
 
+@pytest.mark.thorough
 def test_errors_of_other_gpus_explain_nothing(library: Path, tmp_path: Path) -> None:
     """GPU 3 is another job's; an error that is survived is no reason either."""
     failing = {"0": "fail_when_told", "1": "steps_then_hang"}
@@ -161,6 +162,7 @@ def test_a_hang_names_what_a_gpu_reported(library: Path, tmp_path: Path) -> None
     assert failure["gpu_fault"]["ranks"] == [1]
 
 
+@pytest.mark.thorough
 def test_memory_errors_are_counted_where_no_event_comes(library: Path, tmp_path: Path) -> None:
     failing = {"0": "steps_then_hang", "1": "fail_when_told"}
     with running(tmp_path, library, failing) as run:

@@ -183,6 +183,7 @@ def test_the_failure_of_a_rank_is_the_end_of_all_with_its_exit_code(ranks: Ranks
     assert second[1:] == ("", "")
 
 
+@pytest.mark.thorough
 def test_a_signal_to_all_of_them_stops_all(ranks: Ranks) -> None:
     ranks.start({"0": "hang", "1": "hang"})
     ranks.wait_for_hang()
@@ -200,7 +201,7 @@ def test_a_signal_to_all_of_them_stops_all(ranks: Ranks) -> None:
 @pytest.mark.parametrize(
     ("killed", "says"), [(0, "lost the process of rank 0"), (1, r"lost rank 1 (")]
 )
-@pytest.mark.sample(2)
+@pytest.mark.at_most(1)
 def test_a_process_that_is_killed_ends_the_others(ranks: Ranks, killed: int, says: str) -> None:
     ranks.start({"0": "hang", "1": "hang"})
     ranks.wait_for_hang()

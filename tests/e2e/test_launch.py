@@ -247,6 +247,7 @@ def test_a_signal_stops_the_workers(job: Path, number: signal.Signals) -> None:
     assert (told["kind"], told["signal"], told["exit_code"]) == ("stopped", number.name, 143)
 
 
+@pytest.mark.thorough
 def test_patience_with_a_step_that_does_not_end_is_limited(job: Path) -> None:
     job.write_text(job.read_text() + "limits: {stop_s: 1}\n")
     with started(job, {"0": "will_not_finish", "1": "will_not_finish"}) as launcher:
@@ -283,6 +284,7 @@ def test_nohup_outlives_the_terminal(job: Path) -> None:
     wait_for(lambda: not processes_of(run))
 
 
+@pytest.mark.thorough
 def test_a_second_interrupt_ends_what_does_not_listen(job: Path) -> None:
     run = job.parent / "run"
     job.write_text(job.read_text() + "limits: {stop_s: 3600}\n")
@@ -329,6 +331,7 @@ def test_a_run_directory_serves_one_run(job: Path, tmp_path: Path) -> None:
         (("--run-dir", "/proc/nowhere"), 2, "choose another with --run-dir"),
     ],
 )
+@pytest.mark.at_most(2)
 def test_mistakes_cost_no_worker(
     job: Path, options: tuple[str, ...], code: int, words: str
 ) -> None:

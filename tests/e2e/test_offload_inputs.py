@@ -43,6 +43,7 @@ def zrun(job: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         ("offload={fraction: 0.5}", 2, "fraction changes nothing while every state stays on the"),
     ],
 )
+@pytest.mark.at_most(1)
 def test_what_cannot_be_is_refused_in_one_line(job: Path, keys: str, code: int, words: str) -> None:
     done = zrun(job, keys)
     assert (done.returncode, done.stdout) == (code, "")
@@ -66,6 +67,7 @@ def test_a_missing_folder_is_looked_for_beside_the_job_and_one_that_is_there_is_
     assert list((job.parent / "swap").iterdir()) == [], "the look at it leaves nothing"
 
 
+@pytest.mark.thorough
 def test_a_rank_whose_disk_does_not_answer_is_named_with_it(job: Path) -> None:
     behaviour = json.dumps({"0": "wait_for_others", "1": "wait_for_disk"})
     done = zrun(

@@ -75,6 +75,7 @@ def test_what_users_print_is_shown_and_kept(folder: Path) -> None:
     assert sum(event["left_out"] for event in outputs) == 100_000 - shown
 
 
+@pytest.mark.thorough
 def test_a_traceback_is_shown_once_and_what_came_before_it_too(folder: Path) -> None:
     failed = zrun(folder, "train", "job.yaml", "log.ranks=all", FAIL="1")
     assert failed.returncode == 5

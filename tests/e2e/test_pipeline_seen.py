@@ -106,7 +106,7 @@ torch.autograd._disable_profiler = fails
 
 
 @pytest.mark.parametrize("pp", [1, 2])
-@pytest.mark.sample(2)
+@pytest.mark.thorough
 def test_what_only_counts_ends_no_run(tmp_path: Path, pp: int) -> None:
     """As where a version of torch counts no FLOPs of an operator, or has another profiler."""
     shutil.copy(STAGED, tmp_path)

@@ -144,6 +144,7 @@ def test_two_runs_go_on_and_one_is_stopped(folder: Path) -> None:
     wait_for(lambda: of(folder)[second.name]["state"] == "vanished")
 
 
+@pytest.mark.thorough
 def test_now_means_now_and_not_kill(folder: Path) -> None:
     mine = os.open(folder / "mine", os.O_RDWR | os.O_CREAT)  # such as a shell's lock
     path = detached(folder, {"0": "step_and_not_finish", "1": "will_not_finish"}, (mine,))
@@ -206,6 +207,7 @@ def test_what_fails_before_training_begins_is_told_as_without_detach(folder: Pat
     assert "ended with status 1" in told["headline"]
 
 
+@pytest.mark.thorough
 def test_what_fails_in_the_first_step_is_told_too(folder: Path) -> None:
     """Rank 0 has said that it starts; that is not yet a step."""
     failed = zrun(folder, *train_arguments({"0": "lose_peer", "1": "fail_in_user_code"}))

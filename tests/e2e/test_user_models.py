@@ -105,7 +105,7 @@ def plain(
         ("Branching", {}, "vectors", {"leaf": "router"}),
     ],
 )
-@pytest.mark.sample(2)
+@pytest.mark.at_most(1)
 def test_losses_are_those_of_a_plain_loop(zoo, tmp_path, build, args, data, keys):
     leaf = [keys.pop("leaf")] if "leaf" in keys else []
     done = zrun(
@@ -134,7 +134,7 @@ def test_losses_are_those_of_a_plain_loop(zoo, tmp_path, build, args, data, keys
         ),
     ],
 )
-@pytest.mark.sample(2)
+@pytest.mark.thorough
 def test_ranks_that_run_different_modules_stop_with_their_names(tmp_path, build, keys, named):
     done = zrun(
         tmp_path,

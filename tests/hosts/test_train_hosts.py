@@ -89,7 +89,7 @@ def test_layers_are_divided_within_hosts_and_stages_lie_across_them(
 
 
 @pytest.mark.parametrize("name", ["worker killed", "link cut", "wrong host key"])
-@pytest.mark.sample(3)
+@pytest.mark.at_most(1)
 def test_faults(rig: Rig, tmp_path: Path, name: str) -> None:
     """On two of the hosts; the table of `faults.py` has them on three."""
     fault = next(each for each in faults.FAULTS if each.name == name)

@@ -146,6 +146,7 @@ print(highest - before)
 """
 
 
+@pytest.mark.thorough
 def test_meta_values_leave_no_holes_behind():
     """24 modules of 8 MiB took 222 MiB in the heap, between small things that last."""
     command = [sys.executable, "-c", READ_ALL]

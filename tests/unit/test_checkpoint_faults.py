@@ -328,7 +328,7 @@ def test_prune_that_is_cut_short(folder: CheckpointFolder, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("mode", ["nothing", "names", "all", "some"])
-@pytest.mark.sample(2)
+@pytest.mark.at_most(2)
 def test_power_loss_after_any_operation(tmp_path: Path, mode: str) -> None:
     """Every prefix of four saves with pruning leaves the step that was committed last, or the one
     on its way.

@@ -145,6 +145,7 @@ def test_version(zrun: Zrun) -> None:
     ],
     ids=" ".join,
 )
+@pytest.mark.at_most(2)
 def test_torch_is_not_imported(zrun: Zrun, arguments: list[str]) -> None:
     script = (
         "import sys\nfrom zrun.cli import main\ntry: main()\n"
@@ -666,6 +667,7 @@ parallel: {pp: 2}
 """
 
 
+@pytest.mark.thorough
 def test_check_of_a_cluster_that_is_not_there(zrun: Zrun, warm: None) -> None:
     """It has GPUs and slots of its own, whatever the job says of the hosts that it will have."""
     Path("deep.yaml").write_text(ON_FOUR)

@@ -19,9 +19,15 @@ def test_pairs(name, stage, size):
 def test_list(name):
     pass
 
-@pytest.mark.sample(3)
+@pytest.mark.at_most(3)
 @pytest.mark.parametrize("number", range(7))
-def test_sample(number):
+def test_limited(number):
+    pass
+
+@pytest.mark.at_most(2)
+@pytest.mark.parametrize("name", ["a", "b"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_limited_pairs(name, stage):
     pass
 
 @pytest.mark.parametrize("name", ["a", pytest.param("b", marks=pytest.mark.covering), "c"])
@@ -62,9 +68,11 @@ def test_few_rows_have_all_values(tmp_path: Path) -> None:
         "test_list[a]",
         "test_list[b]",
         "test_list[c]",
-        "test_sample[0]",
-        "test_sample[3]",
-        "test_sample[6]",
+        "test_limited[4]",
+        "test_limited[5]",
+        "test_limited[6]",
+        "test_limited_pairs[2-a]",
+        "test_limited_pairs[3-b]",
         "test_chosen[0-b]",
         "test_chosen[1-b]",
         "test_alone",
@@ -72,4 +80,4 @@ def test_few_rows_have_all_values(tmp_path: Path) -> None:
 
 
 def test_without_it_all_run(tmp_path: Path) -> None:
-    assert len(collected(tmp_path)) == 12 + 3 + 7 + 6 + 1 + 1
+    assert len(collected(tmp_path)) == 12 + 3 + 7 + 8 + 6 + 1 + 1

@@ -95,7 +95,7 @@ def test_states_are_counted_in_both_ways(small: Answer) -> None:
 
 
 @pytest.mark.parametrize("width", [60, 80, 100, 120, 200])
-@pytest.mark.sample(2)
+@pytest.mark.at_most(1)
 def test_no_line_is_wider_than_the_screen(small: Answer, searched: Answer, width: int) -> None:
     found = searched
     assert found.found is not None
@@ -188,6 +188,7 @@ def test_states_elsewhere_are_told_by_tier() -> None:
     assert update.endswith("which hides it")
 
 
+@pytest.mark.thorough
 def test_nothing_that_fits_is_said_too() -> None:
     found = asked("1T", "1x4090")
     assert found.fix is None
@@ -333,6 +334,7 @@ def test_fit_answers_first_and_shows_few_rows(zrun: Zrun) -> None:
     assert "configurations, " in whole
 
 
+@pytest.mark.thorough
 def test_a_job_that_is_too_big_for_a_cpu_moves_to_its_disk(
     zrun: Zrun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -509,7 +511,7 @@ BAD = [
     BAD,
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-@pytest.mark.sample(3)
+@pytest.mark.at_most(6)
 def test_bad_questions_are_one_line_and_exit_code_2(
     zrun: Zrun, arguments: list[str], message: str
 ) -> None:

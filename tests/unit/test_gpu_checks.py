@@ -255,6 +255,7 @@ def test_doctor_tells_what_ails_the_gpus_of_this_machine(library: Path) -> None:
         (4, "an NVIDIA driver that this user may not ask: give it /dev/nvidiactl"),
     ],
 )
+@pytest.mark.at_most(2)
 def test_a_driver_that_does_not_start_is_named(
     library: Path, tmp_path: Path, code: int, words: str
 ) -> None:

@@ -34,7 +34,7 @@ _BUILDS = (
 
 
 @pytest.mark.parametrize("code", ["import zrun_core.train.worker", _BUILDS])
-@pytest.mark.sample(2)
+@pytest.mark.thorough
 def test_torchs_compiler_is_not_imported(code: str) -> None:
     code += _HAS_IT if code is not _BUILDS else _HAS_IT.replace("; ", "\n", 1)
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 SCRIPT = """
 import resource, sys, torch
 from zrun_core.spine.heap import keep_freed_memory
@@ -26,6 +28,7 @@ def faults(how: str) -> int:
     return int(subprocess.run(command, check=True, capture_output=True, text=True, env={}).stdout)
 
 
+@pytest.mark.thorough
 def test_a_step_that_repeats_takes_no_new_pages():
     assert faults("keep") < faults("leave") / 10
 
@@ -53,6 +56,7 @@ print(before - kept, before - resident())
 """
 
 
+@pytest.mark.thorough
 def test_holes_in_a_heap_that_keeps_them_can_be_given_back():
     command = [sys.executable, "-c", HOLES]
     found = subprocess.run(command, check=True, capture_output=True, text=True, env={}).stdout

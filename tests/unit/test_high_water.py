@@ -50,6 +50,7 @@ print(water.num_bytes)
 """
 
 
+@pytest.mark.thorough
 def test_a_workers_log_hears_nothing_of_it():
     environment = {
         name: value for name, value in os.environ.items() if name != "TORCH_CPP_LOG_LEVEL"

@@ -70,6 +70,7 @@ def test_the_system_refuses() -> None:
         HostArena(1 << 62, CPU)
 
 
+@pytest.mark.thorough
 def test_what_is_not_handed_out_counts_towards_no_limit() -> None:
     code = """
 import resource, torch

@@ -51,7 +51,7 @@ def test_a_job_builds_the_model_that_it_names(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
-@pytest.mark.sample(2)
+@pytest.mark.at_most(2)
 def test_the_data_fits_the_model(name: str) -> None:
     job = read(name)
     for ref in [job.data, *([job.eval.data] if job.eval else [])]:

@@ -101,19 +101,25 @@ def test_the_walk_sees_imports() -> None:
     assert "torch" not in _packages(_imported("zrun.agent.bench", late=False))
 
 
-@pytest.mark.parametrize("name", CORE)
-def test_runtime_knows_no_launcher(name: str) -> None:
-    assert not _packages(_imported(name, late=True)) & {"zrun", "typer", "rich", "yaml", "pynvml"}
+def test_runtime_knows_no_launcher() -> None:
+    for name in CORE:
+        assert not _packages(_imported(name, late=True)) & {
+            "zrun",
+            "typer",
+            "rich",
+            "yaml",
+            "pynvml",
+        }, name
 
 
-@pytest.mark.parametrize("name", [f"zrun_core.{module}" for module in sorted(SPINE)])
-def test_spine_stands_alone(name: str) -> None:
-    allowed = sys.stdlib_module_names | {"pydantic", "pydantic_core", "zrun_core"}
-    imported = _imported(name, late=True)
-    assert _packages(imported) <= allowed
-    assert {module for module in imported if module.startswith("zrun_core")} <= {
-        f"zrun_core.{part}" for part in SPINE
-    }
+def test_spine_stands_alone() -> None:
+    for name in [f"zrun_core.{module}" for module in sorted(SPINE)]:
+        allowed = sys.stdlib_module_names | {"pydantic", "pydantic_core", "zrun_core"}
+        imported = _imported(name, late=True)
+        assert _packages(imported) <= allowed, name
+        assert {module for module in imported if module.startswith("zrun_core")} <= {
+            f"zrun_core.{part}" for part in SPINE
+        }, name
 
 
 @pytest.mark.parametrize("name", ["actions", "ownership", "schedule", "split"])
@@ -125,14 +131,16 @@ def test_schedules_are_data(name: str) -> None:
     assert all(module.startswith(("zrun_core.pipeline", "zrun_core.errors")) for module in own)
 
 
-@pytest.mark.parametrize("name", LAUNCHER)
-def test_launcher_imports_torch_late(name: str) -> None:
-    imported = _imported(name, late=False)
-    assert "torch" not in _packages(imported)
-    core = {
-        module.removeprefix("zrun_core.") for module in imported if module.startswith("zrun_core.")
-    }
-    assert core <= SPINE  # all the rest of the runtime needs torch
+def test_launcher_imports_torch_late() -> None:
+    for name in LAUNCHER:
+        imported = _imported(name, late=False)
+        assert "torch" not in _packages(imported), name
+        core = {
+            module.removeprefix("zrun_core.")
+            for module in imported
+            if module.startswith("zrun_core.")
+        }
+        assert core <= SPINE, name  # all the rest of the runtime needs torch
 
 
 def test_an_agent_needs_the_standard_library_only() -> None:
@@ -147,22 +155,20 @@ def test_an_agent_needs_the_standard_library_only() -> None:
     assert others <= sys.stdlib_module_names | {"zrun", "zrun_core"}
 
 
-@pytest.mark.parametrize("name", [name for name in ALL if name.startswith("zrun.topology")])
-def test_topology_knows_no_launcher(name: str) -> None:
+def test_topology_knows_no_launcher() -> None:
     """Machines and groups of their devices, and nothing of jobs and ranks."""
-    above = {module for module in _imported(name, late=True) if module.startswith("zrun")}
-    assert {module for module in above if not module.startswith("zrun.topology")} <= {
-        "zrun_core.errors",
-        "zrun_core.spine.visible_devices",  # of machines too
-    }
+    for name in [name for name in ALL if name.startswith("zrun.topology")]:
+        above = {module for module in _imported(name, late=True) if module.startswith("zrun")}
+        assert {module for module in above if not module.startswith("zrun.topology")} <= {
+            "zrun_core.errors",
+            "zrun_core.spine.visible_devices",  # of machines too
+        }, name
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in ALL if name.startswith("zrun.") and name != "zrun.topology.nvml"]
-)
-def test_one_module_knows_nvml(name: str) -> None:
+def test_one_module_knows_nvml() -> None:
     """Its calls fail in many ways, and that one is ready for each."""
-    assert "pynvml" not in _packages(_imported(name, late=True))
+    for name in [name for name in ALL if name.startswith("zrun.") and name != "zrun.topology.nvml"]:
+        assert "pynvml" not in _packages(_imported(name, late=True)), name
 
 
 @pytest.mark.parametrize("name", [name for name in ALL if name.startswith("zrun.commands.")])
@@ -244,41 +250,41 @@ def _room(name: str, depth: int) -> str:
     return ".".join(["zrun_core", *folders[:depth]]) if folders else name
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in ALL if name != "zrun_core.distributed.collectives"]
-)
-def test_only_one_module_calls_collectives(name: str) -> None:
-    source = _source(name)
-    assert not re.search(rf"\b(?:dist|distributed|c10d)\.(?:{COLLECTIVES})\(", source)
-    assert not re.search(rf"from torch\.distributed\S* import [^\n]*\b(?:{COLLECTIVES})\b", source)
+def test_only_one_module_calls_collectives() -> None:
+    for name in [name for name in ALL if name != "zrun_core.distributed.collectives"]:
+        source = _source(name)
+        assert not re.search(rf"\b(?:dist|distributed|c10d)\.(?:{COLLECTIVES})\(", source), name
+        assert not re.search(
+            rf"from torch\.distributed\S* import [^\n]*\b(?:{COLLECTIVES})\b", source
+        ), name
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_no_bytes_of_others_are_unpickled(name: str) -> None:
+def test_no_bytes_of_others_are_unpickled() -> None:
     """A peer, a file or a job must not be able to make a process construct objects."""
-    imported = _packages(_imported(name, late=True))
-    assert not imported & {
-        "pickle",
-        "cPickle",
-        "_pickle",
-        "dill",
-        "cloudpickle",
-        "joblib",
-        "shelve",
-        "marshal",
-    }
-    source = _source(name)
-    if name == "zrun_core.checkpoint.export":
-        source = source.replace("torch.save(", "")  # for others to load; nothing here does
-    calls = (
-        r"\w*_object_list|\w*_object|torch\.load|torch\.save"
-        r"|yaml\.(?:unsafe_load|full_load|load)|np\.load|numpy\.load"
-    )
-    if (
-        name == "zrun_core.checkpoint.weight_files"
-    ):  # a state_dict that the job names, as tensors and nothing else
-        source, number = re.subn(
-            r"torch\.load\(path, map_location='cpu', mmap=True, weights_only=True\)", "", source
+    for name in ALL:
+        imported = _packages(_imported(name, late=True))
+        assert not imported & {
+            "pickle",
+            "cPickle",
+            "_pickle",
+            "dill",
+            "cloudpickle",
+            "joblib",
+            "shelve",
+            "marshal",
+        }, name
+        source = _source(name)
+        if name == "zrun_core.checkpoint.export":
+            source = source.replace("torch.save(", "")  # for others to load; nothing here does
+        calls = (
+            r"\w*_object_list|\w*_object|torch\.load|torch\.save"
+            r"|yaml\.(?:unsafe_load|full_load|load)|np\.load|numpy\.load"
         )
-        assert number == 1
-    assert not re.search(rf"\b(?:dist\.|distributed\.)?(?:{calls})\(", source), name
+        if (
+            name == "zrun_core.checkpoint.weight_files"
+        ):  # a state_dict that the job names, as tensors and nothing else
+            source, number = re.subn(
+                r"torch\.load\(path, map_location='cpu', mmap=True, weights_only=True\)", "", source
+            )
+            assert number == 1, name
+        assert not re.search(rf"\b(?:dist\.|distributed\.)?(?:{calls})\(", source), name

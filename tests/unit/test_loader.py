@@ -183,7 +183,7 @@ def by_position(dataset: object, workers: int, ranks: int, start: int = 0) -> li
 
 
 @pytest.mark.parametrize("kind", NOISY)
-@pytest.mark.sample(3)
+@pytest.mark.at_most(1)
 def test_what_a_sample_draws_follows_from_its_position_alone(kind: str) -> None:
     dataset = NOISY[kind]
     expected = by_position(dataset, workers=0, ranks=1)

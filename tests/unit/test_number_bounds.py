@@ -61,6 +61,7 @@ def test_every_number_has_a_bound() -> None:
 
 
 @pytest.mark.parametrize("key", [*numeric_keys(), *OF_OPTIMIZERS])
+@pytest.mark.at_most(30)
 def test_any_number_is_planned_or_refused(tmp_path: Path, key: str) -> None:
     (tmp_path / "job.yaml").write_text(JOB)
     for number in NUMBERS:

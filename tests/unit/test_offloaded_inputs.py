@@ -149,6 +149,7 @@ ORDERS = [
 
 @pytest.mark.parametrize("policy", ["full", "every_n", "selective"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16", "autocast"])
+@pytest.mark.at_most(2)
 def test_the_bits_are_those_without_offload(keeper: Keeper, policy: str, dtype: str) -> None:
     formats = {"bf16": torch.bfloat16, "fp16": torch.float16}
     given = formats.get(dtype, torch.float)
@@ -264,7 +265,7 @@ def peak_bytes(keeper: HostKeeper | DiskKeeper | None, depth: int) -> int:
     return min(found)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.at_most(1)
 def test_memory_falls_by_all_inputs_but_two(keeper: HostKeeper | DiskKeeper) -> None:
     input_bytes = batch(0, 200).nbytes
     back_bytes = input_bytes  # of the one that is on its way back
@@ -276,7 +277,7 @@ def test_memory_falls_by_all_inputs_but_two(keeper: HostKeeper | DiskKeeper) -> 
     assert keeper.kept_bytes[keeper.tier] == 8 * input_bytes
 
 
-@pytest.mark.sample(3)
+@pytest.mark.thorough
 def test_memory_does_not_grow_with_depth(keeper: Keeper) -> None:
     shallow, deep = peak_bytes(keeper, 4), peak_bytes(keeper, 16)
     state_bytes = torch.get_rng_state().nbytes  # of the generator, which each block keeps
@@ -295,7 +296,7 @@ def test_room_is_that_of_the_first_step(keeper: Keeper) -> None:
     assert len(seen) == 1
 
 
-@pytest.mark.sample(3)
+@pytest.mark.at_most(1)
 def test_room_follows_shapes_that_vary(keeper: Keeper) -> None:
     model, draw = make(keeper), random.Random(3)
     for _ in range(60):
@@ -428,7 +429,7 @@ def test_a_copy_of_the_model_shares_the_room(keeper: Keeper) -> None:
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
-@pytest.mark.sample(3)
+@pytest.mark.at_most(1)
 def test_an_exception_leaks_nothing(keeper: HostKeeper | DiskKeeper, where: str) -> None:
     model = make(keeper)
     expected = walk(make(None), "F0 B0", torch.float, autocast=False)

@@ -50,7 +50,7 @@ TEXTS = "pretrained.py:Texts"
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.sample(3)
+@pytest.mark.at_most(1)
 def test_a_mixture_is_cut_divided_and_evaluated(
     precision: str, capfd: pytest.CaptureFixture[str]
 ) -> None:

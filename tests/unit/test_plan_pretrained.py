@@ -17,7 +17,7 @@ MODELS = HERE.parent / "dist"
 
 @pytest.mark.parametrize("policy", ["none", "full"])
 @pytest.mark.parametrize("name", ["GPT2LMHeadModel", "Qwen2ForCausalLM"])
-@pytest.mark.sample(4)
+@pytest.mark.at_most(1)
 def test_what_is_traced_is_what_a_run_takes(
     name: str,
     policy: str,

@@ -56,6 +56,7 @@ def names(found: tuple[Estimate, ...]) -> list[str]:
 @pytest.mark.parametrize(
     ("shape", "hardware", "batch"), [(SMALL, "4xV100-16G", 32), (MIDDLE, "2x4xA100-40G@100G", 16)]
 )
+@pytest.mark.at_most(1)
 def test_the_best_are_those_of_trying_everything(
     shape: TransformerShape, hardware: str, batch: int
 ) -> None:
@@ -151,6 +152,7 @@ def fit(hardware: Hardware, base: Candidate, batch: int, **limits: object) -> Se
     return search(planner, hardware, SearchSpace(batch, base=base, **limits), "fit")  # type: ignore[arg-type]
 
 
+@pytest.mark.thorough
 def test_the_cheapest_change_is_one_key() -> None:
     base = Candidate(0, ParallelDims(8), 1, 4, "full", "bf16")
     found = fit(parse_simulate("8xA100-80G"), base, 32)
@@ -280,7 +282,7 @@ def test_a_search_that_changes_nothing_says_so() -> None:
 
 
 @pytest.mark.parametrize("goal", ["best", "fit"])
-@pytest.mark.sample(2)
+@pytest.mark.at_most(1)
 def test_who_interrupts_a_search_gets_what_it_has_found(goal: Any) -> None:
     planner = Planner(BIG, parse_simulate("8xA100-80G"))
     base = Candidate(0, ParallelDims(8), 1, 4, "full", "bf16")

@@ -96,7 +96,7 @@ def test_what_cannot_be_counted_ends_no_estimate(monkeypatch: pytest.MonkeyPatch
         ("skips", ("none",)),
     ],
 )
-@pytest.mark.sample(2)
+@pytest.mark.at_most(1)
 def test_blocks_that_did_not_run_are_written_out(
     style: str, policies: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,6 +125,7 @@ def test_few_blocks_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum(count > 1 for count in calls.values()) < 8
 
 
+@pytest.mark.thorough
 def test_recomputing_costs_flops_and_saves_memory() -> None:
     model = (GPT, {"flavour": "llama", "dim": 32, "depth": 2, "heads": 2, "seq_len": 32})
     profile = traced(model, "none", "selective", "full", data=TEXT, precision="bf16")
@@ -166,6 +167,7 @@ def runs_lstm_in_bf16() -> bool:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("model", ["Recurrent", "Lookups"])
+@pytest.mark.at_most(1)
 def test_what_is_foretold_is_what_runs(model: str, precision: str) -> None:
     if (model, precision) == ("Recurrent", "bf16") and not runs_lstm_in_bf16():
         pytest.skip("torch has no LSTM in bf16 for this CPU")
@@ -186,6 +188,7 @@ def test_not_linear_in_the_batch() -> None:
     assert any("not linear" in note for note in profile.notes)
 
 
+@pytest.mark.thorough
 def test_a_loss_in_chunks_runs_more_often(monkeypatch: pytest.MonkeyPatch) -> None:
     args = {"dim": 32, "depth": 2, "heads": 2, "seq_len": 32, "vocab_size": 512, "loss_chunk": 8}
     profile = traced((GPT, args), data=TEXT)
@@ -364,6 +367,7 @@ def warm(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("how", "said"), [("exit", "SystemExit: 3"), ("raise", "this model has a mistake")]
 )
+@pytest.mark.at_most(1)
 def test_a_model_that_does_not_run_is_described(how: str, said: str) -> None:
     profile = traced(("plan_models.py:Ends", {"how": how}))
     assert (profile.source, dict(profile.traces)) == ("formula", {})
@@ -378,6 +382,7 @@ def test_a_model_that_does_not_run_is_described(how: str, said: str) -> None:
 
 
 @pytest.mark.usefixtures("warm")
+@pytest.mark.thorough
 def test_so_is_one_that_ends_its_process(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trace_process, "_MODES", ("fake",))  # a process less
     profile = ask(("plan_models.py:Ends", {"how": "abort"}))
@@ -413,7 +418,7 @@ def test_data_that_never_come_leave_what_the_parameters_tell(cache: Path) -> Non
 
 
 @pytest.mark.parametrize("policies", [("none", "full", "selective"), ("full", "none", "selective")])
-@pytest.mark.sample(2)
+@pytest.mark.thorough
 def test_a_policy_that_the_model_cannot_bear_leaves_the_others_alone(
     policies: tuple[str, ...],
 ) -> None:

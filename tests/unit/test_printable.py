@@ -38,6 +38,7 @@ def test_what_workers_say_does_a_terminal_no_harm() -> None:
     assert f"note: {SHOWN}" in start_line({"type": "start", "params": 1, "notes": [EVIL]})
 
 
+@pytest.mark.thorough
 def test_an_error_of_a_command_does_a_terminal_no_harm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

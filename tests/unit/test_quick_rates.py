@@ -97,6 +97,7 @@ def test_they_may_be_left_out_or_fail(
     assert not hardware_of(Cluster((HERE,)), "cpu", 2, environ).measured
 
 
+@pytest.mark.thorough
 def test_this_host_can_be_measured() -> None:
     rates = module.HostRates.model_validate(bench.run_quickly())
     assert rates.attention is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import io
 import os
 import threading
@@ -137,6 +138,26 @@ def test_a_loop_goes_back_to_before_its_first_update(ranks, tmp_path, stage):
     ranks(2).run(roll_back, stage, str(tmp_path / "duel"))
     if stage in (0, 3):
         ranks(2).run(roll_back, stage, str(tmp_path / "there"), on_disk(stage, tmp_path))
+
+
+def try_several(folder: str) -> list[int]:
+    """Return how many threads of disks there are after each of some models that nobody has."""
+    found = []
+    for number in range(5):
+        duel = Duel(0, "fp32", on_disk(0, Path(folder)))
+        duel.train(0, 1)
+        duel.save(f"{folder}/{number}", 0)
+        del duel
+        gc.collect()
+        names = [thread.name for thread in threading.enumerate()]
+        found.append(sum("zrun-disk" in name for name in names))
+    return found
+
+
+def test_a_script_may_try_one_model_after_the_other(ranks, tmp_path):
+    """What it has saved, each in a folder of its own, ends with its memory, files and threads."""
+    for found in ranks(2).run(try_several, str(tmp_path)):
+        assert 0 < found[1] == found[2] == found[3] == found[4]
 
 
 def weights(stage: int, folder: str) -> dict[str, Any]:

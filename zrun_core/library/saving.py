@@ -32,6 +32,7 @@ from zrun_core.zero.sharded_model import ShardedModel
 
 Models = nn.Module | Mapping[str, nn.Module]
 _OTHER_FOLDER = "name another folder"  # what a user can do, in the words of a loop
+_NO_MODELS = SeveralModels({})
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,8 @@ def save(
             _emit(warning=f"step {step} is not saved: step {under_way} is still being written")
         return False
     run._background.finish()
+    for saver in _savers.values():
+        saver.state = _NO_MODELS  # those of other folders may be gone by now
     for handle in handles.values():
         _compare_replicas(handle, step)
     groups = {name: _options(handle) for name, handle in handles.items()}

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 
 import torch
 
@@ -67,7 +69,9 @@ class Worker:
         """Have `task` run after those before it. Whoever waits for it gets its error."""
         if self._pool is None:  # not before there is something to do: the rank may fork until then
             threads = torch.get_num_threads()
-            self._pool = ThreadPoolExecutor(1, "zrun-update", self._begin, (threads,))
+            # The thread lives as long as the pool, and must not keep what would end it.
+            begin = partial(_begin, weakref.WeakMethod(self._begin), threads)
+            self._pool = ThreadPoolExecutor(1, "zrun-update", begin)
         future = self._pool.submit(self._run, task, self.is_in_step)
         return _Task(future, self._before_wait)
 
@@ -92,3 +96,10 @@ class Worker:
         if accelerator.is_accelerator(self._device):
             # Copies to the device follow what this thread has given it, not all of training.
             accelerator.use_stream(accelerator.new_stream(self._device))
+
+
+def _begin(begin: weakref.WeakMethod[Callable[[int], None]], num_threads: int) -> None:
+    """Begin the thread of a worker, if that is still there."""
+    method = begin()
+    if method is not None:
+        method(num_threads)

@@ -253,6 +253,16 @@ class ByAttribute(Regression):
         return loss + 0.01 * sum(block.kept for block in self.blocks)
 
 
+class GradientPenalty(Regression):
+    """The loss has a gradient of itself."""
+
+    def forward(self, x: Tensor, y: Tensor, domain: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        loss = super().forward(x, y, domain)
+        (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+        return loss + grad.square().sum()
+
+
 class ByList(Regression):
     """A list of the model's gets what each block has seen."""
 

@@ -212,6 +212,11 @@ CASES: dict[str, Case] = {
             "parallel": {"pp": 2},
         }
     ),
+    "gradient penalty": case(
+        "GradientPenalty",
+        refused="gradients that the forward itself asks for, as of a gradient penalty, do not pass "
+        "from one stage to another (",
+    ),
 }
 
 

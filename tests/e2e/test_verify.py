@@ -47,6 +47,29 @@ class Net(nn.Module):
         return loss * 2 if self.doubled and os.environ.get("RANK") == "1" else loss
 
 
+class Block(nn.Module):
+    def __init__(self, rolls: bool) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.rolls = rolls
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(self.up(x))
+        return x + self.down(h.roll(1, -1) if self.rolls else h)
+
+
+class Divided(nn.Module):
+    def __init__(self, rolls: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(rolls) for _ in range(2))
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.mse_loss(self.head(x), y)
+
+
 def data() -> torch.utils.data.Dataset:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(64, 8, generator=generator)
@@ -76,9 +99,29 @@ def test_a_job_is_verified_and_then_trains(folder: Path, monkeypatch: pytest.Mon
     ran = zrun(folder, "train", "job.yaml", "steps=3", "--verify")
     assert ran.returncode == 0, ran.stderr
     assert "your configuration trains what a plain loop trains: 5 steps, 4 parameters" in ran.stdout
+    assert "as fp32, rank 0 sent 24.0 KiB and held 25.3 KiB, to the byte as planned" in ran.stdout
     assert "verify small: 2 ranks on CPUs: tp 1, dp 2, pp 1, 3 steps of 8 samples" in ran.stderr
     assert [run.name for run in (folder / "runs").iterdir()] == ["small"]
     assert not left_in(folder)
+
+
+def test_values_are_compared_without_training(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(folder))
+    words = [
+        "check", "job.yaml", "--values", "--slots=2", "model.call=net.py:Divided",
+        "parallel.tp=2", 'parallel.plan={"*.up": colwise, "*.down": rowwise}',
+    ]  # fmt: skip
+    ran = zrun(folder, *words)
+    assert ran.returncode == 0, ran.stderr
+    told = "values: the parts of 2 ranks (tp 2, pp 1) compute what the whole model computes of the "
+    assert ran.stdout.endswith(f"{told}first micro-batch\n")
+    assert not left_in(folder)
+    ran = zrun(folder, *words, "model.args.rolls=true")
+    assert ran.returncode == 2, ran.stderr
+    assert "parallel.tp 2: blocks.0 computes something else than in the whole model" in ran.stderr
+    assert not (folder / "runs").exists()
 
 
 @pytest.mark.thorough

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from zrun.verification.bisect import Feature, bisect, features_of, with_slots
+from zrun.verification.moved_and_held import moved_and_held
 from zrun.verification.shrink import shrunk
 from zrun.verification.trial import check_method, other_layout, trial_of
 from zrun_core.errors import JobError
@@ -171,3 +174,30 @@ def test_bisection(needed: list[set[str]], words: str) -> None:
 
     assert bisect(FEATURES, agrees, told.append) == words
     assert len(told) == 3
+
+
+def told_at_the_end(folder: Path, **end: Any) -> list[str]:
+    events = [{"type": "step", "time": 1.0}, {"type": "end", "time": 2.0, **end}]
+    (folder / "events.jsonl").write_text("".join(f"{json.dumps(event)}\n" for event in events))
+    found = moved_and_held(folder)
+    assert found is not None
+    return list(found.in_words)
+
+
+def test_bytes_are_told_beside_those_that_were_planned(tmp_path: Path) -> None:
+    traffic = {
+        "all_gather": {"measured_bytes": 2048, "expected_bytes": 2048},
+        "tensor": {"measured_bytes": 1024},  # nothing plans these
+    }
+    memory = {"measured_bytes": 4096, "planned_bytes": 4096}
+    assert told_at_the_end(tmp_path, traffic=traffic, memory=memory) == [
+        "rank 0 sent 3.0 KiB and held 4.0 KiB, to the byte as planned"
+    ]
+    traffic["all_gather"]["measured_bytes"] = 4096
+    memory["planned_bytes"] = 5120
+    assert told_at_the_end(tmp_path, traffic=traffic, memory=memory) == [
+        "rank 0 sent in all_gather 4.0 KiB, and 2.0 KiB were planned",
+        "rank 0 held 4.0 KiB, and 5.0 KiB were planned",
+    ]
+    (tmp_path / "events.jsonl").write_text("")
+    assert moved_and_held(tmp_path) is None

@@ -52,6 +52,13 @@ def check(
             show_default=False,
         ),
     ] = None,
+    values: Annotated[
+        bool,
+        typer.Option(
+            "--values",
+            help="Start the ranks of one model on this host, and compare what their parts compute.",
+        ),
+    ] = False,
     offline: Annotated[
         bool, typer.Option("--offline", help="Do not contact other hosts; no plan is made.")
     ] = False,
@@ -67,9 +74,12 @@ def check(
     """Validate a job, look at its hosts, resolve what it leaves open, and build its model.
 
     Nothing is started, and nothing is changed on any host. With --simulate the
-    memory of each rank is estimated, too. Exit codes: 0 it can train; 2 the job
-    is wrong; 3 some hosts cannot be used, or it does not fit; 5 its own code
-    failed.
+    memory of each rank is estimated, too. With --values the ranks of one model
+    are started here, on CPUs where GPUs are too few: stages, and slices of
+    layers, are compared with the whole model, and nothing is trained.
+
+    Exit codes: 0 it can train; 2 the job is wrong; 3 some hosts cannot be used,
+    or it does not fit; 5 its own code failed.
 
     Example: zrun check job.yaml zero.stage=3 --slots 8
     """
@@ -78,8 +88,12 @@ def check(
     from zrun.job.structure import inspect_structure
     from zrun.placement.plan import plan_on_backend
 
-    if grid and as_json:
-        raise JobError("--grid draws a picture and --json prints data: leave one of them out")
+    _refuse_together(
+        {"--grid": grid, "--json": as_json}, "one draws a picture and the other prints data"
+    )
+    where_else = {"--simulate": simulate is not None, "--no-import": no_import}
+    for flag, is_given in where_else.items():
+        _refuse_together({"--values": values, flag: is_given}, "--values runs the model here")
     options = HostOptions(hosts, host_list, include, exclude, nodes, gpus)
     given = [f"slots={slots}"] if slots is not None else []
     loaded = load_job(job, [*(overrides or ()), *given])
@@ -102,19 +116,46 @@ def check(
         if resolved is not None and backend.kind == "local" and resolved.job.device == "cuda":
             gpu_ranks = len(resolved.plan.ranks)
         structure = inspect_structure(loaded, _BUILD_TIMEOUT_S, gpu_ranks)
+    compared = None
+    if values:
+        compared = _compare_values(job, [*(overrides or ()), *given])
     if as_json:
         where = {
             "backend": {"kind": backend.kind, "why": backend.why},
             "hosts": [asdict(entry) for entry in backend.hosts or ()],
             "no_plan": str(no_plan) or None,
+            "values": compared,
         }
         print(json.dumps(_report(loaded, resolved, structure) | where, indent=2))
     else:
         _print(loaded, backend, cluster, resolved, structure, no_plan, everything)
+        if compared is not None:
+            print(f"values: {compared}")
         if grid:
             _print_grid(resolved)
     if isinstance(no_plan, PreflightError):
         raise typer.Exit(no_plan.exit_code)
+
+
+def _refuse_together(flags: dict[str, bool], why: str) -> None:
+    """Refuse flags that are given together.
+
+    Raises:
+        JobError: all of them are given.
+    """
+    if all(flags.values()):
+        raise JobError(f"{' and '.join(flags)}: {why}; leave one of them out")
+
+
+def _compare_values(job: Path, overrides: list[str]) -> str:
+    """Return what comparing the values of the model's parts came to, or end with why not."""
+    from zrun.verification.passes import TrialFailedError
+    from zrun.verification.values import compare_values
+
+    try:
+        return compare_values(job, overrides)
+    except TrialFailedError as error:  # what it was has been said
+        raise typer.Exit(error.exit_code) from None
 
 
 def _find_cluster(

@@ -62,13 +62,17 @@ class Found:
 class Runner:
     """Runs trials of one job in a folder that goes in the end."""
 
-    def __init__(self, path: Path, overrides: Sequence[str], folder: Path) -> None:
+    def __init__(
+        self, path: Path, overrides: Sequence[str], folder: Path, worker: str = WORKER
+    ) -> None:
         """
         Args:
             path: of the job file.
             overrides: of all trials.
             folder: for their run directories.
+            worker: module whose `main` runs a rank.
         """
+        self._worker = worker
         self._path = path
         self._overrides = list(overrides)
         self._folder = folder
@@ -98,7 +102,7 @@ class Runner:
             force=False,
             ui=Ui.none,
             dry_run=False,
-            worker=WORKER,
+            worker=self._worker,
             resume_command="",
         )
         handlers = {number: signal.getsignal(number) for number in stop_signals()}

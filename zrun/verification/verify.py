@@ -19,6 +19,7 @@ from zrun.job.load import load_job
 from zrun.system.output import say
 from zrun.topology.machine import read_machine
 from zrun.verification.bisect import bisect, features_of, with_slots
+from zrun.verification.moved_and_held import MovedAndHeld, moved_and_held
 from zrun.verification.passes import Found, Runner, TrialFailedError, recorded_until, trial_folder
 from zrun.verification.trial import check_method, other_layout, save_at, trial_of
 from zrun_core.checkpoint.names import step_name
@@ -64,6 +65,7 @@ class Verification:
         stays = request.whole or self._job.init_from is not None
         self._shrinks = () if stays else self._trial.shrinks
         self._results: dict[str, Found] = {}
+        self._bytes: dict[str, MovedAndHeld | None] = {}  # of the same passes
 
     def run(self) -> int:
         """Run all trials. Returns the exit code."""
@@ -125,6 +127,7 @@ class Verification:
             name += f", and resumed on {told}"
         found = runner.compare(run_dirs)
         self._results[name] = found
+        self._bytes[name] = moved_and_held(run_dirs[0])
         if found.agrees:
             steps = found.fields["steps"]
             self._say(f"  {name}: {steps} steps agree, worst {found.worst:.1g}")
@@ -164,6 +167,7 @@ class Verification:
                 "agrees": found.agrees,
                 "trial": self._trial.told,
                 "passes": {name: dict(each.fields) for name, each in self._results.items()},
+                "bytes": {name: each and each.to_json() for name, each in self._bytes.items()},
                 "bisected": culprit or None,
             }
             print(json.dumps(answer, indent=1))
@@ -179,6 +183,9 @@ class Verification:
                 f"your configuration trains what a plain loop trains: {steps} steps, "
                 f"{found.fields['tensors']} parameters, worst {worst:.1g}"
             )
+            for name, told in self._bytes.items():
+                for line in told.in_words if told is not None else ():
+                    print(f"{name.partition(',')[0]}, {line}")
             return
         name = list(self._results)[-1]
         print(

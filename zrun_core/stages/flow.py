@@ -98,6 +98,7 @@ class ModelFlow:
         outside: uses of parameters outside of nodes.
         uncounted: why some operators are not among the FLOPs; empty: all are.
         collecting: setting by which the model collects what its blocks make inside; "": none.
+        differentiates: file and line at which the forward asks for gradients; "": nowhere.
     """
 
     blocks: tuple[str, ...]
@@ -108,6 +109,7 @@ class ModelFlow:
     outside: tuple[OutsideUse, ...] = ()
     uncounted: str = ""
     collecting: str = ""
+    differentiates: str = ""
 
     def crossing(self, block: int) -> tuple[Leaf, ...]:
         """Return what crosses the border before block `block`.
@@ -119,6 +121,13 @@ class ModelFlow:
         for leaf in found:
             name = self.calls[leaf.call].name
             used = self._segment_in_words(leaf.last_use)
+            if leaf.number < 0 and self.differentiates:
+                raise JobError(
+                    "parallel.pp: gradients that the forward itself asks for, as of a gradient "
+                    f"penalty, do not pass from one stage to another ({self.differentiates}): "
+                    f"they pass {name}; write pp: 1, with zero: 3 where the model is large, or "
+                    "leave the penalty out"
+                )
             if leaf.number < 0:
                 way = "through an attribute, a list or in place"
                 advice = f"return it from {name}, or name other blocks in parallel.split"

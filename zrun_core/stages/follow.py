@@ -29,6 +29,7 @@ from zrun_core.stages.ghosts import run_on_zeros
 from zrun_core.stages.left_numbers import LeftNumbers
 from zrun_core.stages.node_calls import Node, installed_nodes, walking
 from zrun_core.telemetry.flops import FlopCounter
+from zrun_core.user_code.asked_gradients import noting_gradients
 from zrun_core.user_code.pretrained import config_of
 from zrun_core.zero.auto_wrap import repeated_blocks
 from zrun_core.zero.fakes import fake_parameters, kept_buffers
@@ -68,7 +69,7 @@ def follow(
         with installed, kept_buffers(model), fake as fakes:
             params = {fake.untyped_storage()._cdata: names[key] for key, fake in fakes.items()}
             walk = _FollowingWalk(params, model)
-            with walking(walk), walk, walk.left.noting_writes():
+            with walking(walk), walk, walk.left.noting_writes(), noting_gradients() as asked:
                 loss = forward()
             walk.end(loss)
             if walk.left.is_any_written:
@@ -76,7 +77,7 @@ def follow(
     except (UserCodeError, RuntimeError, TypeError, ValueError) as error:
         raise _without_values(error) from error
     flow = walk.flow(list(names.values()), [name for name, _ in blocks])
-    return replace(flow, collecting=_collecting(model))
+    return replace(flow, collecting=_collecting(model), differentiates=next(iter(asked), ""))
 
 
 class Calls(NamedTuple):

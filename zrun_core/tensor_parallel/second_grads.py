@@ -21,9 +21,8 @@ import torch
 
 from zrun_core.errors import JobError
 from zrun_core.spine.tracebacks import is_users
+from zrun_core.user_code.asked_gradients import seeing_gradients
 from zrun_core.zero.module_hooks import tensors_in
-
-_ENGINE = "_engine_run_backward"  # of torch.autograd: all that asks for gradients goes through it
 
 
 class SecondGrads:
@@ -50,19 +49,14 @@ class SecondGrads:
         Raises:
             JobError: the forward asks for gradients of gradients that pass a divided layer.
         """
-        engine = getattr(torch.autograd, _ENGINE)
 
-        def run(outputs: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        def see(outputs: Sequence[torch.Tensor], *args: Any, **_: Any) -> None:
             _, _, create_graph, inputs = args[:4]
             if create_graph and self._passes(outputs, inputs):
                 raise _error()
-            return engine(outputs, *args, **kwargs)
 
-        setattr(torch.autograd, _ENGINE, run)
-        try:
+        with seeing_gradients(see):
             yield
-        finally:
-            setattr(torch.autograd, _ENGINE, engine)
 
     def _passes(self, outputs: Sequence[Any], inputs: Sequence[Any]) -> bool:
         """Return whether gradients pass a divided layer on the way from `outputs` to `inputs`.

@@ -435,4 +435,5 @@ def _flow_from_json(found: Mapping[str, Any]) -> ModelFlow:
         ),
         found["uncounted"],
         found["collecting"],
+        found["differentiates"],
     )

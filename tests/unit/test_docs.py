@@ -12,6 +12,8 @@ import pytest
 from modules_page import PAGE as MODULES
 from modules_page import page as modules_page
 from texts import texts
+from words_page import PAGE as WORDS
+from words_page import page as words_page
 
 from zrun.cli import COMMANDS
 from zrun.job.load import load_job
@@ -114,6 +116,11 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_every_module_has_its_line() -> None:
     is_current = MODULES.read_text(encoding="utf-8") == modules_page()
     assert is_current, "write it again: .venv/bin/python tests/unit/modules_page.py"
+
+
+def test_words_of_other_tools_are_those_that_are_answered() -> None:
+    is_current = WORDS.read_text(encoding="utf-8") == words_page()
+    assert is_current, "write it again: .venv/bin/python tests/unit/words_page.py"
 
 
 def test_named_modules_exist() -> None:

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from zrun.cli import app
 from zrun.flags import with_keys
 from zrun.job.load import load_job
-from zrun.job.other_words import _ADVICE, _KEYS, _TEXTS, VALUES
+from zrun.job.other_words import ADVICE, KEYS, TEXTS, VALUES
 from zrun.job.schema import find_key
 from zrun_core.errors import JobError
 from zrun_core.hardware.catalogue import NODES, device_named, peak_flops
@@ -91,9 +91,9 @@ def test_of_two_lengths_on_the_command_line_none_is_left_out(job: Path) -> None:
         load_job(job, ["steps=5", "epochs=1"])
 
 
-@pytest.mark.parametrize("name", sorted(_KEYS))
+@pytest.mark.parametrize("name", sorted(KEYS))
 def test_each_key_of_others_is_one_of_ours(job: Path, name: str) -> None:
-    key = find_key(tuple(_KEYS[name].split(".")))
+    key = find_key(tuple(KEYS[name].split(".")))
     assert key is not None
     with pytest.raises(JobError, match=f"{name}: unknown key; did you mean") as caught:
         load_job(job, [f"{name}=1"])
@@ -119,11 +119,11 @@ def test_what_is_to_be_written_is_right(job: Path, name: str, below: str) -> Non
     load_job(job, ["zero=3"])
 
 
-@pytest.mark.parametrize("name", sorted(_ADVICE))
+@pytest.mark.parametrize("name", sorted(ADVICE))
 def test_what_is_no_key_is_answered(job: Path, name: str) -> None:
     with pytest.raises(JobError) as caught:
         load_job(job, [f"{name}=1"])
-    assert str(caught.value).endswith(f"unknown key; {_TEXTS[_ADVICE[name]]}")
+    assert str(caught.value).endswith(f"unknown key; {TEXTS[ADVICE[name]]}")
 
 
 @pytest.mark.parametrize(

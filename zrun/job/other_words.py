@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 RATE = ("optim", "lr")
 
 # By another name: our key, which takes the same value.
-_KEYS = {
+KEYS = {
     "adam_epsilon": "optim.eps",
     "batch_size": "batch.global",
     "checkpoint_dir": "checkpoint.dir",
@@ -113,7 +113,7 @@ VALUES: dict[str, tuple[str, Any]] = {
 }
 
 # By another name: what to do instead.
-_ADVICE = {
+ADVICE = {
     "accumulate_grad_batches": "micro",
     "adapter": "lora",
     "base_model": "model",
@@ -145,7 +145,7 @@ _ADVICE = {
     "wandb_project": "tracker",
     "warmup_ratio": "ratio",
 }
-_TEXTS = {
+TEXTS = {
     "context": "context parallelism is parallel.sequence, with tp: write parallel: "
     "{tp: 2, sequence: true}",
     "ema": "keep averages in a hook: write hooks: {on_step: hooks.py:on_step}",
@@ -168,7 +168,7 @@ _TEXTS = {
 
 def key_called(name: str) -> KeyPath | None:
     """Return our key that others call `name`; None: there is none."""
-    key = _KEYS.get(_plain(name))
+    key = KEYS.get(_plain(name))
     return None if key is None else tuple(key.split("."))
 
 
@@ -180,8 +180,8 @@ def value_called(name: str) -> tuple[KeyPath, Any] | None:
 
 def advice(name: str) -> str | None:
     """Return what to do in place of a key that others call `name`, if no key of ours does it."""
-    word = _ADVICE.get(_plain(name))
-    return None if word is None else _TEXTS[word]
+    word = ADVICE.get(_plain(name))
+    return None if word is None else TEXTS[word]
 
 
 def is_rate(path: KeyPath, value: Any) -> bool:

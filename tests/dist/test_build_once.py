@@ -131,6 +131,7 @@ FACTORIES = [plain, from_numpy, own_generator, scaled_in_place, loaded, tied_and
 
 
 @pytest.mark.parametrize("factory", [*FACTORIES, looks_at_values, keeps_a_tensor])
+@pytest.mark.at_most(4)
 def test_shards_are_bit_equal_to_the_plain_build(ranks, tmp_path, factory):
     torch.manual_seed(SEED)
     model = factory()

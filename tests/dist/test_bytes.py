@@ -57,6 +57,7 @@ def count(stage: int, accumulation: int, options: dict[str, Any]) -> dict[str, A
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.at_most(2)
 def test_traffic_of_a_step_is_the_formula(ranks, world_size, accumulation):
     k, n = accumulation, world_size
     gathered = {0: 0, 1: P, 2: P, 3: 2 * k * P}
@@ -76,6 +77,7 @@ def test_traffic_of_a_step_is_the_formula(ranks, world_size, accumulation):
 
 @pytest.mark.parametrize("reduce", ["compute", "fp32"])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.at_most(3)
 def test_model_states_are_the_papers(ranks, world_size, reduce):
     """Rajbhandari et al. 2020, section 5: 16P, 4P + 12P/N, 2P + 14P/N, 16P/N; fp32 gradients take 2
     bytes more.
@@ -126,6 +128,7 @@ REDUCE_COMPUTE = {"compute": "bf16", "reduce": "compute"}
     ],
 )
 @pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.at_most(3)
 def test_what_is_planned_is_what_is_allocated(ranks, world_size, options):
     for stage in range(4):
         for rank, run in enumerate(ranks(world_size).run(everything, stage, options)):
@@ -353,7 +356,7 @@ def deep_runs(cases: list[tuple[int, Deep]]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.at_most(1)
+@pytest.mark.thorough
 def test_blocks_that_are_recomputed_are_whole_one_after_the_other(ranks, world_size):
     kept = sorted(
         {("none", precision, 1, bucket, frozen) for _, precision, _, bucket, frozen in DEEP}

@@ -104,6 +104,7 @@ def evaluated(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
         ("zero_bubble", 1, 2),
     ],
 )
+@pytest.mark.at_most(4)
 def test_dropout_noise_and_mixes_have_the_bits_of_one_rank(
     ranks, tmp_path: Path, one: Any, schedule: str, dp: int, pp: int, recomputed: str
 ) -> None:
@@ -119,6 +120,7 @@ def test_dropout_noise_and_mixes_have_the_bits_of_one_rank(
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+@pytest.mark.at_most(1)
 def test_noise_is_what_the_loss_behind_the_border_sees(
     ranks, tmp_path: Path, schedule: str
 ) -> None:

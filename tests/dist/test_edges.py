@@ -110,6 +110,7 @@ def hybrid_of_three(stage: int) -> list[float]:
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.at_most(1)
 def test_three_copies_share_shards_that_do_not_divide(ranks, stage):
     plain = train_plain(build(), data(4))
     assert ranks(3).run(hybrid_of_three, stage)[0] == pytest.approx(plain, abs=2e-6)
@@ -154,6 +155,7 @@ def train_empty(stage: int) -> list[float]:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.at_most(2)
 def test_parameters_without_elements(ranks, stage):
     plain = train_plain(build(), data(4))
     assert ranks(2).run(train_empty, stage)[0] == pytest.approx(plain, abs=2e-6)

@@ -46,6 +46,7 @@ def test_a_random_model_trains_or_is_refused(ranks, tmp_path: Path, seed: int) -
 
 
 @pytest.mark.parametrize(("seed", "layout"), FOUND)
+@pytest.mark.at_most(8)
 def test_what_was_found_is_mended(ranks, tmp_path: Path, seed: int, layout: str) -> None:
     found = outcome(ranks, seed, layout, tmp_path)
     assert found.kind in ("equal", "refused"), (found, idioms_of(seed))

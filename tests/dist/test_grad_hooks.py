@@ -70,6 +70,7 @@ def trained(ranks: Any, folder: Path, layout: str, hook: str, reads: bool = True
 
 @pytest.mark.parametrize("hook", ["halves", "in place", "one row"])
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.at_most(2)
 def test_a_hook_that_scales_is_that_of_a_plain_loop(
     ranks, tmp_path: Path, layout: str, hook: str
 ) -> None:
@@ -78,6 +79,7 @@ def test_a_hook_that_scales_is_that_of_a_plain_loop(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.at_most(2)
 def test_a_hook_may_do_anything_with_all_of_a_gradient(ranks, tmp_path: Path, layout: str) -> None:
     assert trained(ranks, tmp_path / "run", layout, "normalises", reads=False) == ""
     assert verdict_of(tmp_path / "run").agrees

@@ -68,6 +68,7 @@ def spoiled(stage: int, precision: str, kind: str, options: dict[str, Any]) -> d
 @pytest.mark.parametrize("kind", ["nan", "inf", "loss"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.at_most(2)
 def test_all_ranks_skip_what_one_spoils_and_name_it(ranks, stage, kind, precision):
     runs = ranks(2).run(spoiled, stage, precision, kind, {})
     for found in runs:
@@ -225,6 +226,7 @@ def without_the_third(stage: int, accumulation: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize(("stage", "accumulation"), [(0, 1), (1, 1), (1, 2), (2, 2)])
+@pytest.mark.at_most(2)
 def test_a_batch_that_one_rank_cannot_hold_is_dropped_by_all(ranks, stage, accumulation, where):
     runs = ranks(2).run(starved, stage, accumulation, where)
     oracle = ranks(2).run(without_the_third, stage, accumulation)[0]
@@ -296,6 +298,7 @@ def _flip(flat: torch.Tensor, place: int) -> None:
         (0, {}, "lr", "rank 2 has lr 0.010000000000000002, rank 0 has 0.01"),
     ],
 )
+@pytest.mark.at_most(4)
 def test_one_bit_of_one_replica_is_found_with_its_rank_and_name(ranks, stage, options, what, words):
     for found in ranks(3).run(drifted, stage, options, what):
         assert found[0] is None

@@ -91,7 +91,7 @@ def plain(factory: type[nn.Module]) -> list[float]:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.at_most(2)
+@pytest.mark.at_most(1)
 def test_copies_are_summed_while_backward_goes_on(ranks, stage):
     expected = plain(Deep)
     for run in ranks(4).run(train, Deep, stage, 2 if stage else None):
@@ -108,7 +108,7 @@ class Deep(Net):
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @pytest.mark.parametrize("through", ["sockets", "backend"])
-@pytest.mark.at_most(2)
+@pytest.mark.at_most(1)
 def test_the_same_through_sockets_and_where_parts_start_in_one_order(ranks, stage, through):
     group = 2 if stage else None
     memory = ranks(4).run(train, Deep, stage, group)[0]
@@ -122,7 +122,7 @@ def test_the_same_through_sockets_and_where_parts_start_in_one_order(ranks, stag
 
 
 @pytest.mark.parametrize("stage", [0, 3, 2])
-@pytest.mark.at_most(1)
+@pytest.mark.thorough
 def test_a_gradient_that_comes_late_is_summed_over_the_copies_too(ranks, stage):
     expected, group = plain(Twice), 2 if stage else None
     for case in (("memory", 1), ("memory", 3), ("sockets", 1), ("backend", 3)):

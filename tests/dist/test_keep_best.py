@@ -50,6 +50,7 @@ def told(found: dict[str, Any]) -> list[tuple[int, str, int | None]]:
 
 
 @pytest.mark.parametrize("in_background", [False, True])
+@pytest.mark.at_most(1)
 def test_evaluated_steps_are_saved_when_they_are_the_best_and_stay(ranks, tmp_path, in_background):
     found = ranks(2).run(run, keys(steps=6, checkpoint={"async": in_background}), str(tmp_path))
     assert [each["error"] for each in found] == ["", ""]

@@ -261,6 +261,7 @@ def test_a_resumed_run_draws_the_same(ranks, tmp_path):
     assert losses(other[0])[1] != losses(whole[0])[1], "micro-batches draw from other streams"
 
 
+@pytest.mark.thorough
 def test_a_batch_without_memory_is_dropped(ranks, tmp_path):
     keys = job(
         **LAYER_MAJOR,

@@ -70,6 +70,7 @@ def test_ranks_that_may_be_killed_leave_nothing_behind(ranks, tmp_path):
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.at_most(2)
 def test_the_loop_is_bit_equal_to_ddp(ranks, stage):
     ours, theirs = ranks(2).run(train, stage), ranks(2).run(train_ddp)[0]
     for rank in range(2):
@@ -85,6 +86,7 @@ def test_one_rank_equals_a_plain_loop(ranks, stage):
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.at_most(2)
 def test_accumulated_gradients_are_the_full_batchs_whatever_was_declared(ranks, world_size, stage):
     plain = train_plain(build(), data(6))
     for accumulate in (
@@ -184,6 +186,7 @@ def train_tokens(stage: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.at_most(2)
 def test_losses_weigh_by_tokens_on_all_ranks(ranks, stage):
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -381,7 +384,7 @@ def train_loop(name: str, stage: int, lib: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("loop", [loop.__name__ for loop in LOOPS])
-@pytest.mark.at_most(9)
+@pytest.mark.at_most(5)
 def test_loops_of_every_shape(ranks, loop):
     plain = train_loop(loop, 0, lib=False)
     for stage in range(4):
@@ -449,6 +452,7 @@ def with_schedule(stage: int, lib: bool) -> list[float]:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.at_most(2)
 def test_groups_schedules_and_clipping_are_torchs(ranks, stage):
     plain = with_schedule(0, lib=False)
     assert ranks(2).run(with_schedule, stage, True)[0] == pytest.approx(plain, rel=1e-6, abs=3e-6)

@@ -143,6 +143,7 @@ def stale_graph(stage: int, build: Callable[[], nn.Module]) -> tuple[str, list[f
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @pytest.mark.parametrize("kind", [Scores, Recomputed, Biased])
+@pytest.mark.at_most(1)
 def test_a_graph_of_before_the_step_is_refused_and_leaves_no_trace(ranks, stage, kind):
     for told, interrupted, plain in ranks(2).run(stale_graph, stage, kind):
         assert "call the model again, and detach() what you keep across steps" in told
@@ -220,6 +221,7 @@ def alone() -> str:
     return says(zrun_core.gathered(model).__enter__)
 
 
+@pytest.mark.thorough
 def test_gathered_on_one_rank_names_the_others(ranks):
     told, _ = ranks(2).run(alone)
     assert "rank 1 has not called it within 3 s" in told

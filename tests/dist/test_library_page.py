@@ -98,6 +98,7 @@ def test_the_fifteen_lines_train_and_resume(ranks, scripts: Path, tmp_path: Path
     assert ranks(1).run(play, str(whole)) == [[]]  # one rank, nothing left to do
 
 
+@pytest.mark.thorough
 def test_one_rank_gets_the_same_losses(ranks, scripts: Path, tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text((scripts / "model.py").read_text())
     script = tmp_path / "loop.py"
@@ -119,6 +120,7 @@ def test_the_gan_learns_the_circle(ranks, scripts: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["schedules.py", "average.py", "evaluation.py", "behind.py"])
+@pytest.mark.at_most(2)
 def test_the_other_scripts_run_again_and_again(ranks, scripts: Path, name: str) -> None:
     for _ in range(2):  # the second time it goes on from what the first one saved
         ranks(2).run(play, str(scripts / name))
@@ -186,6 +188,7 @@ def forkrun(script: Path) -> tuple[list[int | None], str]:
 
 
 @pytest.mark.parametrize("action", CASES)
+@pytest.mark.at_most(1)
 def test_what_one_rank_does_alone_is_an_error_and_no_hang(scripts: Path, action: str) -> None:
     script = scripts / "alone.py"
     script.write_text(ALONE.format(action=action))

@@ -101,6 +101,7 @@ def resumed(
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.at_most(1)
 def test_two_models_go_on_bit_for_bit(ranks, tmp_path, stage, precision):
     folder = str(tmp_path / "duel")
     assert ranks(2).run(whole, stage, precision, folder) == ranks(2).run(
@@ -134,6 +135,7 @@ def roll_back(stage: int, folder: str, offload: dict[str, Any] | None = None) ->
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.at_most(2)
 def test_a_loop_goes_back_to_before_its_first_update(ranks, tmp_path, stage):
     ranks(2).run(roll_back, stage, str(tmp_path / "duel"))
     if stage in (0, 3):
@@ -172,6 +174,7 @@ def weights(stage: int, folder: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.thorough
 def test_two_models_open_at_any_stage_on_any_number_of_ranks(ranks, tmp_path):
     folder = str(tmp_path / "duel")
     ranks(2).run(whole, 3, "fp32", folder)
@@ -328,6 +331,7 @@ def behind_and_not(folder: str) -> tuple[list[list[str]], list[list[str]]]:
     return found[0], found[1]
 
 
+@pytest.mark.thorough
 def test_a_save_behind_is_of_its_own_step(ranks, tmp_path):
     for behind, waits in ranks(2).run(behind_and_not, str(tmp_path)):
         assert behind == waits

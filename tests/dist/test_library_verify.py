@@ -106,6 +106,7 @@ def in_job(kind: str, fault: str) -> tuple[int, float, str]:
 
 
 @pytest.mark.parametrize("kind", ["stage 0", "stage 3", "bf16", "recomputed", "host"])
+@pytest.mark.at_most(3)
 def test_a_right_loop_agrees(ranks, kind: str) -> None:
     for steps, worst, error in ranks(2).run(in_job, kind, ""):
         assert (steps, error) == (2, "")

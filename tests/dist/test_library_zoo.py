@@ -43,7 +43,7 @@ def loop(name: str, stage: int) -> list[float]:
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.at_most(5)
+@pytest.mark.at_most(3)
 def test_losses_are_those_of_the_job_to_the_bit(ranks, tmp_path, name):
     job = ranks(2).run(train, keys_of(name, 3), str(tmp_path))[0]["step"]
     for losses in ranks(2).run(loop, name, 3):

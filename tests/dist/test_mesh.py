@@ -79,6 +79,7 @@ def test_another_order_of_the_axes(ranks: Any) -> None:
     [{"dp": 2, "tp": 2}, {"dp": 2, "tp": 2, "order": ("dp", "tp", "pp")}],
     ids=["tp", "another order"],
 )
+@pytest.mark.at_most(1)
 def test_samples_count_once_where_several_ranks_read_them(
     dims: dict[str, Any], ranks: Any, tmp_path: Path
 ) -> None:

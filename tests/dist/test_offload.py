@@ -148,7 +148,7 @@ def assert_equal(here: Any, away: Any) -> None:
 
 @pytest.mark.parametrize(("stage", "placement", "settings"), list(cases()))
 @pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.at_most(15)
+@pytest.mark.at_most(8)
 def test_where_states_live_changes_no_bit(
     ranks: Ranks, num_ranks: int, stage: int, placement: Placement, settings: dict[str, Any]
 ) -> None:
@@ -310,6 +310,7 @@ def train_delayed_on_the_host() -> list[float]:
 DELAYED: dict[str, Any] = {"schedule": "delayed", "delay_after": 1}
 
 
+@pytest.mark.thorough
 def test_a_step_settles_delayed_updates_before_their_records_are_read_again(ranks: Ranks) -> None:
     """Else two threads would take a slot for one record, and training wait for the last ones."""
     assert ranks(1).run(train_delayed_and_slowly) == ranks(1).run(train_delayed_on_the_host)
@@ -427,7 +428,7 @@ def run_until_the_disk_fails(
 @pytest.mark.parametrize(
     ("stage", "place"), [(1, "disk"), (3, "disk, all"), (3, "apart and disk"), (3, "mixed")]
 )
-@pytest.mark.at_most(2)
+@pytest.mark.at_most(1)
 def test_a_disk_that_fails_at_any_time_leaves_nobody_waiting(
     ranks: Ranks, stage: int, place: str, schedule: str
 ) -> None:
@@ -562,7 +563,7 @@ def run_delayed_by_hand(delay_after: int) -> list[float]:
 
 
 @pytest.mark.parametrize("place", ["apart optimizer", "apart"])
-@pytest.mark.at_most(1)
+@pytest.mark.thorough
 def test_a_delayed_update_is_that_of_a_gradient_one_step_old(ranks: Ranks, place: str) -> None:
     placement = PLACEMENTS[place]
     delayed = ranks(2).run(run_delayed, placement, 3)

@@ -138,7 +138,7 @@ CASES = {
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("settings", CASES)
-@pytest.mark.at_most(2)
+@pytest.mark.at_most(1)
 def test_every_placement_writes_the_same_files_and_goes_on_from_them(
     ranks: Ranks, tmp_path: Path, num_ranks: int, settings: str
 ) -> None:
@@ -307,6 +307,7 @@ def test_a_save_in_the_background_copies_nothing_that_is_elsewhere(tmp_path: Pat
     assert snapshot._memory.numel() == 0
 
 
+@pytest.mark.thorough
 def test_a_save_reads_into_slots_that_updates_leave_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -334,7 +334,7 @@ def run_ahead(keys: dict[str, Any], run_dir: str, ahead: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.at_most(1)
+@pytest.mark.thorough
 def test_the_trainer_executes_any_order(ranks, tmp_path, stage):
     keys = job(
         zero=stage, checkpoint=None, hooks={}, guards={"on_oom": "skip"} if stage < 3 else {}

@@ -130,7 +130,7 @@ def params_of(found: Tensors) -> Tensors:
     ("stages", "precision", "optim"),
     [(2, "fp32", SGD), (3, "fp32", SGD), (4, "fp32", ADAMW), (3, "bf16", ADAMW)],
 )
-@pytest.mark.at_most(2)
+@pytest.mark.at_most(1)
 def test_delayed_gradients(
     ranks, tmp_path: Path, stages: int, precision: str, optim: dict[str, Any], schedule: str
 ) -> None:
@@ -197,6 +197,7 @@ def observed(keys: dict[str, Any], run_dir: str, dims: dict[str, int]) -> list[t
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("schedule", ["pipedream", "pipedream_vertical"])
+@pytest.mark.at_most(1)
 def test_both_passes_of_a_micro_batch_see_one_version(
     ranks, tmp_path: Path, schedule: str, precision: str
 ) -> None:
@@ -237,6 +238,7 @@ def test_bf16_with_adamw_that_resumes(ranks, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream", "pipedream_vertical"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.at_most(1)
 def test_memory_of_versions(ranks, tmp_path: Path, schedule: str, precision: str) -> None:
     keys = keys_of(3, schedule, steps=5, precision=precision)
     found = ranks(3).run(memory, keys, str(tmp_path), {"dp": 1, "pp": 3})
@@ -264,6 +266,7 @@ def memory(keys: dict[str, Any], run_dir: str, dims: dict[str, int]) -> tuple[An
     return *by_kind, one
 
 
+@pytest.mark.thorough
 def test_skips(ranks, tmp_path: Path) -> None:
     """Every stage skips where the loss is NaN: the version of that micro-batch's update is the last
     one's."""

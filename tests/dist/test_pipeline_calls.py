@@ -82,6 +82,7 @@ def test_text_is_that_of_one_rank(
             )
 
 
+@pytest.mark.thorough
 def test_stages_draw_the_same_text(ranks, tmp_path: Path) -> None:
     keys = keys_of("LlamaForCausalLM", {"sample": True}, parallel={"pp": 2})
     dims = {"dp": 1, "pp": 2}

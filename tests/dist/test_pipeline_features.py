@@ -45,7 +45,7 @@ def plain(ranks, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], An
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
 @pytest.mark.parametrize("name", FEATURES)
-@pytest.mark.at_most(3)
+@pytest.mark.at_most(2)
 def test_features(ranks, tmp_path: Path, plain: Any, name: str, schedule: str) -> None:
     keys = small(**FEATURES[name], parallel={"schedule": schedule, "pp": 2})
     found = in_stages(keys, tmp_path / "many", ranks, dp=2, pp=2)

@@ -61,7 +61,7 @@ def values(found: list[dict[str, Any]]) -> list[dict[str, float]]:
 
 @pytest.mark.parametrize("dims", DIMS)
 @pytest.mark.parametrize("metrics", ["measures", "of_labels"])
-@pytest.mark.at_most(1)
+@pytest.mark.thorough
 def test_metrics(ranks, tmp_path: Path, metrics: str, dims: dict[str, int]) -> None:
     one = values(evaluated(metrics, tmp_path / "one", ranks, dp=dims["dp"], pp=1))
     many = values(evaluated(metrics, tmp_path / "many", ranks, **dims))
@@ -83,6 +83,7 @@ def test_metrics_that_no_stage_can_compute(ranks, tmp_path: Path, metrics: str, 
     assert words in str(error.value)
 
 
+@pytest.mark.thorough
 def test_the_best_step_is_kept(ranks, tmp_path: Path) -> None:
     keys = test_keep_best.keys(steps=6, parallel={"pp": 2})
     found = in_stages(keys, tmp_path, ranks, dp=2, pp=2)
@@ -166,7 +167,7 @@ def flip(context: HookContext, ranks: list[int], name: str) -> None:
         ),
     ],
 )
-@pytest.mark.at_most(2)
+@pytest.mark.at_most(1)
 def test_one_bit_is_found(
     ranks, tmp_path: Path, keys: dict[str, Any], dp: int, pp: int, flipped: list[int], words: str
 ) -> None:
@@ -216,6 +217,7 @@ def poisoned(rank: int, what: str) -> nn.Module:
         pytest.param(3, {"dp": 2, "pp": 2, "tp": 2}, marks=pytest.mark.thorough),
     ],
 )
+@pytest.mark.at_most(1)
 def test_what_is_not_finite_is_named(
     ranks, tmp_path: Path, what: str, zero: int, dims: dict[str, int]
 ) -> None:

@@ -241,7 +241,7 @@ def keys_of(case: Case, stage: int, schedule: str) -> dict[str, Any]:
     ("name", "schedule", "stage"),
     [(name, schedule, stage) for name, (schedule, stage) in zip(CASES, WAYS, strict=False)][::-1],
 )
-@pytest.mark.at_most(7)
+@pytest.mark.at_most(5)
 def test_model(ranks, tmp_path: Path, name: str, schedule: str, stage: int) -> None:
     case = CASES[name]
     refused = (
@@ -275,6 +275,7 @@ def run_counting_values(keys: dict[str, Any], run_dir: str, dims: dict[str, int]
     return {**found, "made": sum(made)}
 
 
+@pytest.mark.thorough
 def test_only_values_of_the_own_stage_are_ever_made(ranks, tmp_path: Path) -> None:
     keys = {**keys_of(CASES["plain"], 3, "1f1b"), "init": "meta"}
     dims = {"dp": 1, "pp": 2}

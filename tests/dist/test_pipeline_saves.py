@@ -80,6 +80,7 @@ def of_manifest(folder: Path, step: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.at_most(1)
 def test_a_step_is_that_of_one_stage(ranks, tmp_path: Path, tied: bool) -> None:
     model = {"call": "test_pipeline_saves.py:Counting", "args": {"tied": tied}}
     for pp in (1, 2):
@@ -115,6 +116,7 @@ def test_the_same_shape_goes_on_bit_for_bit(ranks, tmp_path: Path, schedule: str
     assert [each["digest"] for each in rest] == [each["digest"] for each in whole]
 
 
+@pytest.mark.thorough
 def test_buffers_go_to_the_stages_that_read_them(ranks, tmp_path: Path) -> None:
     whole = trained(ranks, counting(), tmp_path / "whole")
     shapes = ({}, {"pp": 2}, {"pp": 4})
@@ -138,7 +140,7 @@ SHAPES: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize("number", range(len(SHAPES)))
-@pytest.mark.at_most(1)
+@pytest.mark.thorough
 def test_another_shape_goes_on_with_the_same_tensors(ranks, tmp_path: Path, number: int) -> None:
     """From each shape to the next one, where the steps are those of one stage."""
     (shape, keys), (other, other_keys) = (SHAPES[(number + n) % len(SHAPES)] for n in (0, 1))

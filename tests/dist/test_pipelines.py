@@ -87,6 +87,7 @@ def plain(ranks, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved", "zero_bubble"])
 @pytest.mark.parametrize(("dp", "pp"), [(1, 2), (2, 2), (1, 4)])
+@pytest.mark.at_most(3)
 def test_one_process(
     ranks, tmp_path: Path, plain: Any, stage: int, schedule: str, dp: int, pp: int
 ) -> None:
@@ -101,7 +102,7 @@ def test_one_process(
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.at_most(1)
+@pytest.mark.thorough
 def test_weights_wait_for_their_turn(ranks, tmp_path: Path, tp: int) -> None:
     keys = small(model=gpt(heads=2), parallel={"schedule": "zero_bubble", "pp": 2, "tp": tp})
     dims = {"dp": 1, "pp": 2, "tp": tp}

@@ -59,7 +59,7 @@ def train_all(jobs: list[dict[str, Any]], run_dir: str) -> list[Run]:
 
 
 @pytest.mark.parametrize("name", list(pretrained.SIZES)[::-1])
-@pytest.mark.at_most(1)
+@pytest.mark.thorough
 def test_recomputed_models_train_as_a_plain_loop_does_and_are_exported(ranks, tmp_path, name):
     saved = keys_of(name, "full", 3, checkpoint={"every": STEPS})
     jobs = [keys_of(name, "none", 0), keys_of(name, "full", 0), saved]

@@ -45,6 +45,7 @@ def job_of(title: str, folder: Path, *overrides: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("title", [title for title in JOBS if title != ACROSS_RANKS])
+@pytest.mark.at_most(4)
 def test_it_trains_what_a_plain_loop_trains(title: str, ranks: Any, tmp_path: Path) -> None:
     found = ranks(2).run(
         recorded, job_of(title, tmp_path, "steps=3"), str(tmp_path / "run"), {"dp": 2}

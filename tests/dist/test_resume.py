@@ -20,6 +20,7 @@ from zrun_core.train.trainer import Trainer
 @pytest.mark.parametrize("accumulation", [1, 4])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.at_most(3)
 def test_resume_is_bit_identical(ranks, tmp_path, stage, precision, accumulation):
     keys = job(zero=stage, precision=precision, batch={"global": 8, "micro": 4 // accumulation})
     whole = ranks(2).run(run, keys, str(tmp_path / "whole"))
@@ -88,7 +89,7 @@ def saved(ranks, tmp_path_factory) -> tuple[dict[str, str], list[dict[str, Any]]
 
 
 @pytest.mark.parametrize(("stage", "world_size", "keys"), LAYOUTS)
-@pytest.mark.at_most(4)
+@pytest.mark.at_most(3)
 def test_another_layout_goes_on_with_the_same_tensors(
     ranks, saved, tmp_path, stage, world_size, keys
 ):
@@ -125,6 +126,7 @@ def test_another_layout_goes_on_with_the_same_tensors(
         ),
     ],
 )
+@pytest.mark.at_most(3)
 def test_what_does_not_fit_is_named(ranks, tmp_path, keys, words):
     ranks(2).run(run, job(steps=3), str(tmp_path))
     for result in ranks(2).run(run, job(**keys), str(tmp_path), {}):
@@ -322,6 +324,7 @@ def warnings(results: list[dict[str, Any]]) -> list[str]:
     return [event["message"] for event in results[0]["events"] if event["type"] == "warning"]
 
 
+@pytest.mark.thorough
 def test_other_data_is_told_and_goes_on(ranks, tmp_path):
     source = {"folder": f"{tmp_path}/first/checkpoints"}
     ranks(2).run(run, job(steps=3), str(tmp_path / "first"))

@@ -41,7 +41,7 @@ def contents_of(run_dir: Path, step: int) -> dict[tuple[str, str, int], str]:
 
 
 @pytest.mark.parametrize("busy", ["wait", "skip"])
-@pytest.mark.at_most(1)
+@pytest.mark.thorough
 def test_a_save_in_the_background_is_of_its_own_step(ranks, tmp_path, busy):
     """Every step is due while the one before is being written.
 
@@ -266,6 +266,7 @@ def run_that_cannot_save(keys: dict[str, Any], run_dir: str, reason: str) -> dic
         ),
     ],
 )
+@pytest.mark.at_most(2)
 def test_the_last_save_is_there_or_is_not_said_to_be(ranks, tmp_path, reason, codes, words):
     """Also where the job may go on without one."""
     keys = job(steps=5, checkpoint={"every": 3, "on_save_error": "warn"})
@@ -342,6 +343,7 @@ def run_that_diverges(keys: dict[str, Any], run_dir: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("replica_every", "phase"), [(2, "update"), (100, "save")])
+@pytest.mark.at_most(1)
 def test_a_step_that_was_right_is_committed_where_ranks_diverge_later(
     ranks, tmp_path, replica_every, phase
 ):
@@ -374,6 +376,7 @@ def run_without_memory(
         return run(keys, run_dir)
 
 
+@pytest.mark.thorough
 def test_a_rank_without_memory_for_a_copy_fails_the_save_of_all(ranks, tmp_path):
     options = {"every": 2, "keep": 9, "async": True, "on_save_error": "warn"}
     found = ranks(2).run(
@@ -578,6 +581,7 @@ def test_no_sample_is_lost_or_read_twice(ranks, tmp_path, workers):
     assert Counter(in_order[:40]) == Counter(in_order[40:]) == Counter(range(40))
 
 
+@pytest.mark.thorough
 def test_samples_draw_the_same_after_going_on_whoever_reads_them(ranks, tmp_path):
     keys = job(data={"call": "runs.py:Augmented", "shuffle": True, "workers": 0})
     whole = ranks(1).run(run, keys, str(tmp_path / "whole"))
@@ -590,7 +594,7 @@ def test_samples_draw_the_same_after_going_on_whoever_reads_them(ranks, tmp_path
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.at_most(1)
+@pytest.mark.thorough
 def test_parameters_that_broke_are_not_called_good_and_push_out_none_that_are(
     ranks, tmp_path, stage
 ):

@@ -56,6 +56,7 @@ def sent_by(comm: Comm, kind: str) -> int:
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.at_most(3)
 def test_the_numbers_are_the_rings(ranks, world_size, options):
     ring, server = (ranks(world_size).run(train, by_server, options) for by_server in (False, True))
     for run in server:

@@ -112,14 +112,14 @@ def alone(ranks, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.at_most(3)
+@pytest.mark.at_most(2)
 def test_models(ranks, tmp_path: Path, alone: Any, model: str, sequence: bool) -> None:
     keys = small(**MODELS[model], parallel={"tp": 2, "sequence": sequence})
     assert_close(on_axes(keys, tmp_path / "run", ranks), alone(keys), 1e-6)
 
 
 @pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
-@pytest.mark.at_most(1)
+@pytest.mark.thorough
 def test_weights_have_their_gradients_made_while_ranks_add_up(
     ranks, tmp_path: Path, sequence: bool
 ) -> None:
@@ -225,7 +225,7 @@ FEATURES: dict[str, dict[str, Any]] = {  # what test_axes.py has not
 
 
 @pytest.mark.parametrize("feature", FEATURES)
-@pytest.mark.at_most(2)
+@pytest.mark.at_most(1)
 def test_features(ranks, tmp_path: Path, alone: Any, feature: str) -> None:
     keys = small(**{"model": gpt(), **FEATURES[feature]})
     close = 1e-2 if "bf16" in feature else 2e-6
@@ -252,7 +252,7 @@ def dropped(keys: dict[str, Any], run_dir: str) -> tuple[Dropped, dict[str, Any]
 
 
 @pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
-@pytest.mark.at_most(1)
+@pytest.mark.thorough
 def test_what_is_dropped(ranks, tmp_path: Path, sequence: bool) -> None:
     """Ranks drop the same of what they have alike, and each its own of its slices.
 
@@ -380,7 +380,7 @@ def traced(model: str, sequence: bool) -> Profile:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("model", ["gpt", "llama"])
-@pytest.mark.at_most(1)
+@pytest.mark.thorough
 def test_messages(ranks, tmp_path: Path, model: str, way: str) -> None:
     """Two sums of a block in forward and two in backward, or as many gathers and scattered sums.
 
@@ -419,6 +419,7 @@ def continue_text(context: Any) -> None:
             context.metric("best", float(logits.float().argmax()))
 
 
+@pytest.mark.thorough
 def test_an_evaluation_and_a_hook_that_calls_the_model(ranks, tmp_path: Path) -> None:
     evaluation = {"data": {"call": "runs.py:Plain", "args": {"length": 12}}, "every": 1}
     hooks = {"on_eval": "test_tensor_parallel.py:continue_text"}

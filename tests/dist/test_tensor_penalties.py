@@ -71,6 +71,7 @@ def keys_of(parallel: dict[str, Any], **args: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("how", ["squares", "norms", "gram"])
 @pytest.mark.parametrize("parallel", [{"tp": 2}, {"tp": 2, "pp": 2}], ids=["tp", "tp and pp"])
+@pytest.mark.at_most(1)
 def test_a_penalty_on_slices_is_named_with_its_line(
     ranks, tmp_path: Path, parallel: dict[str, Any], how: str
 ) -> None:

@@ -66,7 +66,7 @@ def cases() -> Iterator[Any]:
 @pytest.mark.parametrize(
     ("num_ranks", "stage", "placement", "accumulation", "schedule", "settings"), list(cases())
 )
-@pytest.mark.at_most(20)
+@pytest.mark.at_most(8)
 def test_a_step_moves_and_holds_what_is_planned(
     ranks: Ranks,
     num_ranks: int,

@@ -166,6 +166,7 @@ def test_rings_are_as_large_for_linears_8_times_as_wide(ranks):
         assert wide_untiled["rings"][0] > 6 * untiled["rings"][0] > 9 * wide["rings"][0]
 
 
+@pytest.mark.thorough
 def test_a_tile_is_gathered_for_each_use(ranks):
     """Some of a block's tiles are still there when it has been recomputed.
 
@@ -183,7 +184,7 @@ def test_a_tile_is_gathered_for_each_use(ranks):
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.at_most(1)
+@pytest.mark.thorough
 def test_tiles_come_from_the_host_or_the_disk_one_by_one(ranks, world_size):
     common = {"tile": TILE, "stage": 3, "checkpoint": "full", "wide": 4}
     cases = [{**common, "tier": tier} for tier in (Tier.DEVICE, Tier.HOST, Tier.DISK)]
@@ -250,7 +251,7 @@ class Plain(nn.Module):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.at_most(1)
+@pytest.mark.thorough
 def test_checkpoints_know_one_weight(ranks, tmp_path, precision):
     """Saved tiled by two ranks, loaded untiled by one, and the other way round."""
     for tile, other in ((SOME, None), (None, SOME)):

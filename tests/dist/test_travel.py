@@ -39,6 +39,7 @@ def travelled(ranks, tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "model.pt"])
+@pytest.mark.at_most(1)
 def test_exported_weights_fit_the_plain_model_and_transformers(ranks, travelled, tmp_path, name):
     transformers = pytest.importorskip("transformers")
     export(travelled, read_step(travelled), tmp_path / name)

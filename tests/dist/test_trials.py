@@ -100,7 +100,7 @@ def one(ranks, tmp_path_factory: pytest.TempPathFactory) -> Any:
     [{"pp": 2}, {"pp": 2, "schedule": "interleaved"}, {"tp": 2, "plan": PLAN}],
     ids=["pp", "interleaved", "tp"],
 )
-@pytest.mark.at_most(2)
+@pytest.mark.at_most(1)
 def test_losses_are_those_of_one_rank(
     ranks, tmp_path: Path, one: Any, parallel: dict[str, Any], writes: str
 ) -> None:
@@ -162,6 +162,7 @@ class Auxiliary(nn.Module):
 
 
 @pytest.mark.parametrize(("how", "name"), [("attribute", "aux"), ("list", "found")])
+@pytest.mark.at_most(1)
 def test_a_number_that_a_block_leaves_for_others_is_named(
     ranks, tmp_path: Path, how: str, name: str
 ) -> None:

@@ -218,7 +218,7 @@ def same(left: State, right: State) -> None:
 
 
 @pytest.mark.parametrize(("stage", "steps"), [(0, 6), (1, 50), (2, 6), (3, 6)])
-@pytest.mark.at_most(1)
+@pytest.mark.thorough
 def test_each_group_trains_as_if_it_were_alone(
     ranks: Any, tmp_path: Path, stage: int, steps: int
 ) -> None:

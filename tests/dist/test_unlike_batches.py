@@ -80,6 +80,7 @@ def test_every_batch_of_every_rank(ranks, tmp_path: Path) -> None:
     assert "read another batch['input_ids'] in micro-batch 0 (int64 [2, 6])" in error
 
 
+@pytest.mark.thorough
 def test_an_evaluation(ranks, tmp_path: Path) -> None:
     evaluation = {"data": data(ranks=[1], length=12), "every": 1}
     error = ends(ranks, tmp_path, parallel=PP, eval=evaluation)

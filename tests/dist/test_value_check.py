@@ -86,6 +86,7 @@ def keys_of(function: str, **keys: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("function", WRONG)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.at_most(10)
 def test_what_mixes_or_counts_features_is_refused(
     ranks, tmp_path: Path, function: str, precision: str
 ) -> None:
@@ -98,6 +99,7 @@ def test_what_mixes_or_counts_features_is_refused(
 
 @pytest.mark.parametrize("function", RIGHT)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.at_most(2)
 def test_what_is_of_each_feature_trains(
     ranks, tmp_path: Path, function: str, precision: str
 ) -> None:
@@ -159,6 +161,7 @@ class Hiding(nn.Module):
 
 
 @pytest.mark.parametrize("hides", ["in the draw", "in the loss"])
+@pytest.mark.at_most(1)
 def test_tokens_in_another_order_are_seen_wherever_they_hide(
     ranks, tmp_path: Path, hides: str
 ) -> None:
@@ -206,7 +209,7 @@ class Drawing(Model):
     ids=["tp", "sequence", "pp", "interleaved", "all"],
 )
 @pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.at_most(2)
+@pytest.mark.at_most(1)
 def test_a_comparison_changes_nothing(
     ranks, tmp_path: Path, parallel: dict[str, Any], stage: int
 ) -> None:

@@ -66,7 +66,7 @@ RIGHT: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
 
 
 @pytest.mark.parametrize("name", RIGHT)
-@pytest.mark.at_most(3)
+@pytest.mark.at_most(2)
 def test_what_is_right_agrees(ranks, tmp_path: Path, name: str) -> None:
     keys, dims = RIGHT[name]
     verdict = verified(small(**{"optim": ADAMW, **keys}), tmp_path / "run", ranks, **dims)
@@ -115,7 +115,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], dict[str, int], str, str]] = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-@pytest.mark.at_most(8)
+@pytest.mark.at_most(5)
 def test_a_mistake_is_named(ranks, tmp_path: Path, name: str) -> None:
     keys, dims, begin, end = MISTAKES[name]
     verdict = verified(small(**{"optim": ADAMW, **keys}), tmp_path / "run", ranks, name, **dims)
@@ -136,6 +136,7 @@ def test_a_save_goes_on_in_another_layout(ranks, tmp_path: Path) -> None:
     assert verdict.steps == 4 + 2
 
 
+@pytest.mark.thorough
 def test_a_save_that_is_changed_is_named(ranks, tmp_path: Path) -> None:
     keys = small(**{"zero": 2, "optim": ADAMW, "checkpoint": {"every": 2}})
     folder, later = tmp_path / "run", tmp_path / "later"
@@ -147,6 +148,7 @@ def test_a_save_that_is_changed_is_named(ranks, tmp_path: Path) -> None:
     assert (difference.step, difference.what, difference.name) == (2, "save", "tokens.weight")
 
 
+@pytest.mark.thorough
 def test_buffers_that_are_lost_are_seen_at_once(ranks, tmp_path: Path) -> None:
     keys = small(**{**SPEAKER, "zero": 2, "optim": ADAMW, "checkpoint": {"every": 2}})
     folder, later = tmp_path / "run", tmp_path / "later"
@@ -191,6 +193,7 @@ def masked(samples: list[Any]) -> Any:
 
 
 @pytest.mark.parametrize("data", ["Walked", "Several", "Plain"])
+@pytest.mark.at_most(1)
 def test_data_are_read_as_in_training(ranks, tmp_path: Path, data: str) -> None:
     section = {
         "call": f"test_verification.py:{data}",
@@ -202,6 +205,7 @@ def test_data_are_read_as_in_training(ranks, tmp_path: Path, data: str) -> None:
     assert verdict.agrees, (verdict.difference and verdict.difference.in_words, verdict.why_not)
 
 
+@pytest.mark.thorough
 def test_moments_that_are_lost_are_seen_in_the_next_update(ranks, tmp_path: Path) -> None:
     keys = small(**{"zero": 2, "optim": ADAMW, "checkpoint": {"every": 2}})
     folder, later = tmp_path / "run", tmp_path / "later"

@@ -212,7 +212,7 @@ def compare(uses: str, size: int, dtype: torch.dtype) -> dict[str, tuple[float, 
 
 
 @pytest.mark.parametrize(("num_ranks", "size"), [(2, 16), (2, 11), (4, 13), (4, 5), (4, 3)])
-@pytest.mark.at_most(2)
+@pytest.mark.at_most(1)
 def test_loss_of_slices(ranks: Ranks, num_ranks: int, size: int) -> None:
     """Of a vocabulary of 5 on 4 ranks the last one has nothing."""
     for found in ranks(num_ranks).run(compare, "SLICED", size, torch.float32):
@@ -518,6 +518,7 @@ def shard(kind: str, stage: int) -> Any:
 
 @pytest.mark.parametrize(("num_ranks", "stage"), [(2, 0), (4, 3)])
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "our_gpt"])
+@pytest.mark.at_most(2)
 def test_a_divided_vocabulary_is_sharded(
     ranks: Ranks, kind: str, num_ranks: int, stage: int
 ) -> None:

@@ -77,7 +77,7 @@ def test_every_thread_of_a_worker_keeps_to_its_cores(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "variables"), [(("bind=off",), {}), ((), {"OMP_PROC_BIND": "false"})]
 )
-@pytest.mark.at_most(1)
+@pytest.mark.thorough
 def test_ranks_that_are_not_bound(
     tmp_path: Path, options: tuple[str, ...], variables: dict[str, str]
 ) -> None:

@@ -89,7 +89,7 @@ _DEAF = """for number in (signal.SIGUSR1, signal.SIGINT, signal.SIGTERM):
         ([signal.SIGKILL], _DEAF, -signal.SIGKILL),
     ],
 )
-@pytest.mark.at_most(1)
+@pytest.mark.thorough
 def test_while_the_workers_import(
     tmp_path: Path, numbers: list[signal.Signals], deaf: str, code: int
 ) -> None:

@@ -181,6 +181,7 @@ def test_numbers_that_stay_wrong_end_the_run_with_a_name(tmp_path):
     assert [event["skips"] for event in events(tmp_path, "step")] == [0, 0, 1, 2, 3]
 
 
+@pytest.mark.thorough
 def test_batches_without_memory_are_dropped_and_the_third_in_a_row_is_the_last(tmp_path):
     done = zrun(tmp_path, "memory", zero=2, guards={"on_oom": "skip"})
     assert done.returncode == 5, done.stderr
@@ -257,6 +258,7 @@ def test_one_signal_lets_all_ranks_finish_the_same_step(tmp_path):
     assert workers(tmp_path) == {}
 
 
+@pytest.mark.thorough
 def test_a_signal_to_one_worker_stops_them_all(tmp_path):
     with training(tmp_path) as launcher:
         os.kill(workers(tmp_path)[1], signal.SIGTERM)

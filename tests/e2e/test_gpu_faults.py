@@ -105,6 +105,7 @@ def test_a_rank_whose_gpu_is_lost_is_ended(library: Path, tmp_path: Path) -> Non
     )
 
 
+@pytest.mark.thorough
 def test_an_error_explains_what_a_rank_says(library: Path, tmp_path: Path) -> None:
     """A kernel fails in one place, and Python in another."""
     failing = {"0": "steps_then_hang", "1": "fail_when_told"}
@@ -135,6 +136,7 @@ def test_errors_of_other_gpus_explain_nothing(library: Path, tmp_path: Path) -> 
     assert "Xid 63, a damaged row of its memory will be replaced" in str(run.events("warning"))
 
 
+@pytest.mark.thorough
 def test_the_rank_without_a_gpu_is_to_blame_for_the_others(library: Path, tmp_path: Path) -> None:
     """The other one fails first, of a message that does not come."""
     failing = {"0": "fail_when_told", "1": "steps_then_hang"}

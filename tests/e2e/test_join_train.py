@@ -174,6 +174,7 @@ def test_two_processes_are_one_run_and_one_of_them_speaks(ranks: Ranks) -> None:
     ]
 
 
+@pytest.mark.thorough
 def test_the_failure_of_a_rank_is_the_end_of_all_with_its_exit_code(ranks: Ranks) -> None:
     ranks.start({"0": "hang", "1": "fail_numerically"})
     first, second = ranks.end()
@@ -201,7 +202,7 @@ def test_a_signal_to_all_of_them_stops_all(ranks: Ranks) -> None:
 @pytest.mark.parametrize(
     ("killed", "says"), [(0, "lost the process of rank 0"), (1, r"lost rank 1 (")]
 )
-@pytest.mark.at_most(1)
+@pytest.mark.thorough
 def test_a_process_that_is_killed_ends_the_others(ranks: Ranks, killed: int, says: str) -> None:
     ranks.start({"0": "hang", "1": "hang"})
     ranks.wait_for_hang()

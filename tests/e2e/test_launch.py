@@ -136,6 +136,7 @@ def test_a_run_that_ends_well(job: Path) -> None:
     assert processes_of(run) == []
 
 
+@pytest.mark.thorough
 def test_what_a_run_writes_is_private(job: Path) -> None:
     job.write_text(job.read_text() + "env: {SECRET_TOKEN: null, API_KEY: given, PLAIN: seen}\n")
     done = zrun(job, {"0": "show_environment"}, "--ui", "json")
@@ -187,6 +188,7 @@ def test_the_users_exception_is_shown_once_and_last(job: Path) -> None:
     assert failure["last_lines"] == ["rank 1 behaves: fail_in_user_code", "on stderr"]
 
 
+@pytest.mark.thorough
 def test_a_workers_own_exit_code_passes_through(job: Path) -> None:
     done = zrun(job, {"0": "fail_numerically", "1": "hang"})
     assert done.returncode == 7
@@ -194,6 +196,7 @@ def test_a_workers_own_exit_code_passes_through(job: Path) -> None:
     assert processes_of(job.parent / "run") == []
 
 
+@pytest.mark.thorough
 def test_a_killed_worker_is_named_by_its_signal(job: Path) -> None:
     done = zrun(job, {"0": "steps_then_hang", "1": "kill_itself"})
     assert done.returncode == 5
@@ -234,6 +237,7 @@ def test_a_killed_agent_leaves_no_worker_nor_what_it_started(job: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.at_most(1)
 def test_a_signal_stops_the_workers(job: Path, number: signal.Signals) -> None:
     run = job.parent / "run"
     with started(job, {"0": "hang", "1": "hang"}) as launcher:
@@ -259,6 +263,7 @@ def test_patience_with_a_step_that_does_not_end_is_limited(job: Path) -> None:
     assert processes_of(job.parent / "run") == []
 
 
+@pytest.mark.thorough
 def test_a_closed_terminal_ends_the_run_in_order(job: Path) -> None:
     """The launcher leads a terminal's session; the terminal goes away."""
     run, settings = job.parent / "run", command(job, {"0": "hang", "1": "hang"})
@@ -273,6 +278,7 @@ def test_a_closed_terminal_ends_the_run_in_order(job: Path) -> None:
     assert json.loads((run / "failure.json").read_text())["signal"] == "SIGHUP"
 
 
+@pytest.mark.thorough
 def test_nohup_outlives_the_terminal(job: Path) -> None:
     run = job.parent / "run"
     with started(job, {"0": "hang", "1": "hang"}, ignored=signal.SIGHUP) as launcher:

@@ -53,6 +53,7 @@ def test_what_cannot_be_is_refused_in_one_line(job: Path, keys: str, code: int, 
     assert not (job.parent / "runs").exists(), "nothing was started"
 
 
+@pytest.mark.thorough
 def test_a_missing_folder_is_looked_for_beside_the_job_and_one_that_is_there_is_used(
     job: Path,
 ) -> None:

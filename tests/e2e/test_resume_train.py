@@ -127,6 +127,7 @@ def test_killed_at_every_level_it_ends_as_if_nothing_had_happened(
     assert sorted(str(path) for path in cut.rglob("*")) == before
 
 
+@pytest.mark.thorough
 def test_a_save_on_request_changes_nothing_else(whole: Path, tmp_path: Path) -> None:
     folder = make(tmp_path)
     command = [*ZRUN, "train", "job.yaml", "--ui", "none", "checkpoint.keep=20"]

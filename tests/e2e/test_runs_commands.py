@@ -221,6 +221,7 @@ def test_what_fails_in_the_first_step_is_told_too(folder: Path) -> None:
     assert "rank 1 of 2" in failed.stderr
 
 
+@pytest.mark.thorough
 def test_a_run_that_ends_at_once_has_made_its_first_step(folder: Path) -> None:
     done = zrun(folder, *train_arguments({}))
     (path,) = (folder / "runs" / "fake").iterdir()

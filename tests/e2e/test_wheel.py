@@ -20,7 +20,7 @@ JOB = "name: wheel\nmodel: train.py:model\ndata: train.py:data\nsteps: 1\nbatch:
 
 @pytest.mark.skipif(torch.cuda.device_count() > 0, reason="torch computes on GPUs here")
 @pytest.mark.parametrize("command", ["check", "train"])
-@pytest.mark.at_most(1)
+@pytest.mark.thorough
 def test_the_wheel_to_install_is_named(tmp_path: Path, command: str) -> None:
     machine = fake_nvml.Machine(tmp_path, "h100-8")
     library = fake_nvml.build(tmp_path)

@@ -69,6 +69,7 @@ def pods(isolated_rig: Rig, tmp_path: Path) -> Iterator[Pods]:
         process.communicate()
 
 
+@pytest.mark.thorough
 def test_torchrun_on_two_hosts(pods: Pods) -> None:
     shutil.copy(E2E / "wild.py", pods.folder)
     pods.start(

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import faults
+import pytest
 from rig import Rig
 
 JOB = """name: far
@@ -49,6 +50,7 @@ def test_check_plans_on_the_hosts_of_the_job(rig: Rig, tmp_path: Path) -> None:
     assert done.stdout.endswith("structure: not checked\n")
 
 
+@pytest.mark.thorough
 def test_topo_shows_the_hosts_of_a_list(rig: Rig, tmp_path: Path) -> None:
     (tmp_path / "hostfile").write_text("node2\nnode1 slots=4\n")
     done = zrun(tmp_path, "topo", "--hosts", "hostfile", "--ssh", rig.ssh, "--json")

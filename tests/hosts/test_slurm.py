@@ -74,6 +74,7 @@ def test_stop_saves_on_both_nodes_and_leaves_nothing(allocation: Rig, tmp_path: 
     assert allocation.leftovers() == {}
 
 
+@pytest.mark.thorough
 def test_a_worker_that_dies_ends_both_nodes(allocation: Rig, tmp_path: Path) -> None:
     model = {"call": "fake:model", "args": {"behaviour": {"0": "hang", "1": "kill_itself"}}}
     launch = faults.start(

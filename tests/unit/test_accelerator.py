@@ -94,6 +94,7 @@ def test_that_module_binds_nothing_of_torch_at_import() -> None:
     assert not [text for text in texts if "torch.cuda." in text]
 
 
+@pytest.mark.thorough
 def test_importing_it_leaves_a_process_that_may_fork() -> None:
     code = """
 import torch

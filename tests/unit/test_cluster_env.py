@@ -246,6 +246,7 @@ _VALUES = st.sampled_from(
 
 
 @given(st.dictionaries(st.sampled_from(_NAMES), _VALUES | st.text(max_size=5), max_size=12))
+@pytest.mark.thorough
 def test_any_environment_is_a_convention_or_an_error(environ: dict[str, str]) -> None:
     found, message = NONE, ""
     try:

@@ -293,6 +293,7 @@ def test_a_size_alone(zrun: Zrun) -> None:
     assert json.loads(out)["sentence"].startswith("the H100-80G would hold ")
 
 
+@pytest.mark.thorough
 def test_nothing_is_promised_on_a_guess(
     zrun: Zrun,
     tmp_path: Path,

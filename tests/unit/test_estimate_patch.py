@@ -176,7 +176,7 @@ def offload_sections() -> Iterator[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("hardware", ["1xCPU", "1xA100-80G"])
-@pytest.mark.at_most(1)
+@pytest.mark.thorough
 def test_a_patch_leads_to_the_homes_that_were_planned(hardware: str) -> None:
     machine = parse_simulate(hardware)
     kind = machine.device.kind

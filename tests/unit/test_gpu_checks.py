@@ -266,6 +266,7 @@ def test_a_driver_that_does_not_start_is_named(
     assert words in done.stdout
 
 
+@pytest.mark.thorough
 def test_topo_names_a_wrong_variable(library: Path) -> None:
     environ = fake_nvml.environment(library, "h100-8")
     right = zrun(environ | {"CUDA_VISIBLE_DEVICES": "GPU-00000005"}, "topo", "--json")

@@ -282,7 +282,7 @@ def test_a_search_that_changes_nothing_says_so() -> None:
 
 
 @pytest.mark.parametrize("goal", ["best", "fit"])
-@pytest.mark.at_most(1)
+@pytest.mark.thorough
 def test_who_interrupts_a_search_gets_what_it_has_found(goal: Any) -> None:
     planner = Planner(BIG, parse_simulate("8xA100-80G"))
     base = Candidate(0, ParallelDims(8), 1, 4, "full", "bf16")

@@ -88,6 +88,7 @@ def test_operations_are_the_published_formulas(name: str) -> None:
     assert shape.model_flops(batch) == pytest.approx(model, rel=1e-9)
 
 
+@pytest.mark.thorough
 def test_aggregates_of_narayanan_are_in_range() -> None:
     """Their table 1, with full recomputation: 135 to 163 TFLOP/s per A100, 502 PFLOP/s in all for a
     trillion.

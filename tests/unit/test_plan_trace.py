@@ -66,6 +66,7 @@ def test_a_linear_model_to_the_byte() -> None:
     assert all(event.size.base == 0 for event in at_loss)
 
 
+@pytest.mark.thorough
 def test_what_cannot_be_counted_ends_no_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*args: Any, **kwargs: Any) -> int:
         raise AssertionError("shapes are incompatible")
@@ -322,6 +323,7 @@ def ask(model: Any, timeout_s: float = 60.0) -> Profile:
     return trace_in_subprocess(job(model), HERE, micros=(4,), timeout_s=timeout_s)
 
 
+@pytest.mark.thorough
 def test_cuda_keeps_other_things_and_what_was_found_holds_until_the_code_changes(
     cache: Path, tmp_path: Path
 ) -> None:

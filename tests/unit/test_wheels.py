@@ -192,6 +192,7 @@ def test_a_rank_says_so_before_it_meets_the_others(fake: Torch) -> None:
     assert caught.value.exit_code == 3
 
 
+@pytest.mark.thorough
 def test_check_asks_torch_for_the_gpus_of_this_host(tmp_path: Path) -> None:
     """In a process of its own, where torch is what it is: for CPUs, or without a GPU."""
     (tmp_path / "job.yaml").write_text(JOB)

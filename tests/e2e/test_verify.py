@@ -99,7 +99,7 @@ def test_a_job_is_verified_and_then_trains(folder: Path, monkeypatch: pytest.Mon
     ran = zrun(folder, "train", "job.yaml", "steps=3", "--verify")
     assert ran.returncode == 0, ran.stderr
     assert "your configuration trains what a plain loop trains: 5 steps, 4 parameters" in ran.stdout
-    assert "as fp32, rank 0 sent 32.0 KiB and held 25.3 KiB, to the byte as planned" in ran.stdout
+    assert "as fp32, rank 0 sent 32.0 KiB and held 37.3 KiB, to the byte as planned" in ran.stdout
     assert "verify small: 2 ranks on CPUs: tp 1, dp 2, pp 1, 3 steps of 8 samples" in ran.stderr
     assert [run.name for run in (folder / "runs").iterdir()] == ["small"]
     assert not left_in(folder)

@@ -76,6 +76,10 @@ def fail(spec: RunSpec, kind: str, message: str, code: ExitCode, trace: str | No
 
 
 def fail_in_user_code(spec: RunSpec, emitter: Emitter) -> None:
+    """Fail once the launcher has heard that rank 0 starts, however late that has come to it."""
+    record = Path(spec.run_dir) / "events.jsonl"
+    while not (record.exists() and b'"start"' in record.read_bytes()):
+        time.sleep(0.01)
     trace = (
         'Traceback (most recent call last):\n  File "train.py", line 7, in forward\n'
         "ValueError: a wrong turn"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -446,3 +447,15 @@ def test_what_is_under_way_between_two_ranks_has_tags_of_its_own():
     assert max(messages) < NUM_TAGS < max(units), "messages can go through memory"
     assert not units & messages
     assert not (units | messages) & {SMALL_TAG, ACTIVATION_TAG}
+
+
+def test_a_wait_within_a_wait_ends_with_it() -> None:
+    """What others see, and what is counted, is the outer one: a chain goes on within it."""
+    told: list[bool] = []
+    comm = Comm(CPU, SimpleNamespace(waiting=told.append))  # type: ignore[arg-type]
+    inner = SimpleNamespace(wait=lambda: told.append(comm.waits.seconds() == 0.0))
+    outer = SimpleNamespace(wait=lambda: (comm.wait_for([inner]), told.append(True)))
+    comm.wait_for([outer])
+    # It waits; inside, nothing is counted yet, nor after the inner wait; it no longer waits.
+    assert told == [True, True, True, False]
+    assert comm.waits.seconds() > 0

@@ -122,6 +122,8 @@ class Comm:
         self._process_groups = ProcessGroupTransport()
         self._within_host: Transport = self._process_groups
         self._chains = Chains()
+        self._is_waiting = False  # and others know it
+        self._is_counted = False  # as part of the wait that goes on
         self._host_ranks: frozenset[int] = frozenset()
         self._transports: dict[tuple[int, ...], Transport] = {}
         self._pairwise = PairwiseCollectives(self)
@@ -202,18 +204,28 @@ class Comm:
         Raises:
             PeerError: one of them has ended, or the time limit of the process group is over.
         """
-        with self.waiting(), self.waits.counting():
-            try:
-                self._within_host.prepare_to_wait(works)
-                for work in works:
-                    work.wait()
-            except RuntimeError as error:
-                if PEER_IS_GONE.search(str(error)) is None:
-                    raise
-                reason = str(error).splitlines()[0]
-                raise PeerError(
-                    f"another rank has ended, or does not answer ({reason}): see what it says"
-                ) from None
+        if self._is_counted:  # within another wait, which starts what follows in a chain
+            self._wait_for(works)
+            return
+        self._is_counted = True
+        try:
+            with self.waiting(), self.waits.counting():
+                self._wait_for(works)
+        finally:
+            self._is_counted = False
+
+    def _wait_for(self, works: Sequence[Work]) -> None:
+        try:
+            self._within_host.prepare_to_wait(works)
+            for work in works:
+                work.wait()
+        except RuntimeError as error:
+            if PEER_IS_GONE.search(str(error)) is None:
+                raise
+            reason = str(error).splitlines()[0]
+            raise PeerError(
+                f"another rank has ended, or does not answer ({reason}): see what it says"
+            ) from None
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -221,14 +233,19 @@ class Comm:
 
         On CUDA `wait_for` makes a stream wait, and the host waits where it reads what has come.
         """
-        if self._flight_recorder is None:
+        if self._is_waiting:
             yield
             return
-        self._flight_recorder.waiting(True)
+        self._tell_waiting(True)
         try:
             yield
         finally:
-            self._flight_recorder.waiting(False)
+            self._tell_waiting(False)
+
+    def _tell_waiting(self, is_waiting: bool) -> None:
+        self._is_waiting = is_waiting
+        if self._flight_recorder is not None:
+            self._flight_recorder.waiting(is_waiting)
 
     def read(self, tensor: torch.Tensor) -> list[float]:
         """Return the numbers of a tensor [n] that other ranks have a part in. The host waits."""

@@ -110,7 +110,7 @@ def measure_ceilings(bench: Bench) -> None:
         found["gemm_tflops"] = gemm_tflops(bench.device)
     found["copies_gb_s"] = copies(bench.device, pinned=not smoke)
     found["host_copy_gb_s"] = by_threads(counts, host_copy(64 * _MIB if smoke else 1 << 30))
-    found["adamw_gparam_s"] = by_threads(counts, host_adamw(256 if smoke else 8192))
+    found["adamw_gparam_s"] = by_threads(counts, host_adamw(256 if smoke else 4096))
     found["disk_gb_s"] = RawDisk(bench.options.dir, 4 if smoke else 64).rate() / _GB
     bench.emit(found)
 

@@ -1,7 +1,8 @@
 """Ranks that stay alive between tests.
 
 `RankPool(2).run(function, *args)` calls `function(*args)` on every rank. `RankPool(2, "cuda")` has
-two ranks with a GPU each, over NCCL; functions ask `toys.own_device` for theirs.
+two ranks with a GPU each, over NCCL; functions ask `toys.own_device` for theirs. Where there are
+fewer, ranks share them: NCCL from 2.30 on lets them with NCCL_MULTI_RANK_GPU_ENABLE=1.
 
 Ranks are forked from one process that has imported what they need, and meet through a file, so no
 port is ever taken. A test that takes too long has every rank's Python stack dumped to the test's
@@ -83,7 +84,7 @@ def _serve(rank: int, world_size: int, device: str, store: str, pipe: Connection
     os.environ[DEVICE] = device
     backend = "gloo"
     if device == "cuda":
-        torch.cuda.set_device(rank)
+        torch.cuda.set_device(rank % torch.cuda.device_count())
         backend = "nccl"
     if world_size > 1:
         dist.init_process_group(

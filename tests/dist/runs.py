@@ -241,7 +241,7 @@ def device_of(rank: int) -> str:
     """The device of a rank, as a plan names it."""
     if own_device().type == "cpu":
         return "cpu"
-    return f"cuda:{rank}"
+    return f"cuda:{rank % torch.cuda.device_count()}"
 
 
 def make_spec(

@@ -67,7 +67,7 @@ def own_device() -> torch.device:
     """That of this rank."""
     if os.environ.get(DEVICE, "cpu") == "cpu":
         return torch.device("cpu")
-    return torch.device("cuda", world()[0])
+    return torch.device("cuda", world()[0] % torch.cuda.device_count())
 
 
 def make_sharded(

@@ -215,7 +215,9 @@ def test_our_own_are_those_of_a_cpu(optim):
             param.grad = grad.to(device, copy=True)  # an update may overwrite it
             optimizer.step()
         found.append(param.detach().cpu())
-    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
+    # A moment between two numbers of bf16 may be rounded the other way: 1/256 of an update.
+    atol = 1e-4 if "moments" in optim else 1e-5
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=atol)
 
 
 @pytest.mark.parametrize("optim", OURS, ids=lambda optim: " ".join(optim.values()))
@@ -290,6 +292,41 @@ def test_a_step_never_makes_the_host_wait(stage, precision):
     with no_synchronisation():
         results = [one_step(sharded, batch) for batch in prepared[1:]]
     assert all(torch.isfinite(result.grad_norm) for result in results)
+
+
+LIBRARY = """
+    import sys
+    import torch
+    from torch import nn
+    import zrun_core
+
+    def build():
+        return nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+
+    run = zrun_core.init(device="cuda")
+    model = zrun_core.shard(build, zero=3, precision="bf16", accumulate=2)
+    optimizer = zrun_core.optimizer(model, "adamw", lr=1e-3, clip=1.0)
+    x = torch.ones(8, 64, device=run.device)
+    for step in range(5):
+        if step == 2:
+            torch.cuda.set_sync_debug_mode("error")
+        for _ in range(2):
+            loss = model(x).float().square().mean()
+            loss.backward()
+        if step == 3:
+            optimizer.step(weight=3.0)
+        else:
+            optimizer.step()
+    torch.cuda.set_sync_debug_mode("default")
+    print(run.mean(loss), run.mean(1.0, weight=2.0))
+"""
+
+
+def test_a_step_of_the_library_never_makes_the_host_wait() -> None:
+    """Apart from the totals of the step before, for whose arrival it waits on purpose."""
+    script = textwrap.dedent(LIBRARY)
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
 
 
 def test_streams_that_take_the_models_place_leave_the_devices_where_it_was():

@@ -9,7 +9,7 @@ import torch
 
 from zrun_core.distributed.comm import Comm
 from zrun_core.hardware import accelerator, clock
-from zrun_core.hardware.clock import Waits, mark, seconds_between
+from zrun_core.hardware.clock import Unpassed, Waits, mark, seconds_between
 from zrun_core.memory.buffers import Tier
 from zrun_core.pipeline.actions import Action, ActionKind
 from zrun_core.telemetry.metrics import StepClock, StepPhase
@@ -235,3 +235,35 @@ def test_a_clock_of_the_host_is_read_at_once(monkeypatch: pytest.MonkeyPatch) ->
     with waits.counting():
         pass
     assert waits.seconds() == 2.0
+
+
+def test_a_device_is_in_the_first_stretch_that_it_has_not_passed(stream) -> None:
+    unpassed = Unpassed()
+    waits = Waits(GPU, unpassed)
+    for _ in range(2):
+        stream.compute(1.0)
+        with waits.counting():
+            stream.compute(2.0)
+    found = []
+    for at in (0.5, 1.5, 3.5, 4.0, 6.0):
+        stream.passed = at
+        found.append(unpassed.current())
+    assert [each is not None for each in found] == [False, True, False, True, False]
+    assert found[1] is not found[3]
+    cpu = Unpassed()
+    with Waits(CPU, cpu).counting():
+        pass
+    assert cpu.current() is None
+
+
+def test_stretches_that_nobody_looks_at_are_forgotten(stream) -> None:
+    unpassed = Unpassed()
+    made = Event.made
+    for _ in range(3):
+        waits = Waits(GPU, unpassed)
+        for _ in range(1000):
+            with waits.counting():
+                stream.compute(1.0)
+        stream.passed = stream.queued
+        waits.seconds()
+    assert Event.made - made < 2 * 2100

@@ -17,6 +17,8 @@ from zrun_core.distributed import comm
 from zrun_core.distributed.transport import Group
 from zrun_core.errors import PeerError, ZrunError
 from zrun_core.guards.watchdog import Watchdog
+from zrun_core.hardware.accelerator import TimingEvent
+from zrun_core.hardware.clock import Stretch, Unpassed
 from zrun_core.spine.flight_page import IssuedOp
 from zrun_core.spine.flight_recorder import FlightRecorder
 from zrun_core.spine.flight_view import FlightRecorderView
@@ -487,6 +489,39 @@ def test_a_wait_that_is_too_long_says_for_what(recorders):
         "rank 0 has waited for more than 0.3 s (limits.collective_s) for reduce_scatter 1, 'embed' "
         "(4.0 KiB), to which ranks 1, 2 have not come"
     )
+
+
+def test_a_wait_of_the_device_is_one_while_the_host_is_in_code_of_the_users(recorders):
+    """It has passed the first of the two marks around it."""
+    begin, end = threading.Event(), threading.Event()
+    stretch, stopped = Stretch(_Mark(begin), _Mark(end)), Stopped()
+    waits = Unpassed()
+    waits.add(stretch)
+    waits.add(Stretch(_Mark(begin), _Mark(threading.Event())))
+    recorders[0].issue("all_gather", WORLD, "head", 2048)
+    watchdog = Watchdog(
+        recorders[0], stopped, 0.02, limit_s=0.3, limit_key="timeout_s", device_waits=waits
+    )
+    time.sleep(0.5)
+    assert not stopped.errors, "the device computes"
+    begin.set()
+    time.sleep(0.15)
+    assert waits.current() is stretch
+    end.set()
+    time.sleep(0.2)
+    assert not stopped.errors, "two waits, each of which is short"
+    assert stopped.event.wait(5)
+    watchdog.close()
+    assert str(stopped.errors[0]).startswith(
+        "rank 0 has waited for more than 0.3 s (timeout_s) for all_gather 1, 'head' (2.0 KiB), to "
+    )
+
+
+class _Mark(TimingEvent):
+    """A mark that a device passes when the test says so."""
+
+    def __init__(self, is_passed: threading.Event) -> None:
+        self.is_completed = is_passed.is_set  # type: ignore[method-assign]
 
 
 def test_a_host_that_runs_ahead_waits_for_the_first_that_does_not_come(recorders):

@@ -18,7 +18,6 @@ import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +36,7 @@ from zrun_core.errors import ExitCode
 from zrun_core.spine.flight_page import host_file
 from zrun_core.spine.flight_view import FlightRecorderView
 from zrun_core.spine.folders import make_private
+from zrun_core.spine.releases import own_release
 
 _STORE = "store"  # the file through which the workers find each other
 
@@ -232,7 +232,7 @@ def _hello() -> bytes:
         "frame": "hello",
         "pid": os.getpid(),
         "python": platform.python_version(),
-        "zrun": version("zrun"),
+        "zrun": own_release(),
     }
     return b"\n" + json.dumps(frame).encode() + b"\n"
 

@@ -7,7 +7,6 @@ import statistics
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from importlib.metadata import version
 from pathlib import Path
 from socket import gethostname
 from typing import TYPE_CHECKING, Any
@@ -21,6 +20,7 @@ from zrun.watch import formatting
 from zrun_core.errors import JobError
 from zrun_core.sizes import format_size
 from zrun_core.spine.events import Event
+from zrun_core.spine.releases import own_release
 from zrun_core.spine.spec import RunSpec
 
 if TYPE_CHECKING:
@@ -209,10 +209,10 @@ def _hardware(spec: RunSpec, start: Event) -> tuple[Hardware, list[str]]:
 
     notes = []
     made_by = (start.get("versions") or {}).get("zrun")
-    if made_by != version("zrun"):
+    if made_by != own_release():
         notes.append(
             f"the run was made by zrun {made_by or 'of an earlier version'}, this is "
-            f"{version('zrun')}"
+            f"{own_release()}"
         )
     hosts = spec.plan.hosts
     per_host = max(len(spec.plan.ranks_on(host)) for host in hosts)

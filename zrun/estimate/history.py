@@ -20,6 +20,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 from zrun_core.spine.cache import cache_folder, digest_of_file, write_cached
+from zrun_core.spine.releases import own_release
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -83,7 +84,7 @@ def kind_of(job: JobConfig, job_dir: Path, cluster: Cluster) -> str:
         ],
         "slots": job.slots,
         "rates": _rates(),
-        "versions": (version("zrun"), version("torch")),
+        "versions": (own_release(), version("torch")),
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:32]
 

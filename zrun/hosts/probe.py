@@ -25,6 +25,7 @@ from zrun.hosts.cluster import HostFacts, probe_host
 from zrun.hosts.offload_disk import SwapFolder
 from zrun.topology.boards import Health, Reading
 from zrun.topology.machine import drivers_open, read_machine
+from zrun_core.spine.releases import own_release
 
 TOKEN_PREFIX = ".zrun-token-"
 # Lines such as "cuda: Optional[str] = '13.0'", of which the first two numbers count, or None.
@@ -166,7 +167,7 @@ def software() -> Software:
     return Software(
         python=platform.python_version(),
         executable=sys.executable,
-        zrun=metadata.version("zrun"),
+        zrun=own_release(),
         zrun_code=own_code(),
         torch=version_of("torch"),
         torch_for=torch_target(),

@@ -8,7 +8,6 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from importlib.metadata import version
 
 from zrun.preflight.calibration import Calibration, HostRates, LinkRates
 from zrun.preflight.host_report import Finding
@@ -16,6 +15,7 @@ from zrun.preflight.reachability import Reachability, open_listeners
 from zrun.preflight.rpc_client import ask
 from zrun.transport.agent_process import AgentLink
 from zrun_core.errors import PreflightError
+from zrun_core.spine.releases import own_release
 
 _BENCH_S = 270.0
 _LINK_S = 20.0
@@ -48,7 +48,7 @@ def measure(agents: Sequence[AgentLink], findings: Sequence[Finding], folder: st
     if failed:
         raise PreflightError("\n  ".join(["not everything could be measured:", *failed]))
     made = datetime.now(UTC).isoformat(timespec="seconds")
-    return Calibration(made=made, zrun=version("zrun"), hosts=hosts, links=tuple(links))
+    return Calibration(made=made, zrun=own_release(), hosts=hosts, links=tuple(links))
 
 
 def rounds(count: int) -> list[list[tuple[int, int]]]:

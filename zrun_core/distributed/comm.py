@@ -55,7 +55,7 @@ from zrun_core.distributed.transport import (
 )
 from zrun_core.errors import PEER_IS_GONE, HangError, PeerError
 from zrun_core.hardware import accelerator
-from zrun_core.hardware.clock import Waits
+from zrun_core.hardware.clock import Unpassed, Waits
 from zrun_core.spine.flight_recorder import FlightRecorder, listed
 
 DIRECT_MAX_RANKS = 8
@@ -109,6 +109,7 @@ class Comm:
         received_bytes: bytes that it received, by `TrafficKey`.
         calls: how often, by `TrafficKey`.
         waits: of the device for other ranks, until somebody takes them.
+        device_waits: those of them that the device has not passed, which the host may have.
     """
 
     def __init__(self, device: torch.device, flight_recorder: FlightRecorder | None = None) -> None:
@@ -117,7 +118,8 @@ class Comm:
         self.sent_bytes: Counter[TrafficKey] = Counter()
         self.received_bytes: Counter[TrafficKey] = Counter()
         self.calls: Counter[TrafficKey] = Counter()
-        self.waits = Waits(device)
+        self.device_waits = Unpassed()
+        self.waits = Waits(device, self.device_waits)
         self._flight_recorder = flight_recorder
         self._process_groups = ProcessGroupTransport()
         self._within_host: Transport = self._process_groups

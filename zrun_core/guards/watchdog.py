@@ -12,17 +12,23 @@ ranks, and their processes.
     a process of the host ended   2 looks            PeerError
     a wait is longer than it may  `limit_s`          HangError, with what it waited for
 
-The limit of torch is later than that, by `rendezvous.NCCL_MARGIN_S`.
+There the host runs ahead of its device, and the one that waits is the device: the host may be in
+code of the user's that reads a loss, of which nobody knows. So a wait of the device counts too,
+which it shows by the marks around it: it has passed the first one, and not the second.
+
+The limit of torch is later than that, by `communicators.MARGIN_S`.
 """
 
 from __future__ import annotations
 
+import atexit
 import math
 import threading
 import time
 from collections.abc import Callable
 
 from zrun_core.errors import HangError, PeerError, ZrunError
+from zrun_core.hardware.clock import Stretch, Unpassed
 from zrun_core.spine.flight_page import RankProgress
 from zrun_core.spine.flight_recorder import FlightRecorder, listed
 
@@ -45,6 +51,7 @@ class Watchdog:
         limit_key: str = "",
         late: Callable[[list[int]], None] | None = None,
         late_s: float = math.inf,
+        device_waits: Unpassed | None = None,
     ) -> None:
         """Watch from now on.
 
@@ -58,6 +65,7 @@ class Watchdog:
                 waited for them, and nothing has moved, for `late_s` seconds. None of them: all wait
                 for another host.
             late_s: see `late`.
+            device_waits: of the rank's device for other ranks.
         """
         self._recorder = recorder
         self._stop = stop
@@ -66,15 +74,18 @@ class Watchdog:
         self._limit_key = limit_key
         self._late = late
         self._late_s = late_s
+        self._device_waits = Unpassed() if device_waits is None else device_waits
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="zrun-watchdog", daemon=True)
         self._thread.start()
+        # A thread that looks at a device when the interpreter ends would end in C++, which aborts.
+        atexit.register(self.close)
 
     def _watch(self) -> None:
         recorder = self._recorder
         moved_at = stopped_at = waits_since = time.monotonic()
         states: list[RankProgress] = []  # at the last look at which one had moved
-        num_waits = -1
+        wait: Stretch | int | None = None
         is_late_told = False
         seen = ""
         while not self._closed.wait(self._patience_s / 4):
@@ -90,16 +101,24 @@ class Watchdog:
             if has_moved or not all(state.waiting for state in found):
                 stopped_at = now
                 states = found
-            own = recorder.state(recorder.rank)
-            if not own.waiting or own.num_waits != num_waits:
+            current = self._current_wait()
+            if current is None or current != wait:
                 waits_since = now
-                num_waits = own.num_waits
+                wait = current
             elif now - waits_since > self._patience_s:
                 problem = self._find_problem(now - stopped_at, now - waits_since)
                 text = "" if problem is None else str(problem)
                 if problem is not None and text == seen:  # twice: another may have been writing
                     self._stop(problem)
                 seen = text
+
+    def _current_wait(self) -> Stretch | int | None:
+        """Return what no other wait of this rank equals; None: neither device nor host waits."""
+        stretch = self._device_waits.current()
+        if stretch is not None:
+            return stretch
+        own = self._recorder.state(self._recorder.rank)
+        return own.num_waits if own.waiting else None
 
     def _find_problem(self, stopped_s: float, waited_s: float) -> ZrunError | None:
         """Return why this rank waits in vain, as far as can be told.
@@ -142,5 +161,6 @@ class Watchdog:
 
     def close(self) -> None:
         """Stop watching."""
+        atexit.unregister(self.close)
         self._closed.set()
         self._thread.join()

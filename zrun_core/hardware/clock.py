@@ -18,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 
@@ -26,6 +27,7 @@ from zrun_core.hardware.accelerator import TimingEvent, is_accelerator
 Mark = float | TimingEvent
 
 _LOOK_EVERY = 64  # stretches, after which those that have passed are added up
+_MOST_UNPASSED = 1024  # as far as a host runs ahead: drivers queue no more
 
 
 def mark(device: torch.device) -> Mark:
@@ -45,6 +47,41 @@ def seconds_between(begin: Mark, end: Mark) -> float:
     return end - begin
 
 
+def is_passed(mark: Mark) -> bool:
+    """Return whether a device has come by a mark."""
+    return not isinstance(mark, TimingEvent) or mark.is_completed()
+
+
+class Stretch(NamedTuple):
+    """What lies between two marks of a device."""
+
+    begin: Mark
+    end: Mark
+
+
+class Unpassed:
+    """Stretches that a device has not passed: one thread adds them, another one looks.
+
+    On a CPU all have been passed when they are known.
+    """
+
+    def __init__(self) -> None:
+        self._stretches: deque[Stretch] = deque(maxlen=_MOST_UNPASSED)
+
+    def add(self, stretch: Stretch) -> None:
+        """Look after a stretch from now on."""
+        self._stretches.append(stretch)
+
+    def current(self) -> Stretch | None:
+        """Return the stretch in which the device is; None: it is in none, as far as is known."""
+        while self._stretches:
+            oldest = self._stretches[0]
+            if not is_passed(oldest.end):
+                return oldest if is_passed(oldest.begin) else None
+            self._stretches.popleft()
+        return None
+
+
 class Waits:
     """Seconds for which a device waited, as the sum of stretches between two marks.
 
@@ -52,17 +89,23 @@ class Waits:
     so that these are never more than the host runs ahead.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, unpassed: Unpassed | None = None) -> None:
+        """Count from now on.
+
+        Args:
+            unpassed: that each stretch is added to, for who looks where the device is.
+        """
         self._device = device
+        self._unpassed = unpassed
         self._seconds = 0.0
-        self._ahead: deque[tuple[Mark, Mark]] = deque()
+        self._ahead: deque[Stretch] = deque()
 
     @contextmanager
     def counting(self) -> Iterator[None]:
         """Count what passes inside, unless it fails: a device may be lost then."""
         begin = mark(self._device)
         yield
-        self._count(begin, mark(self._device))
+        self._count(Stretch(begin, mark(self._device)))
 
     def take(self) -> Waits:
         """Return what was counted since the last call."""
@@ -83,18 +126,16 @@ class Waits:
             self._seconds += seconds_between(*self._ahead.popleft())
         return self._seconds
 
-    def _count(self, begin: Mark, end: Mark) -> None:
-        if isinstance(end, float):
-            self._seconds += seconds_between(begin, end)
+    def _count(self, stretch: Stretch) -> None:
+        if isinstance(stretch.end, float):
+            self._seconds += seconds_between(*stretch)
             return
-        self._ahead.append((begin, end))
+        if self._unpassed is not None:
+            self._unpassed.add(stretch)
+        self._ahead.append(stretch)
         if len(self._ahead) % _LOOK_EVERY == 0:
             self._add_passed()
 
     def _add_passed(self) -> None:
-        while self._ahead:
-            begin, end = self._ahead[0]
-            if isinstance(end, TimingEvent) and not end.is_completed():
-                return
-            self._ahead.popleft()
-            self._seconds += seconds_between(begin, end)
+        while self._ahead and is_passed(self._ahead[0].end):
+            self._seconds += seconds_between(*self._ahead.popleft())

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from zrun_core.checkpoint.checkpointer import SaveConsensus
-from zrun_core.distributed.named_vector import NamedVector
+from zrun_core.distributed.named_vector import NamedVector, sent_to
 from zrun_core.errors import JobError, UserCodeError
 from zrun_core.guards.replicas import ReplicaGuard
 from zrun_core.library import arguments
@@ -212,7 +212,7 @@ class Optimizer(torch.optim.Optimizer):
         sums = NamedVector.of(
             device, weight=0.0, written=consensus.written, settled=consensus.settled
         )
-        sums.add(weight=share.to(device))
+        sums.add(weight=sent_to(device, share))
         return sums
 
     def check_replicas(self) -> None:

@@ -27,6 +27,7 @@ from zrun_core.distributed.communicators import (
     waits_fail,
 )
 from zrun_core.distributed.mesh import Mesh
+from zrun_core.distributed.named_vector import sent_to
 from zrun_core.errors import (
     JobError,
     PreflightError,
@@ -100,16 +101,17 @@ class Run:
             if self.world_size > 1:
                 ranks = range(mesh.host.ranks[0], mesh.host.ranks[-1] + 1)
                 board = FlightRecorder(folder / "board", self.rank, ranks, self.world_size, _ADVICE)
-                late = functools.partial(tell_late, board, patience_s)
+            self._comm = Comm(device, board)
+            if board is not None:
                 Watchdog(
                     board,
                     functools.partial(_stop, self.rank),
                     limit_s=math.inf if waits_fail(device) else timeout_s,
                     limit_key="timeout_s of init()",
-                    late=late,
+                    late=functools.partial(tell_late, board, patience_s),
                     late_s=patience_s,
+                    device_waits=self._comm.device_waits,
                 )
-            self._comm = Comm(device, board)
             connect(self._comm, mesh)
             reason = self._comm.use_cma(mesh.host, timeout_s)
             if reason is not None:
@@ -144,8 +146,8 @@ class Run:
         Raises:
             JobError: an argument is not one number.
         """
-        number = arguments.scalar("mean", "value", value).to(self.device)
-        share = arguments.scalar("mean", "weight", weight, is_weight=True).to(self.device)
+        number = sent_to(self.device, arguments.scalar("mean", "value", value))
+        share = sent_to(self.device, arguments.scalar("mean", "weight", weight, is_weight=True))
         total = self._comm.all_reduce_small(
             torch.stack([number * share, share]), self._mesh(1).world, name="mean"
         )

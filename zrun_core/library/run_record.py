@@ -20,7 +20,6 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ import torch
 from zrun_core.errors import JobError
 from zrun_core.spine.events import EventType, encode
 from zrun_core.spine.folders import make_private
+from zrun_core.spine.releases import own_release
 from zrun_core.telemetry.recorder import checked_name
 
 _UNCAUGHT = 1  # Python's exit code of an exception
@@ -91,7 +91,7 @@ class Record:
             device=str(device),
             total_steps=None,
             versions={
-                "zrun": metadata.version("zrun"),
+                "zrun": own_release(),
                 "torch": torch.__version__,
                 "python": sys.version.split()[0],
             },

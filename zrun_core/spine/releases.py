@@ -1,12 +1,21 @@
-"""The oldest releases of torch and of transformers that zrun is tested with; older are refused."""
+"""Releases: zrun's own, and the oldest ones of torch and transformers that it is tested with."""
 
 from __future__ import annotations
 
 import re
+from importlib import metadata
 
 from zrun_core.errors import PreflightError
 
 LOWEST = {"torch": "2.11", "transformers": "5.23"}  # as in pyproject.toml
+
+
+def own_release() -> str:
+    """Return the version of zrun; "source" where it runs from a folder, without being installed."""
+    try:
+        return metadata.version("zrun")
+    except metadata.PackageNotFoundError:
+        return "source"
 
 
 def check_release(package: str, version: str) -> None:

@@ -9,7 +9,6 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
-from importlib import metadata
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -25,6 +24,7 @@ from zrun_core.memory.tensors import TENSOR
 from zrun_core.sizes import format_size
 from zrun_core.spine.config import JobConfig
 from zrun_core.spine.events import Emitter
+from zrun_core.spine.releases import own_release
 from zrun_core.spine.spec import RunSpec
 from zrun_core.telemetry.metrics import (
     StepClock,
@@ -229,7 +229,7 @@ class Recorder:
             **elsewhere,
             units=len(self._sharded.layouts),
             versions={
-                "zrun": metadata.version("zrun"),
+                "zrun": own_release(),
                 "torch": torch.__version__,
                 "python": sys.version.split()[0],
             },

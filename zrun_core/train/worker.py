@@ -327,13 +327,14 @@ class Worker:
         job = self.spec.job
         plan = self.spec.plan
         limit_s = job.limits.collective_s
+        comm = Comm(device, self.board)
         Watchdog(
             self.board,
             self._give_up,
             limit_s=math.inf if waits_fail(device) else limit_s,
             limit_key="limits.collective_s",
+            device_waits=comm.device_waits,
         )
-        comm = Comm(device, self.board)
         mesh = Mesh.build(
             self.rank,
             [place.host for place in plan.ranks],

@@ -1,26 +1,37 @@
-"""Two GPUs over NCCL: they train what one rank on the CPU does, within its tolerance.
+"""Ranks on GPUs over NCCL: they train what one rank on the CPU does, within its tolerance.
 
-Left out where there are fewer. `tests/dist/test_devices.py` asks more, and to the bit, of simulated
-GPUs, whose kernels are the CPU's. Here other kernels may compute, which is why numbers are close.
+Left out where there are fewer GPUs than ranks, unless NCCL_MULTI_RANK_GPU_ENABLE=1 lets NCCL, from
+2.30 on, put several ranks on one. `tests/dist/test_devices.py` asks more, and to the bit, of
+simulated GPUs, whose kernels are the CPU's. Here other kernels may compute, which is why numbers
+are close.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from axes_cells import Cell, on_ranks, train
+from distances import distance
 from pool import RankPool
 from runs import job, losses, run
 from test_pipelines import assert_equal, small, whole
 
 DEVICES = torch.cuda.device_count() if torch.cuda.is_available() else 0
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(DEVICES < 2, reason=f"needs two CUDA devices, and there are {DEVICES}"),
-]
+ARE_SHARED = DEVICES > 0 and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+
+
+def needs(ranks: int) -> pytest.MarkDecorator:
+    """Leave a test out where its ranks have no GPUs."""
+    reason = f"needs {ranks} CUDA devices, and there are {DEVICES}"
+    return pytest.mark.skipif(ranks > DEVICES and not ARE_SHARED, reason=reason)
+
+
+pytestmark = [pytest.mark.gpu, needs(2)]
 
 # Of losses, as a share. The last bits of fp32 are those of other kernels, in another order.
 CLOSE = {"fp32": 1e-4, "bf16": 2e-2, "fp16": 2e-2}
@@ -34,6 +45,17 @@ ELSEWHERE: dict[str, dict[str, str]] = {
     "gradients too": {"optimizer": "host", "grad": "host"},
     "parameters too": {"optimizer": "host", "grad": "host", "param": "host"},
 }
+
+CELLS = (
+    Cell("dp 4", 3, "fp32", "adamw", "none", "disk"),
+    Cell("dp 4", 2, "bf16", "lamb", "full", "apart"),
+    Cell("tp 2, dp 2", 3, "fp32", "adamw", "Pa", "apart"),
+    Cell("pp 2, dp 2", 1, "fp32", "lamb", "full", "device"),
+    Cell("tp 4", 1, "bf16", "adamw", "Pa", "device"),
+    Cell("pp 4", 0, "fp32", "adamw", "none", "apart"),
+    Cell("tp 2, pp 2", 3, "fp32", "adamw", "full", "apart"),
+    Cell("tp 2, pp 2, dp 2", 2, "fp32", "adamw", "none", "device"),
+)
 
 Ranks = Callable[..., RankPool]
 
@@ -116,6 +138,19 @@ def test_slices_of_layers(ranks: Ranks, tmp_path: Path) -> None:
     dims = {"dp": 1, "tp": 2}
     found = ranks(2).run(run, keys, str(tmp_path / "there"), None, None, None, dims)
     close(found, on_cpu(ranks, tmp_path, keys))
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        pytest.param(cell, marks=needs(cell.num_ranks), id=" ".join(map(str, cell)))
+        for cell in CELLS
+    ],
+)
+def test_shapes_of_the_mesh(ranks: Ranks, cell: Cell) -> None:
+    found = on_ranks(ranks(cell.num_ranks), cell, train)
+    apart = distance(found, on_ranks(ranks(1, "cpu"), cell.alone, train))
+    assert apart.is_within(CLOSE[cell.precision]), apart
 
 
 def test_a_run_that_was_cut_goes_on(ranks: Ranks, tmp_path: Path) -> None:

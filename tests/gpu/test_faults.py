@@ -1,0 +1,97 @@
+"""A rank that dies or stands still on NCCL: the other ends in time, and says what it waited for.
+
+Its host waits in the script's own code, which reads the loss; the library sees that its device
+does. `tests/simulated_gpu` has more faults, and those of jobs; here NCCL and torch's watchdog are
+the real ones.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from test_several_gpus import needs
+
+pytestmark = [pytest.mark.gpu, needs(2)]
+
+SCRIPT = """
+    import os, signal, sys, time
+    import torch
+    from torch import nn
+    import zrun_core
+
+    def build():
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+
+    run = zrun_core.init(timeout_s=10, device="cuda")
+    model = zrun_core.shard(build, zero=3)
+    optimizer = zrun_core.optimizer(model, "adamw", lr=1e-3)
+    for step in range(6):
+        if step == 3 and run.rank == 1:
+            if sys.argv[1] == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if sys.argv[1] == "sleep":
+                time.sleep(600)
+        loss = model(torch.ones(8, 64, device=run.device)).square().mean()
+        loss.backward()
+        optimizer.step()
+        last = loss.item()
+    print("loss", run.mean(last), flush=True)
+"""
+PATIENCE_S = 100
+
+
+def start(folder: Path, fault: str) -> list[subprocess.Popen[str]]:
+    """Start two ranks, with a GPU each, or both with one."""
+    (folder / "script.py").write_text(textwrap.dedent(SCRIPT))
+    import torch
+
+    root = Path(__file__).parents[2]
+    shared = torch.cuda.device_count() < 2
+    given = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(20000 + os.getpid() % 10000),
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "1" if shared else "2",
+        "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")]),
+    }
+    return [
+        subprocess.Popen(
+            [sys.executable, str(folder / "script.py"), fault],
+            env=os.environ
+            | given
+            | {"RANK": str(rank), "LOCAL_RANK": "0" if shared else str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+
+
+def end(rank: subprocess.Popen[str]) -> tuple[int, str]:
+    """Wait for a rank; return its exit code, and what it said."""
+    said, _ = rank.communicate(timeout=PATIENCE_S)
+    return rank.returncode, said
+
+
+@pytest.mark.parametrize("fault", ["none", "kill", "sleep"])
+def test_the_other_rank_ends(tmp_path: Path, fault: str) -> None:
+    ranks = start(tmp_path, fault)
+    try:
+        code, said = end(ranks[0])
+        if fault == "none":
+            assert (code, *end(ranks[1])) == (0, 0, said), said
+            return
+        assert code in (5, 6), said
+        assert "zrun_core: rank " in said
+        assert "script.py:23, last = loss.item()" in said
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()

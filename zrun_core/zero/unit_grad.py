@@ -25,7 +25,7 @@ from zrun_core.zero.home_elsewhere import AwayHome
 if TYPE_CHECKING:
     from zrun_core.zero.unit import FlatUnit
 
-_NORM_CHUNK = 1 << 20  # elements that a CPU casts at a time: they stay in cache
+_NORM_CHUNK = 1 << 18  # elements that a CPU casts at a time: they stay in cache
 
 
 class UnitGrad:
@@ -107,7 +107,7 @@ class UnitGrad:
         assert self._away is not None
         self._wait_for_reader()
         self._norms.clear()
-        look = self._keep_norms if is_last and self._unit.placement.grad is Tier.DISK else None
+        look = self._keep_norms if is_last else None
         return self._away.store(values, self._first_of(values), accumulate=accumulate, look=look)
 
     def load(self, target: torch.Tensor) -> None:
@@ -268,7 +268,15 @@ class UnitGrad:
 
 
 def _norms(part: torch.Tensor) -> list[torch.Tensor]:
-    """Return the 2-norms of pieces of `part`, 0-d fp32: of all of it, except on a CPU."""
-    if part.device.type == "cpu":
-        return [torch.linalg.vector_norm(chunk.float()) for chunk in part.split(_NORM_CHUNK)]
-    return [torch.linalg.vector_norm(part, dtype=torch.float32)]
+    """Return the 2-norms of pieces of `part`, 0-d fp32: of all of it, except on a CPU.
+
+    There 16 bits are cast first, into memory that stays in cache: torch's own norm of them is six
+    times as slow, and fresh memory for each piece four times.
+    """
+    if part.device.type != "cpu":
+        return [torch.linalg.vector_norm(part, dtype=torch.float32)]
+    chunks = part.split(_NORM_CHUNK)
+    if part.dtype != torch.float32:
+        wide = torch.empty(min(part.numel(), _NORM_CHUNK))
+        return [torch.linalg.vector_norm(wide[: len(each)].copy_(each)) for each in chunks]
+    return [torch.linalg.vector_norm(each) for each in chunks]

@@ -416,7 +416,9 @@ def test_data_that_never_come_leave_what_the_parameters_tell(cache: Path) -> Non
     asked = job("plan_models.py:Deep", data="plan_models.py:Hangs")
     profile = trace_in_subprocess(asked, HERE, micros=(4,), timeout_s=7)
     assert (profile.source, profile.num_blocks, profile.is_partial) == ("formula", 12, True)
-    assert profile.why.startswith("reading the first samples of plan_models.py:Hangs did not end")
+    assert profile.why.startswith(
+        "reading the first samples of plan_models.py:Hangs did not finish"
+    )
 
 
 @pytest.mark.parametrize("policies", [("none", "full", "selective"), ("full", "none", "selective")])

@@ -10,6 +10,7 @@ from plan_rows import Event, Op, trace_of
 from torch import nn
 
 from zrun_core.errors import ExitCode, JobError
+from zrun_core.hardware.hardware import Hardware
 from zrun_core.hardware.measured import Rates, from_rates
 from zrun_core.hardware.simulated import parse_simulate
 from zrun_core.plan.answer.planner import Planner
@@ -20,6 +21,7 @@ from zrun_core.plan.question.subject import Subject
 from zrun_core.plan.question.transformer import TransformerShape
 from zrun_core.plan.timing.cost_model import CostModel
 from zrun_core.plan.timing.micro_batch_cost import TimingSettings
+from zrun_core.plan.timing.traced_cost import columns_of
 from zrun_core.plan.trace.module_tree import describe_modules, describe_params
 from zrun_core.plan.trace.profile import COMPILER_BYTES, Profile, Trace
 from zrun_core.plan.trace.rows import Affine, TracePhase
@@ -164,8 +166,13 @@ def test_every_operation_and_parameter_belongs_to_one_part() -> None:
     assert parts.boundary_bytes == 4 * KEPT
 
 
+def with_host(seconds: float) -> Hardware:
+    """GPUs whose host takes so long for an operator."""
+    return replace(HARDWARE, device=replace(HARDWARE.device, host_s=seconds))
+
+
 def test_recomputation_is_what_the_other_timeline_lacks() -> None:
-    planner = Planner(profile(), HARDWARE, JOB)
+    planner = Planner(profile(), with_host(0.0), JOB)
     none, full = (
         planner.estimate(Candidate(0, ParallelDims(1), 4, 2, policy)).time
         for policy in ("none", "full")
@@ -276,7 +283,7 @@ def test_parts_by_formula_are_as_far_off_as_the_whole(launch_s: float) -> None:
     assert found.blocks[0].forward != pytest.approx(plain.blocks[0].forward)
     for place in range(BLOCKS):
         one = found.blocks[place]
-        assert (one.forward_launches, traced.blocks[place].forward_launches) == (0.0, launch_s)
+        assert one.forward_launches == traced.blocks[place].forward_launches == launch_s
         ahead = traced.blocks[place].forward / told.blocks[place].forward
         assert one.forward == pytest.approx(plain.blocks[place].forward * ahead + launch_s / 2)
         back = traced.blocks[place].backward / told.blocks[place].backward
@@ -395,6 +402,22 @@ def test_a_process_takes_holes_code_and_libraries_beyond_its_tensors() -> None:
     bare = Planner(profile(), old, job).rank(candidate, 0)
     assert bare.device_used < known.device_used, "no code without instructions for bf16"
     assert Planner(with_experts(profile()), old, job).rank(candidate, 0) == bare
+
+
+def test_a_gpu_waits_for_a_host_that_is_slower() -> None:
+    """It gives all operators of a step, and some beside the model's own, one after the other."""
+    candidate = Candidate(0, ParallelDims(1), 4, 3, "full")
+    fast, slow = (Planner(profile(), with_host(each), JOB).time(candidate) for each in (0.0, 1e-3))
+    columns = columns_of(profile().traces["full"].of(4), BLOCKS)
+    operators = 120 + 3 * (60 + int((columns.family < 3).sum()))
+    assert slow.seconds == pytest.approx(operators * 1e-3)
+    assert slow.parts["host"] == pytest.approx(slow.seconds - fast.seconds)
+    assert sum(slow.parts.values()) == pytest.approx(slow.seconds)
+    assert "host" not in fast.parts
+    compiled = JOB.model_copy(update={"compile": True})
+    assert Planner(profile(), with_host(1e-3), compiled).time(candidate) == Planner(
+        profile(), with_host(0.0), compiled
+    ).time(candidate)
 
 
 def test_a_step_waits_for_its_samples_and_takes_what_the_runtime_takes() -> None:

@@ -65,6 +65,8 @@ class Device:
             bandwidth.
         narrow: bytes per second of elementwise operations in 16 bits, as a share of those in 32.
         launch_s: seconds that an operation takes however small it is.
+        host_s: of a GPU: seconds that its host takes for an operation before the GPU has it. A CPU
+            has no host beside it: that is in `launch_s`.
         context_bytes: of the driver, outside of any allocator; on a CPU of Python and torch, which
             each process has.
         workspace_bytes: of the library of matrix products, in the allocator.
@@ -91,6 +93,7 @@ class Device:
     cache_speedup: float = 1.0
     narrow: float = 1.0
     launch_s: float = 4e-6
+    host_s: float = 15e-6
     context_bytes: int = 0
     workspace_bytes: int = 0
     communicator_bytes: int = 0

@@ -16,6 +16,7 @@ from zrun_core.hardware.hardware import CORES_SPREAD, MEASURED_SPREAD, Device, H
 _WAIT_S = 250e-6
 _UNEVEN = 0.05
 _GPU_SIDE = 8192  # of the square products that are measured on a GPU
+_LAUNCHING_S = 4e-6  # of a host, to give a GPU what it would compute itself
 
 
 @dataclass(frozen=True)
@@ -148,6 +149,8 @@ def _gpu(rates: Rates, preset: Device) -> Device:
         memory_bytes=rates.gpu_memory or preset.memory_bytes,
         streaming=min(1.0, 2 * rates.gpu_copy / preset.bandwidth),
     )
+    if rates.operator_s is not None:
+        device = replace(device, host_s=rates.operator_s + _LAUNCHING_S)
     for precision in ("bf16", "fp16"):
         if precision in rates.gpu_flops and precision in preset.peak:
             area = _GPU_SIDE**2

@@ -61,6 +61,8 @@ def _correct(segment: SegmentCost, traced: _Seconds, told: _Seconds, tp: int) ->
         segment,
         forward=segment.forward * ahead + more * traced.forward_launches,
         backward=backward,
+        forward_launches=traced.forward_launches,
+        backward_launches=traced.backward_launches,
         recompute=segment.recompute * ahead,
         weights=min(backward, segment.weights * back),
     )

@@ -46,7 +46,8 @@ class StepTime:
 
     Attributes:
         low, high: between which it should be.
-        parts: seconds of it by name, of the rank that has most to do; their sum is `seconds`.
+        parts: seconds of it by name, of the rank that has most to do; their sum is `seconds`. Host:
+            for which a GPU has nothing to do, as its host is behind.
         model_flops, hardware_flops: of all ranks; the second with recomputation.
         mfu, hfu: their shares of the peak; None where there is no data sheet.
         update_behind: seconds of the update of states elsewhere, beside the next forward.
@@ -361,7 +362,8 @@ class _StepModel:
         update += self._sum_tied().seconds
         data = sample_s * candidate.micro * count
         runtime = self._runtime_seconds(count)
-        seconds += update + data + runtime
+        late = max(0.0, self._host_seconds(count) - seconds - update)
+        seconds += update + data + runtime + late
 
         ranks = count * dims.dp * dims.tp
         flops = ranks * sum(segment.flops for segment in self.micro_batch)
@@ -380,12 +382,13 @@ class _StepModel:
         is_known = self.device.kind == "cuda" or self.hardware.measured
         spread = self.hardware.spread
         doubt = doubt_of(candidate)
-        beside = {name: value for name, value in (("data", data), ("runtime", runtime)) if value}
+        named = (("data", data), ("runtime", runtime), ("host", late))
+        beside = {name: value for name, value in named if value}
         return StepTime(
             seconds=seconds,
             low=seconds * (1 - spread),
             high=doubt * seconds * (1 + spread) + (0.0 if is_known else _BETWEEN_S),
-            parts=self._parts(seconds - data - runtime, bubble, update, busiest) | beside,
+            parts=self._parts(seconds - sum(beside.values()), bubble, update, busiest) | beside,
             model_flops=flops,
             hardware_flops=executed,
             mfu=mfu,
@@ -404,6 +407,25 @@ class _StepModel:
         if self.device.kind == "cuda":
             return 0.0
         return (_OPERATORS_OF_STEP + _OPERATORS_OF_MICRO * count) * self.device.launch_s
+
+    def _host_seconds(self, count: int) -> float:
+        """Return what the host of a GPU takes to give it a step, as far as operators are known.
+
+        It runs ahead, unless operators are over before it has given the next one. What a compiler
+        makes of blocks it gives much faster.
+        """
+        device = self.device
+        if device.kind != "cuda" or self.settings.fused or not device.launch_s:
+            return 0.0
+        stages = map(self.segments_of_stage, range(self.dims.pp))
+        launches = max(
+            sum(each.forward_launches + each.backward_launches for each in stage)
+            for stage in stages
+        )
+        if not launches:
+            return 0.0  # by formula
+        operators = _OPERATORS_OF_STEP + count * (_OPERATORS_OF_MICRO + launches / device.launch_s)
+        return operators * device.host_s
 
     def _parts(self, seconds: float, bubble: float, update: float, stage: int) -> dict[str, float]:
         """Return the seconds of a step by what a rank of `stage` spends them on."""

@@ -28,6 +28,7 @@ COMMANDS = (
     "topo",
     "doctor",
     "ps",
+    "top",
     "logs",
     "stop",
     "save",

@@ -72,7 +72,7 @@ def panel(
     """
     room = PanelSpace(width - 4, max(_LEAST_LINES, height * 2 // 3 - 2), ascii_only)
     return Panel(
-        Group(*_body(state, facts, room)),
+        Group(*body(state, facts, room)),
         title=_title(state, facts, width - 6),
         title_align="left",
         box=box.ASCII if ascii_only else box.ROUNDED,
@@ -81,7 +81,7 @@ def panel(
     )
 
 
-def _body(state: RunState, facts: Facts, room: PanelSpace) -> list[Text]:
+def body(state: RunState, facts: Facts, room: PanelSpace) -> list[Text]:
     """Return the lines of all rows that fit; a row's first one stands behind its label."""
     drawn: dict[PanelRow, list[Text]] = {}
     left = room.height

@@ -1,5 +1,5 @@
 # make train        train the main job: a language model of 10 million parameters on Python's own source, two CPU ranks
-# make test         the tests, of large tables few rows, the linter and the type checker: 16 minutes
+# make test         the tests, of large tables few rows, the linter and the type checker: 13 minutes
 # make test-all     the same with all rows, and what is marked thorough: 30 minutes
 # make test-hosts   the tests on three hosts, network namespaces with an sshd each (as root; installs sshd)
 # make test-faults  a table of what goes wrong on three hosts, and what zrun makes of it: 3 minutes
@@ -10,6 +10,7 @@
 # make test-tensors  a table of models whose layers ranks divide, each compared with one process: 6 minutes
 # make test-models  3,000 random models on six layouts, each of which trains what a plain loop trains or is refused: 2 hours
 # make test-versions  a table of releases of torch and transformers, lowest to newest, and whether tests pass: 20 minutes, 15 GB once
+# make test-trackers  runs kept by tensorboard, wandb, mlflow and trackio, read by their own readers (installs them): a minute
 # make test-gpu     the tests that need a GPU, on those of this machine
 # make bench-gpu    zrun at each ZeRO stage beside DDP, FSDP2 and a plain loop, on all GPUs of this machine: 25 minutes at most
 # make test-devices  of the tables on simulated GPUs, the rows that make test runs: a minute
@@ -19,7 +20,7 @@
 
 PYTHON ?= python3
 
-.PHONY: train test test-all test-unit test-ranks test-e2e test-hosts test-faults test-slurm test-offload test-pipelines test-saves test-tensors test-models test-versions test-gpu test-devices test-simulated-gpu bench-gpu bigger-than-memory lint clean
+.PHONY: train test test-all test-unit test-ranks test-e2e test-hosts test-faults test-slurm test-offload test-pipelines test-saves test-tensors test-models test-versions test-trackers test-gpu test-devices test-simulated-gpu bench-gpu bigger-than-memory lint clean
 
 # In bf16, or in fp32 where the processor has no instructions for bf16: torch would take 30 times as long.
 FORMAT = import torch; print("bf16" if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "fp32")
@@ -45,7 +46,7 @@ test-ranks: .venv/ready
 	.venv/bin/python -m pytest -q $(ROWS) -n 2 --dist loadfile tests/dist tests/gpu
 
 test-e2e: .venv/ready
-	.venv/bin/python -m pytest -q $(ROWS) tests/e2e
+	.venv/bin/python -m pytest -q $(ROWS) tests/e2e tests/trackers
 
 test-hosts: .venv/ready
 	tests/hosts/install-sshd
@@ -74,6 +75,11 @@ test-tensors: .venv/ready
 MODELS ?= 0 3000
 test-models: .venv/ready
 	.venv/bin/python tests/dist/models_table.py $(MODELS)
+
+TRACKERS = tensorboard==2.21.0 wandb==0.31.0 mlflow-skinny==3.17.2 trackio==0.43.0
+test-trackers: .venv/ready
+	.venv/bin/pip install -q -c constraints.txt $(TRACKERS)
+	.venv/bin/python -m pytest -q -n 2 tests/trackers
 
 # TORCH=2.12.1, TRANSFORMERS='5.0.0 5.24.0': these releases in place of the lowest, pinned and newest ones.
 test-versions: .venv/ready

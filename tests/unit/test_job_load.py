@@ -184,8 +184,8 @@ def test_origin_of_every_value(folder: Folder) -> None:
         ),
         (
             "log: ",
-            "job.yaml:6:5: log: expected {every, ranks}, found nothing; write for example log: "
-            "{every: 1}",
+            "job.yaml:6:5: log: expected {every, ranks, to, args}, found nothing; write for "
+            "example log: {every: 1}",
         ),
         (
             "seed: 0\nseed: 1",

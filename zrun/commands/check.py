@@ -87,6 +87,7 @@ def check(
     from zrun.job.load import load_job
     from zrun.job.structure import inspect_structure
     from zrun.placement.plan import plan_on_backend
+    from zrun.trackers.tracker import check_installed
 
     _refuse_together(
         {"--grid": grid, "--json": as_json}, "one draws a picture and the other prints data"
@@ -110,6 +111,7 @@ def check(
     resolved = None
     if cluster is not None:
         resolved = plan_on_backend(loaded.config, backend, cluster)
+        check_installed(resolved.job.log.to)
     structure = None
     if not no_import:
         gpu_ranks = 0

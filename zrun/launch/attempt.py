@@ -41,6 +41,8 @@ from zrun.runs.rundir import RunDir, set_checkpoints_aside
 from zrun.runs.start_point import StartPoint, choose_restart, choose_start, choose_under_lock
 from zrun.system.output import Dispensable, say
 from zrun.system.signals import LauncherSignals, ends_with_parent, ignore, name_of, stoppable
+from zrun.trackers.process import TrackerProcess, flat
+from zrun.trackers.tracker import check_installed
 from zrun.transport.agent_process import AgentLink
 from zrun.transport.agents import AgentGroup
 from zrun.transport.frames import StartRequest
@@ -168,6 +170,7 @@ def _plan(request: LaunchRequest, members: list[AgentLink]) -> tuple[ClusterSess
     if session.dropped:
         say(session.dropped, sys.stderr)
     resolved = plan_on_backend(request.loaded.config, request.backend, session.cluster)
+    check_installed(resolved.job.log.to)
     if auto_share.is_open(resolved):
         resolved = _with_share(request, resolved, session.cluster)
     if _tells_user(request):
@@ -308,6 +311,8 @@ def _monitor(claimed: _ClaimedRun, agents: AgentGroup) -> _Observed:
     tell_phase = Dispensable("what the ranks are doing")
     compare = Dispensable("the comparison with the estimate")
     find_slow = Dispensable("the search for slow ranks")
+    track = Dispensable("what there is to say of trackers")
+    trackers = _start_trackers(claimed)
 
     def on_event(event: Event, line: bytes | None) -> None:
         follower.event(event, line)
@@ -324,6 +329,8 @@ def _monitor(claimed: _ClaimedRun, agents: AgentGroup) -> _Observed:
         tell_phase(see_phase)
         follower.turn(phases.doing)
         compare(gate.turn, follower.event)
+        if trackers is not None:
+            track(trackers.turn, follower.event)
 
     turn = ends_with_parent(on_turn) if request.backend.kind == "env" else on_turn
     try:
@@ -332,7 +339,24 @@ def _monitor(claimed: _ClaimedRun, agents: AgentGroup) -> _Observed:
         ignore()  # what is left are the last words
     finally:
         follower.close()
+        if trackers is not None:
+            for note in trackers.end("failed" if follower.state.end is None else "finished"):
+                say(f"warning: {note}", sys.stderr)
     return _Observed(run, signals, follower.state)
+
+
+def _start_trackers(claimed: _ClaimedRun) -> TrackerProcess | None:
+    """Start the process that feeds the trackers of `log.to`; None: it names none."""
+    job = without_secrets(claimed.resolved.job)
+    if not job.log.to:
+        return None
+    return TrackerProcess(
+        job.log.to,
+        claimed.rundir.path,
+        project=job.name,
+        config=flat(job.model_dump(mode="json", exclude={"env"})),
+        args={str(name): given for name, given in job.log.args.items()},
+    )
 
 
 def _committed_step(spec: RunSpec) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
@@ -58,6 +58,9 @@ class LaunchConfig(Section):
         return python
 
 
+TrackerName = Literal["csv", "prometheus", "tensorboard", "wandb", "mlflow", "trackio"]
+
+
 class LogConfig(Section):
     """What is printed. `events.jsonl` always has every step."""
 
@@ -68,3 +71,21 @@ class LogConfig(Section):
         "has that of every one",
         examples=[[0, 7]],
     )
+    to: list[TrackerName] = Field(
+        default=[],
+        description="trackers that get every number: csv, prometheus, tensorboard, wandb, mlflow, "
+        "trackio",
+        examples=[["tensorboard"]],
+    )
+    args: dict[TrackerName, dict[str, Any]] = Field(
+        default={},
+        description="arguments of trackers, by name; those of one that is not in `to` do nothing",
+        examples=[{"wandb": {"project": "llm"}}],
+    )
+
+    @field_validator("to")
+    @classmethod
+    def _name_each_once(cls, to: list[TrackerName]) -> list[TrackerName]:
+        if len(set(to)) < len(to):
+            raise ValueError("a tracker is named twice")
+        return to

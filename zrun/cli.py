@@ -29,6 +29,7 @@ COMMANDS = (
     "doctor",
     "ps",
     "top",
+    "compare",
     "logs",
     "stop",
     "save",

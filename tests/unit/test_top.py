@@ -24,10 +24,10 @@ from rich.console import Console
 from zrun.top.app import Position, machine_picture, picture, pressed
 from zrun.top.braille import plot
 from zrun.top.machine import GpuSeen, Machine, MachineWatch, Use
-from zrun.top.recording import Recording
 from zrun.top.terminal import FullScreen
 from zrun.top.views import VIEWS
 from zrun.watch.panel_layout import PanelSpace
+from zrun.watch.recording import Recording
 
 ROOT = Path(__file__).parents[2]
 SPLIT = {"data": 0.01, "forward": 0.1, "backward": 0.2, "comm": 0.05, "optim": 0.02}
@@ -156,7 +156,7 @@ def test_lines_that_are_none_of_ours_are_passed_over(tmp_path: Path) -> None:
 def test_of_a_long_run_every_second_moment_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("zrun.top.recording._MOST_MOMENTS", 8)
+    monkeypatch.setattr("zrun.watch.recording._MOST_MOMENTS", 8)
     recording = a_run(tmp_path, 40)
     steps = [each.state.step.step for each in recording.moments]
     assert len(steps) <= 8
@@ -169,8 +169,8 @@ def test_of_a_record_that_is_too_long_its_beginning_and_its_end_are_read(
 ) -> None:
     events = [start(), *(step(number) for number in range(1, 41))]
     record(tmp_path, events)
-    monkeypatch.setattr("zrun.top.recording._HEAD_BYTES", 600)
-    monkeypatch.setattr("zrun.top.recording._MOST_BYTES", 2000)
+    monkeypatch.setattr("zrun.watch.recording._HEAD_BYTES", 600)
+    monkeypatch.setattr("zrun.watch.recording._MOST_BYTES", 2000)
     recording = Recording(tmp_path)
     recording.read()
     assert recording.is_cut

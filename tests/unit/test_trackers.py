@@ -14,9 +14,10 @@ from typing import Any, get_args
 
 import pytest
 
+from zrun.job.flat_keys import flat_keys
 from zrun.trackers import feed, process
 from zrun.trackers.feed import Feed, scalars_of
-from zrun.trackers.process import TrackerProcess, flat
+from zrun.trackers.process import TrackerProcess
 from zrun.trackers.prometheus import PrometheusFile
 from zrun.trackers.tracker import KINDS, TrackedRun, check_installed, maker_of
 from zrun_core.errors import JobError
@@ -232,4 +233,4 @@ def test_packages_that_are_missing_are_named(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_keys_of_a_job_are_flat() -> None:
     keys = {"optim": {"lr": 0.1, "betas": [0.9, 0.95]}, "eval": None, "zero": {"stage": 2}}
-    assert flat(keys) == {"optim.lr": 0.1, "optim.betas": [0.9, 0.95], "zero.stage": 2}
+    assert flat_keys(keys) == {"optim.lr": 0.1, "optim.betas": [0.9, 0.95], "zero.stage": 2}

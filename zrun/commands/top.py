@@ -10,7 +10,7 @@ import typer
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from zrun.top.recording import Recording
+    from zrun.watch.recording import Recording
 
 
 def top(
@@ -43,8 +43,8 @@ def top(
     from zrun.runs.listing import find_run, list_runs, read_run
     from zrun.runs.run_lock import is_held
     from zrun.top.app import run_on_machine, run_top
-    from zrun.top.recording import Recording
     from zrun.watch.console import open_console
+    from zrun.watch.recording import Recording
 
     is_screen = (
         view is None

@@ -26,6 +26,7 @@ from zrun.estimate.forecast import Forecast
 from zrun.estimate.gate import Gate, refusal
 from zrun.hosts.backend import with_backend
 from zrun.hosts.cluster import Cluster
+from zrun.job.flat_keys import flat_keys
 from zrun.job.hidden import without_secrets
 from zrun.job.load import LoadedJob, load_job
 from zrun.job.problems import ValueOrigin
@@ -41,7 +42,7 @@ from zrun.runs.rundir import RunDir, set_checkpoints_aside
 from zrun.runs.start_point import StartPoint, choose_restart, choose_start, choose_under_lock
 from zrun.system.output import Dispensable, say
 from zrun.system.signals import LauncherSignals, ends_with_parent, ignore, name_of, stoppable
-from zrun.trackers.process import TrackerProcess, flat
+from zrun.trackers.process import TrackerProcess
 from zrun.trackers.tracker import check_installed
 from zrun.transport.agent_process import AgentLink
 from zrun.transport.agents import AgentGroup
@@ -354,7 +355,7 @@ def _start_trackers(claimed: _ClaimedRun) -> TrackerProcess | None:
         job.log.to,
         claimed.rundir.path,
         project=job.name,
-        config=flat(job.model_dump(mode="json", exclude={"env"})),
+        config=flat_keys(job.model_dump(mode="json", exclude={"env"})),
         args={str(name): given for name, given in job.log.args.items()},
     )
 

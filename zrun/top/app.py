@@ -19,11 +19,11 @@ from rich.text import Text
 
 from zrun.runs.listing import RunSummary
 from zrun.top.machine import Machine, MachineWatch
-from zrun.top.recording import Moment, Recording
 from zrun.top.terminal import FullScreen
 from zrun.top.views import VIEWS, Scene, help_lines, machine
 from zrun.watch.formatting import duration
 from zrun.watch.panel_layout import ALERT, GAP, GOOD, QUIET, PanelSpace
+from zrun.watch.recording import Moment, Recording
 from zrun.watch.remaining import remaining
 
 _PERIOD_S = 0.5

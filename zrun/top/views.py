@@ -18,11 +18,11 @@ from rich.text import Text
 
 from zrun.top.braille import plot
 from zrun.top.machine import Machine, usage_line
-from zrun.top.recording import Message
 from zrun.watch import formatting
 from zrun.watch.curves import Curves, held_by_tier
 from zrun.watch.panel import body
 from zrun.watch.panel_layout import ALERT, GAP, GOOD, QUIET, Facts, PanelSpace
+from zrun.watch.recording import Message
 from zrun.watch.run_state import SPLIT, RunState
 from zrun.watch.stages import stage_rows
 from zrun.watch.stragglers import own_times, tolerance

@@ -17,17 +17,6 @@ from zrun_core.spine.events import Event
 _END_S = 20.0  # that trackers get for what they have not been fed
 
 
-def flat(keys: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return a job's keys as trackers show them: `optim.lr`; those without a value are left out."""
-    found: dict[str, Any] = {}
-    for key, value in keys.items():
-        if isinstance(value, Mapping):
-            found |= flat(value, f"{prefix}{key}.")
-        elif value is not None:
-            found[f"{prefix}{key}"] = value
-    return found
-
-
 class TrackerProcess:
     """Feeds trackers from the record of a run, beside the launcher: see `zrun/trackers/main.py`."""
 

@@ -274,9 +274,6 @@ def _drawn(lines: Sequence[Text], console: Console, room: PanelSpace) -> list[st
         no_color=console.no_color,
         highlight=False,
     )
-    found = []
-    for line in lines:
-        with pen.capture() as captured:
-            pen.print(line, end="", no_wrap=True, overflow="crop", crop=True)
-        found.append(captured.get())
-    return found
+    with pen.capture() as captured:
+        pen.print(Text("\n").join(lines), end="", no_wrap=True, overflow="crop", crop=True)
+    return captured.get().split("\n")

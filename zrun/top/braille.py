@@ -59,8 +59,9 @@ def plot(
             continue
         x = round((step - first) / max(1, last - first) * (grid.columns - 1))
         y = round(_place(value, low, high, is_log=is_log) * (grid.rows - 1))
-        grid.line(before or (x, y), (x, y))
-        before = x, y
+        if before != (x, y):  # many points of a long run are in one dot
+            grid.line(before or (x, y), (x, y))
+            before = x, y
     return [
         f"{_label(number, height, labels):>{margin}} {_edge(number, height, ascii_only)}{line}"
         for number, line in enumerate(grid.lines())
@@ -105,7 +106,11 @@ class _Grid:
     def line(self, begin: tuple[int, int], end: tuple[int, int]) -> None:
         """Set the dots from one to another."""
         (x0, y0), (x1, y1) = begin, end
-        count = max(abs(x1 - x0), abs(y1 - y0), 1)
+        if x0 == x1:
+            for y in range(min(y0, y1), max(y0, y1) + 1):
+                self._set(x0, y)
+            return
+        count = max(abs(x1 - x0), abs(y1 - y0))
         for number in range(count + 1):
             share = number / count
             self._set(round(x0 + share * (x1 - x0)), round(y0 + share * (y1 - y0)))

@@ -62,6 +62,8 @@ class Recording:
         self.moments: list[Moment] = []
         self.now = Moment(0.0, RunState())
         self.is_cut = False
+        self._facts: Facts | None = None
+        self._start: Event | None = None  # of which they are
         self._stride = 1
         self._num_steps = 0
         self._began: float | None = None  # by the clock of rank 0
@@ -85,8 +87,12 @@ class Recording:
 
     @property
     def facts(self) -> Facts:
-        """What the run's plan says of its ranks."""
-        return facts_of(self.run_dir, self.now.state)
+        """What the run's plan says of its ranks, as of its newest start."""
+        start = self.now.state.start
+        if self._facts is None or start is not self._start:
+            self._start = start
+            self._facts = facts_of(self.run_dir, self.now.state)
+        return self._facts
 
     def _take(self, lines: Iterable[bytes]) -> None:
         for line in lines:

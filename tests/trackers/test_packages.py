@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sqlite3
 import struct
 import subprocess
@@ -177,7 +178,9 @@ def test_wandb(train: Train) -> None:
             for name, value in values.items():
                 if not name.startswith("_") and name != "step":
                     kept.setdefault(name, []).append((values["step"], value))
-    assert ids == {("run", "mine")}
+    ((name, project),) = ids
+    assert re.fullmatch(r"run-[0-9a-f]{4}", name)
+    assert project == "mine"
     compare(run_dir, kept)
 
 
@@ -206,7 +209,9 @@ def test_trackio(train: Train, tmp_path: Path) -> None:
     (path,) = (tmp_path / "trackio").glob("tracked*.db")
     kept: dict[str, list[tuple[int, float]]] = {}
     with sqlite3.connect(path) as base:
-        rows = base.execute("select step, metrics from metrics where run_name = 'run' order by id")
+        rows = base.execute(
+            "select step, metrics from metrics where run_name like 'run-%' order by id"
+        )
         for step, metrics in rows:
             for name, value in json.loads(metrics).items():
                 kept.setdefault(name, []).append((step, value))

@@ -34,6 +34,7 @@ class Notes:
         self.run = run
         self.told: list[tuple[int, str, float]] = []
         self.ended = ""
+        self.name = run.unique_name
         run.ids["count"] = run.ids.get("count", 0) + 1
         self._call("init")
         Notes.made.append(self)
@@ -64,6 +65,12 @@ def noting(monkeypatch: pytest.MonkeyPatch) -> None:
 def make(folder: Path, told: list[str] | None = None) -> Feed:
     tell = (told if told is not None else []).append
     return Feed(["csv"], project="gpt", folder=folder, config={"a": 1}, args={}, tell=tell)
+
+
+def make_in(folder: Path) -> TrackedRun:
+    folder.mkdir()
+    make(folder)
+    return Notes.made[-1].run
 
 
 def step(number: int, **keys: Any) -> dict[str, Any]:
@@ -113,6 +120,7 @@ def test_a_step_that_is_made_twice_is_told_once(tmp_path: Path) -> None:
     assert other.told == [(4, "train/loss", 0.25), (2, "eval/loss", 9.0)], "each series by itself"
     assert (one.ended, other.ended) == ("", "finished")
     assert other.run.ids["count"] == 2, "what it kept is there again"
+    assert one.name == other.name != make_in(tmp_path / "anew").unique_name
     assert (other.run.project, other.run.name, other.run.config) == ("gpt", tmp_path.name, {"a": 1})
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +46,15 @@ class TrackedRun:
     config: Mapping[str, Any]
     args: Mapping[str, Any]
     ids: dict[str, Any]
+
+    @property
+    def unique_name(self) -> str:
+        """The same for all launches that go on with each other, and for no others.
+
+        A run directory that is begun anew has the name of the one before.
+        """
+        name: str = self.ids.setdefault("name", f"{self.name}-{secrets.token_hex(2)}")
+        return name
 
 
 class Tracker(Protocol):

@@ -12,14 +12,14 @@ from zrun.trackers.tracker import TrackedRun
 
 
 class TrackioRun:
-    """Its name is that of the zrun run, so that another launch goes on with it."""
+    """Its name is kept, so that another launch goes on with it."""
 
     def __init__(self, run: TrackedRun) -> None:
         import trackio
 
         given: dict[str, Any] = {
             "project": run.project,
-            "name": run.name,
+            "name": run.unique_name,
             "config": dict(run.config),
             "resume": "allow",
         }

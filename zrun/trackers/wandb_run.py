@@ -12,7 +12,7 @@ from zrun.trackers.tracker import TrackedRun
 
 
 class WandbRun:
-    """Its id is that of the zrun run, so that another launch goes on with it."""
+    """Its id is kept, so that another launch goes on with it."""
 
     def __init__(self, run: TrackedRun) -> None:
         import wandb
@@ -20,7 +20,7 @@ class WandbRun:
         given: dict[str, Any] = {
             "project": run.project,
             "name": run.name,
-            "id": run.ids.setdefault("id", run.name),
+            "id": run.unique_name,
             "dir": str(run.folder),
             "config": dict(run.config),
             "resume": "allow",

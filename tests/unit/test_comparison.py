@@ -35,6 +35,8 @@ def make_run(folder: Path, *, job: dict[str, Any] | None = None, scale: float = 
         told = {"type": "eval", "time": 110.0, "rank": 0, "step": step, "loss": loss}
         events.append(told | {"metrics": {"loss": loss}})
     measured = {"peak_bytes": 1 << 20, "step_s": 0.5}
+    own = {"type": "metrics", "time": 110.0, "rank": 0, "step": 10, "hook": "on_end"}
+    events.append(own | {"values": {"bleu": 30.0 * scale}})
     foretold = {"type": "estimate", "time": 110.0, "rank": 0, "step": 10, "predicted": {}}
     events.append(foretold | {"measured": measured})
     events.append({"type": "end", "time": 110.0, "rank": 0, "step": 10, "total_s": 10.0})
@@ -59,6 +61,7 @@ def test_what_differs_is_on_top(tmp_path: Path) -> None:
     assert results["evaluation"] == [3.5, 7.0]
     assert results["best evaluation"] == [3.0, 6.0]
     assert results["step"] == [0.5, 1.0]
+    assert results["bleu"] == [30.0, 60.0]
     assert results["tokens/s"] == [16.0, 8.0]
     assert results["peak in tensors"] == [1 << 20, 1 << 20]
     assert not {"ranks", "device", "torch", "zrun"} & results.keys(), "they are the same"

@@ -288,6 +288,19 @@ def test_a_machine_without_a_run() -> None:
     assert all(0 <= use.share <= 1 for use in there.uses)
 
 
+def test_a_script_that_tells_no_loss(tmp_path: Path) -> None:
+    events = [start(total_steps=None)]
+    for number in (1, 2, 3):
+        values = {"type": "metrics", "time": 101.0, "rank": 0, "step": number, "hook": "script"}
+        events += [step(number, loss=None), values | {"values": {"reward": 1.5 * number}}]
+    recording = Recording(record(tmp_path, events))
+    recording.read()
+    lines = text_of(recording, Position())
+    assert not any(line.startswith("loss") for line in lines)
+    assert any("reward  4.5 at step 3" in line for line in lines)
+    assert "no messages so far" in text_of(recording, Position(5))
+
+
 # The command
 
 

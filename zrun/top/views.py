@@ -16,6 +16,7 @@ from typing import Any
 
 from rich.text import Text
 
+from zrun.hosts.cluster import several
 from zrun.top.braille import plot
 from zrun.top.machine import Machine, usage_line
 from zrun.watch import formatting
@@ -313,7 +314,7 @@ def hosts(scene: Scene, room: PanelSpace) -> list[Text]:
         by_host[host].append(rank)
     for host, members in by_host.items():
         sensed = {rank: scene.state.gpus.get(rank) for rank in members}
-        lines.append(Text(f"{host or 'this host'}: {len(members)} ranks", GOOD))
+        lines.append(Text(f"{host or 'this host'}: {several(len(members), 'rank')}", GOOD))
         told = {rank: each for rank, each in sensed.items() if each}
         lines += [Text(f"  rank {rank:<4} {_sensors(each)}") for rank, each in told.items()]
         if not told:

@@ -17,6 +17,7 @@ from zrun.watch.run_state import RunState
 from zrun_core.sizes import format_size
 
 _MOST_STEPS = 5  # of which losses are compared
+_MOST_METRICS = 20  # of the user's own
 _NOT_OF_TRAINING = ("name", "log.", "env.")  # keys
 
 
@@ -84,6 +85,7 @@ def _results(runs: Sequence[ComparedRun]) -> list[Row]:
         Row("loss", [_finite(run.state.step.loss) for run in runs], "{:.5g}".format),
         Row("evaluation", [_last_evaluation(run) for run in runs], "{:.5g}".format),
         Row("best evaluation", [_best_evaluation(run) for run in runs], "{:.5g}".format),
+        *_metrics(runs),
         Row("tokens", [run.state.step.total_tokens or None for run in runs], formatting.count),
         Row("time", [run.seconds for run in runs], formatting.duration),
         Row("step", [_median(run, "step_s") for run in runs], formatting.seconds),
@@ -115,6 +117,15 @@ def _losses(runs: Sequence[ComparedRun]) -> list[Row]:
     return [
         Row(f"loss at step {step}", [each[step] for each in told], "{:.5g}".format)
         for step in (common[place] for place in sorted(places))
+    ]
+
+
+def _metrics(runs: Sequence[ComparedRun]) -> list[Row]:
+    """Return the newest of the user's own numbers."""
+    names = dict.fromkeys(name for run in runs for name in run.state.newest_metrics)
+    return [
+        Row(name, [run.state.newest_metrics.get(name) for run in runs], "{:.5g}".format)
+        for name in list(names)[:_MOST_METRICS]
     ]
 
 

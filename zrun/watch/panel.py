@@ -173,7 +173,7 @@ def _so_far(state: RunState, facts: Facts, room: PanelSpace) -> list[Text]:
 
 
 def _loss(state: RunState, facts: Facts, room: PanelSpace) -> list[Text]:
-    if not state.step.step:
+    if not state.step.step or not state.step.has_loss:
         return []
     loss = f"{state.step.loss:.4f}"
     evals = [f"eval {each.loss:.4f} at step {each.step}" for each in state.evals[-1:]]

@@ -110,7 +110,7 @@ class Recording:
             state = replace(state, elapsed_s=max(0.0, at - began))
         self.now = Moment(max(at, self.now.time), state)
         self.curves.take(event)
-        if text := message_line(event):
+        if event["type"] != "metrics" and (text := message_line(event)):  # curves show those
             self.messages += [Message(at, line) for line in text.splitlines()]
         if event["type"] == "step":
             self._keep()

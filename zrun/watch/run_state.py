@@ -45,6 +45,7 @@ class Step:
 
     step: int = 0
     loss: float = math.nan
+    has_loss: bool = True  # a script of the user's own tells none
     lr: float | None = None
     grad_norm: float | None = None
     loss_scale: float | None = None
@@ -303,7 +304,7 @@ def _fold_step(state: RunState, event: Event) -> RunState:
     fields |= {
         name: number(fields[name]) for name in ("loss", "grad_norm", "loss_scale") if name in fields
     }
-    step = Step(**fields)
+    step = Step(**fields, has_loss="loss" in fields)
     first = state.first
     if not first.step:
         first = step

@@ -17,7 +17,7 @@ import typer
 from zrun.flags import Command, Group
 from zrun_core.errors import ExitCode, ZrunError, lack_of_threads
 from zrun_core.spine.printable import printable
-from zrun_core.spine.releases import check_release
+from zrun_core.spine.releases import check_release, own_release
 
 _NEED_TORCH = ("train", "check", "estimate", "verify")
 COMMANDS = (
@@ -83,9 +83,7 @@ app = typer.Typer(cls=_LazyGroup, no_args_is_help=True, pretty_exceptions_enable
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        from importlib.metadata import version
-
-        print(f"zrun {version('zrun')}")
+        print(f"zrun {own_release()}")
         raise typer.Exit
 
 

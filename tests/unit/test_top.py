@@ -13,7 +13,6 @@ import struct
 import subprocess
 import sys
 import termios
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -184,7 +183,8 @@ def test_of_a_record_that_is_too_long_its_beginning_and_its_end_are_read(
 
 
 def test_keys_lead_to_views_and_moments() -> None:
-    def after(keys: str, where: Position = Position()) -> Position:  # noqa: B008
+    def after(keys: str) -> Position:
+        where = Position()
         for key in keys.split():
             where = pressed(where, {"space": " "}.get(key, key), 30)
         return where
@@ -264,6 +264,20 @@ def test_of_many_ranks_the_slow_one_is_named(tmp_path: Path) -> None:
     assert any(line.startswith("median  busy 0.33s") for line in lines)
 
 
+def test_a_rank_is_slow_beside_those_of_its_stage_alone(tmp_path: Path) -> None:
+    """The last stage of a pipeline has more to compute, and is no slow machine."""
+    events = [start(world_size=8), step(1)]
+    for rank in range(8):
+        stage = rank // 4
+        took = {0: 0.2, 1: 0.6}[stage] + (0.6 if rank == 6 else 0.0)
+        use = {"stage": stage, "span_s": 1.0, "waited_s": 0.1, "in_flight": 1}
+        events.append(memory(rank, 1, split=SPLIT | {"backward": took}, pipeline=use))
+    recording = Recording(record(tmp_path, events))
+    recording.read()
+    lines = text_of(recording, Position(1), 120, 40)
+    assert [line.split()[1] for line in lines if line.endswith("slow")] == ["6"]
+
+
 def test_memory_is_beside_its_plan(tmp_path: Path) -> None:
     recording = a_run(tmp_path)
     lines = text_of(recording, Position(2))
@@ -324,6 +338,8 @@ def test_into_a_pipe_one_view_is_printed(tmp_path: Path) -> None:
     assert "\x1b" not in said
     code, said, _ = top(str(run), "--view", "ranks")
     assert (code, said.count("rank 0"), said.count("rank 1")) == (0, 2, 2)
+    code, _, said = top("--view", "nosuch")
+    assert (code, said.startswith("error: --view nosuch: write one of ")) == (2, True)
     code, _, said = top("gpt", "--view", "rank")
     assert code == 2
     assert said == (
@@ -365,7 +381,6 @@ def test_a_terminal_is_given_back_as_it_was(terminal: tuple[int, int]) -> None:
     assert keys == ["2", "left", "page up", "next", "q"]
     assert termios.tcgetattr(theirs) == before
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    time.sleep(0.05)
     said = os.read(ours, 1 << 16).decode().replace("\r", "")
     assert said.startswith("\x1b[?1049h")
     assert said.endswith("\x1b[?25h\x1b[?1049l")

@@ -10,7 +10,7 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, ClassVar, get_args
 
 import pytest
 
@@ -27,7 +27,7 @@ from zrun_core.spine.sections.launch import TrackerName
 class Notes:
     """A tracker that notes what it is told; `fails` names the call that raises."""
 
-    made: list[Notes] = []  # noqa: RUF012 - emptied by each test
+    made: ClassVar[list[Notes]] = []
     fails = ""
 
     def __init__(self, run: TrackedRun) -> None:
@@ -170,10 +170,23 @@ def test_a_file_for_prometheus_is_as_it_reads_them(tmp_path: Path) -> None:
     labels = '{job="a \\"b\\"\\\\",run="r1"}'
     assert (tmp_path / "metrics.prom").read_text().splitlines()[1::2] == [
         f"zrun_eval_top_1{labels} 0.5",
+        f"zrun_is_over{labels} 0.0",
         f"zrun_step{labels} 3.0",
         f"zrun_train_loss{labels} NaN",
         f"zrun_x{labels} -Inf",
     ]
+
+
+def test_what_an_earlier_launch_has_told_prometheus_stays(tmp_path: Path) -> None:
+    ids: dict[str, Any] = {}
+    for launch in range(2):
+        file = PrometheusFile(TrackedRun("gpt", "r1", tmp_path, {}, {}, ids))
+        if launch == 0:
+            file.scalars(5, 1.0, {"eval/loss": 2.0})
+        file.flush()
+        ids = json.loads(json.dumps(ids))  # as trackers.json has it
+    text = (tmp_path / "metrics.prom").read_text()
+    assert 'zrun_eval_loss{job="gpt",run="r1"} 2.0' in text
 
 
 # The process
@@ -241,4 +254,5 @@ def test_packages_that_are_missing_are_named(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_keys_of_a_job_are_flat() -> None:
     keys = {"optim": {"lr": 0.1, "betas": [0.9, 0.95]}, "eval": None, "zero": {"stage": 2}}
+    assert flat_keys({"sets": [{"a": 1}, {"a": 2}]}) == {"sets.0.a": 1, "sets.1.a": 2}
     assert flat_keys(keys) == {"optim.lr": 0.1, "optim.betas": [0.9, 0.95], "zero.stage": 2}

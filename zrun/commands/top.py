@@ -10,6 +10,10 @@ import typer
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from rich.console import Console
+    from rich.text import Text
+
+    from zrun.watch.panel_layout import PanelSpace
     from zrun.watch.recording import Recording
 
 
@@ -43,34 +47,35 @@ def top(
     from zrun.runs.listing import find_run, list_runs, read_run
     from zrun.runs.run_lock import is_held
     from zrun.top.app import run_on_machine, run_top
+    from zrun.top.machine import MachineWatch
+    from zrun.top.views import VIEWS, machine
     from zrun.watch.console import open_console
     from zrun.watch.recording import Recording
+    from zrun_core.errors import JobError
 
-    is_screen = (
-        view is None
-        and sys.stdin.isatty()
-        and sys.stdout.isatty()
-        and os.environ.get("TERM") != "dumb"
-    )
+    names = [each.name for each in VIEWS]
+    if view is not None and view not in names:
+        raise JobError(f"--view {view}: write one of {', '.join(names)}")
+    can_draw = sys.stdin.isatty() and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+    is_screen = can_draw and view is None
     console = open_console(sys.stdout)
     path = find_run(run, running=True) if run is not None else _the_one_that_goes_on()
-    if path is None:
+    if path is None and view is not None:
+        raise JobError(f"--view {view}: name a run, as none goes on, or several do: zrun ps")
+    if path is None and is_screen:
         midnight = time.mktime((*time.localtime()[:3], 0, 0, 0, 0, 0, -1))
-        if is_screen:
-            run_on_machine(lambda: list_runs(midnight)[0], sys.stdin, console)
-        else:
-            _print_machine()
-        return
-    recording = Recording(path)
-    if is_screen:
+        run_on_machine(lambda: list_runs(midnight)[0], sys.stdin, console)
+    elif path is None:
+        _print(machine(MachineWatch().look(), _room(console)), console)
+    elif is_screen:
         run_top(
-            recording,
+            Recording(path),
             lambda folder: "running" if is_held(folder) else str(read_run(folder).state),
             sys.stdin,
             console,
         )
-        return
-    _print_view(recording, view or "overview")
+    else:
+        _print(_drawn(Recording(path), view or "overview", _room(console)), console)
 
 
 def _the_one_that_goes_on() -> Path | None:
@@ -82,27 +87,12 @@ def _the_one_that_goes_on() -> Path | None:
     return held[0] if len(held) == 1 else None
 
 
-def _print_view(recording: Recording, name: str) -> None:
-    """Print one picture, as wide as the terminal or 100 columns.
-
-    Raises:
-        JobError: there is no such view.
-    """
+def _drawn(recording: Recording, name: str, room: PanelSpace) -> list[Text]:
+    """Return the lines of one view of a run as it is now."""
     from zrun.top.machine import MachineWatch
     from zrun.top.views import VIEWS, Scene
-    from zrun.watch.console import open_console
-    from zrun.watch.panel_layout import PanelSpace
-    from zrun.watch.preface import width_of
-    from zrun_core.errors import JobError
 
-    known = {each.name: each for each in VIEWS}
-    if name not in known:
-        raise JobError(f"--view {name}: write one of {', '.join(known)}")
     recording.read()
-    console = open_console(sys.stdout)
-    room = PanelSpace(
-        width_of(sys.stdout) or 100, 60, not console.encoding.lower().startswith("utf")
-    )
     scene = Scene(
         recording.now.state,
         recording.facts,
@@ -111,18 +101,20 @@ def _print_view(recording: Recording, name: str) -> None:
         list(recording.messages),
         MachineWatch().look() if name == "hosts" else None,
     )
-    for line in known[name].lines(scene, room):
-        line.rstrip()
-        console.print(line, soft_wrap=True)
+    (view,) = (each for each in VIEWS if each.name == name)
+    return view.lines(scene, room)
 
 
-def _print_machine() -> None:
-    from zrun.top.machine import MachineWatch
-    from zrun.top.views import machine
-    from zrun.watch.console import open_console
+def _room(console: Console) -> PanelSpace:
+    """Return the room for what is printed: as wide as the terminal, or 100 columns."""
+    from zrun.watch.console import knows_ascii_only
     from zrun.watch.panel_layout import PanelSpace
+    from zrun.watch.preface import width_of
 
-    console = open_console(sys.stdout)
-    room = PanelSpace(100, 60, not console.encoding.lower().startswith("utf"))
-    for line in machine(MachineWatch().look(), room):
+    return PanelSpace(width_of(sys.stdout) or 100, 60, knows_ascii_only(console))
+
+
+def _print(lines: list[Text], console: Console) -> None:
+    for line in lines:
+        line.rstrip()
         console.print(line, soft_wrap=True)

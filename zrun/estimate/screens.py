@@ -26,7 +26,7 @@ from zrun.estimate.plan_tables import (
     time_lines,
     whole_run,
 )
-from zrun.watch.console import open_console
+from zrun.watch.console import knows_ascii_only, open_console
 from zrun.watch.formatting import count
 from zrun_core.errors import JobError
 from zrun_core.sizes import format_size
@@ -58,7 +58,7 @@ def print_answer(found: Answer, tokens: str | None, price: float | None) -> None
     console.print()
     console.print(stage_table(found.stages, found.chosen.candidate, console.width))
     console.print()
-    ascii_only = not console.encoding.lower().startswith("utf")
+    ascii_only = knows_ascii_only(console)
     for bar in bars(found.chosen, min(console.width, _WIDEST_BAR), ascii_only):
         console.print(bar, no_wrap=True, overflow="crop")
     console.print()

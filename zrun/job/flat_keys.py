@@ -15,8 +15,11 @@ def flat_keys(keys: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     for key, value in keys.items():
-        if isinstance(value, Mapping):
-            found |= flat_keys(value, f"{prefix}{key}.")
+        inside = value
+        if isinstance(value, list) and any(isinstance(each, Mapping) for each in value):
+            inside = {str(number): each for number, each in enumerate(value)}
+        if isinstance(inside, Mapping):
+            found |= flat_keys(inside, f"{prefix}{key}.")
         elif value is not None:
             found[f"{prefix}{key}"] = value
     return found

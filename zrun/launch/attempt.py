@@ -56,7 +56,7 @@ from zrun.watch.report import report
 from zrun.watch.report_page import Outcome
 from zrun.watch.run_state import RunState
 from zrun.watch.screen import open_screen
-from zrun.watch.settings import settings_rows
+from zrun.watch.settings import may_be_secret, settings_rows
 from zrun.watch.stragglers import Stragglers
 from zrun.watch.topology import show_seats
 from zrun.watch.ui import Ui
@@ -348,16 +348,23 @@ def _monitor(claimed: _ClaimedRun, agents: AgentGroup) -> _Observed:
 
 def _start_trackers(claimed: _ClaimedRun) -> TrackerProcess | None:
     """Start the process that feeds the trackers of `log.to`; None: it names none."""
-    job = without_secrets(claimed.resolved.job)
+    job = claimed.resolved.job
     if not job.log.to:
         return None
-    return TrackerProcess(
-        job.log.to,
-        claimed.rundir.path,
-        project=job.name,
-        config=flat_keys(job.model_dump(mode="json", exclude={"env"})),
-        args={str(name): given for name, given in job.log.args.items()},
-    )
+    keys = job.model_dump(mode="json", exclude={"env"})
+    args = keys.pop("log")["args"]
+    config = {
+        name: value
+        for name, value in flat_keys(keys).items()
+        if not any(map(may_be_secret, name.split(".")))
+    }
+    try:
+        return TrackerProcess(
+            job.log.to, claimed.rundir.path, project=job.name, config=config, args=args
+        )
+    except OSError as error:  # the ranks have been started
+        say(f"warning: log.to: the trackers cannot be started: {error}", sys.stderr)
+        return None
 
 
 def _committed_step(spec: RunSpec) -> int:

@@ -21,6 +21,7 @@ from zrun.runs.listing import RunSummary
 from zrun.top.machine import Machine, MachineWatch
 from zrun.top.terminal import FullScreen
 from zrun.top.views import VIEWS, Scene, help_lines, machine
+from zrun.watch.console import knows_ascii_only
 from zrun.watch.formatting import duration
 from zrun.watch.panel_layout import ALERT, GAP, GOOD, QUIET, PanelSpace
 from zrun.watch.recording import Moment, Recording
@@ -212,10 +213,8 @@ def run_top(
     """Show a run until a person leaves.
 
     Args:
-        recording: of the run.
-        status: of its folder, in a word.
+        status: of a run directory, in a word.
         source: the terminal that keys come from.
-        console: on the terminal that is drawn on.
     """
     where = Position()
     watch = MachineWatch()
@@ -255,7 +254,7 @@ def run_on_machine(
 
 def _room(screen: FullScreen, console: Console) -> PanelSpace:
     size = screen.size
-    return PanelSpace(size.columns, size.lines, not console.encoding.lower().startswith("utf"))
+    return PanelSpace(size.columns, size.lines, knows_ascii_only(console))
 
 
 def _too_small(room: PanelSpace) -> list[Text]:

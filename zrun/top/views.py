@@ -11,7 +11,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.text import Text
@@ -26,7 +26,7 @@ from zrun.watch.panel_layout import ALERT, GAP, GOOD, QUIET, Facts, PanelSpace
 from zrun.watch.recording import Message
 from zrun.watch.run_state import SPLIT, RunState
 from zrun.watch.stages import stage_rows
-from zrun.watch.stragglers import own_times, tolerance
+from zrun.watch.stragglers import find_late, own_times
 from zrun.watch.thinned import Point
 from zrun_core.sizes import format_size
 from zrun_core.spine.events import Event
@@ -89,7 +89,7 @@ def overview(scene: Scene, room: PanelSpace) -> list[Text]:
     if charts and left < _CHART_LINES:  # a low terminal: the first curve before the last rows
         lines = lines[: max(3, room.height - _CHART_LINES - 1)]
         left = room.height - len(lines) - 1
-    return [*lines, Text(), *_arranged(charts, scene, replace_height(room, left))]
+    return [*lines, Text(), *_arranged(charts, scene, replace(room, height=left))]
 
 
 @dataclass(frozen=True)
@@ -175,10 +175,8 @@ def ranks(scene: Scene, room: PanelSpace) -> list[Text]:
     told = {rank: each for rank, each in sorted(events.items()) if each.get("split")}
     if not told:
         return [Text("no rank has told of a step yet", QUIET)]
-    step_s = statistics.median(sum(each["split"].values()) for each in told.values())
     own = {rank: sum(own_times(each).values()) for rank, each in told.items()}
-    usual = statistics.median(own.values())
-    late = {rank for rank, busy in own.items() if busy > usual + tolerance(usual, step_s)}
+    late = {each.worker.ranks[0] for each in find_late(told) if each.kind == "rank"}
     shown = list(told)
     lines = [_legend(_LETTERS, SPLIT)]
     if len(told) > _MOST_RANKS:
@@ -402,11 +400,6 @@ def messages(scene: Scene, room: PanelSpace) -> list[Text]:
         line.truncate(room.width)
         lines.append(line)
     return lines or [Text("no messages so far", QUIET)]
-
-
-def replace_height(room: PanelSpace, height: int) -> PanelSpace:
-    """Return the same width with another height."""
-    return PanelSpace(room.width, height, room.ascii_only)
 
 
 VIEWS = (

@@ -27,7 +27,9 @@ class PrometheusFile:
         labels = {"job": run.project, "run": run.name}
         quoted = (f'{key}="{_escaped(value)}"' for key, value in labels.items())
         self._labels = f"{{{','.join(quoted)}}}"
-        self._newest: dict[str, float] = {}
+        # Of an earlier launch too: what it has told is not told again.
+        self._newest: dict[str, float] = run.ids.setdefault("newest", {})
+        self._newest["is_over"] = 0.0
 
     def scalars(self, step: int, at: float, values: Mapping[str, float]) -> None:
         self._newest |= values

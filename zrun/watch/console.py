@@ -9,6 +9,11 @@ from typing import TextIO
 from rich.console import Console, RenderableType
 
 
+def knows_ascii_only(console: Console) -> bool:
+    """Return whether what is printed has to do without curves and bars of other characters."""
+    return not console.encoding.lower().startswith("utf")
+
+
 def print_table(out: TextIO, table: RenderableType) -> None:
     """Print a table; where `out` is no terminal, without blanks at the ends of its lines."""
     console = open_console(out)

@@ -7,6 +7,7 @@ import time
 from rich.console import Console
 from rich.panel import Panel
 
+from zrun.watch.console import knows_ascii_only
 from zrun.watch.panel import WIDEST, panel
 from zrun.watch.panel_layout import Facts
 from zrun.watch.pinned import Pinned
@@ -35,7 +36,7 @@ class Live:
         self._console = console
         self._facts = facts
         self._period_s = period_s
-        self._ascii_only = not console.encoding.lower().startswith("utf")
+        self._ascii_only = knows_ascii_only(console)
         self._due = 0.0
         self._state = RunState()
         self._pinned = Pinned(console, self._panel)

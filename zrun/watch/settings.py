@@ -74,9 +74,14 @@ def _call(ref: Ref) -> str:
     return f"{ref.call} ({args})" if args else ref.call
 
 
+def may_be_secret(name: str) -> bool:
+    """Return whether the value of a key or an argument is not handed around, by its name."""
+    return _SECRET.search(name) is not None
+
+
 def _shown(name: str, value: Any) -> str:
     """Return a value as YAML has it, without secrets inside of it."""
-    if _SECRET.search(name):
+    if may_be_secret(name):
         return _HIDDEN
     if isinstance(value, Mapping):
         inside = (f"{key}: {_shown(str(key), each)}" for key, each in value.items())

@@ -104,39 +104,13 @@ class Stragglers:
             self._is_first = False
 
     def _judge(self, emit: Callable[[Event], None]) -> None:
-        late = {each.worker.name: each for each in self._find_late()}
+        late = {each.worker.name: each for each in find_late(self._events, self._facts.rank)}
         self._times = Counter({name: self._times[name] + 1 for name in late})
         self._since = {name: self._since.get(name, self._before) for name in late}
         news = [each for name, each in late.items() if self._times[name] == _TIMES]
         for each in sorted(news, key=lambda each: -each.worker.own_s)[:_NAMED]:
             rank = each.worker.ranks[0]
             emit({"type": "warning", "time": time.time(), "rank": rank, "message": self._say(each)})
-
-    def _find_late(self) -> Iterator[_Late]:
-        """Yield the ranks that are slow for their stage, and the stages that are slow."""
-        by_stage: dict[int, list[_Worker]] = {}
-        for rank, event in sorted(self._events.items()):
-            stage = (event.get("pipeline") or {}).get("stage", 0)
-            worker = _Worker(self._facts.rank(rank), [rank], own_times(event))
-            by_stage.setdefault(stage, []).append(worker)
-        for workers in by_stage.values():
-            yield from self._late_of("rank", workers)
-        stages = []
-        for stage, workers in sorted(by_stage.items()):
-            names = ", ".join(worker.name for worker in workers[:_NAMED])
-            if len(workers) > _NAMED:
-                names += ", ..."
-            ranks = [rank for worker in workers for rank in worker.ranks]
-            stages.append(_Worker(f"stage {stage} ({names})", ranks, _usual(workers)))
-        yield from self._late_of("stage", stages)
-
-    def _late_of(self, kind: str, workers: Sequence[_Worker]) -> Iterator[_Late]:
-        usual_s = median_low(worker.own_s for worker in workers)
-        step_s = sum((self._events[min(self._events)].get("split") or {}).values())
-        most = usual_s + tolerance(usual_s, step_s)
-        for worker in workers:
-            if worker.own_s > most:
-                yield _Late(worker, kind, _usual(workers), usual_s)
 
     def _say(self, late: _Late) -> str:
         worker, kind, usual, usual_s = late
@@ -158,3 +132,35 @@ def _usual(workers: Sequence[_Worker]) -> dict[str, float]:
     """Return the median of the times of each part."""
     parts = {part for worker in workers for part in worker.times}
     return {part: median_low(worker.times.get(part, 0.0) for worker in workers) for part in parts}
+
+
+def find_late(events: Mapping[int, Event], name: Callable[[int], str] = str) -> Iterator[_Late]:
+    """Yield the ranks that are slow for their stage, and the stages that are slow.
+
+    Args:
+        events: by rank, a `memory` event.
+        name: of a rank.
+    """
+    by_stage: dict[int, list[_Worker]] = {}
+    for rank, event in sorted(events.items()):
+        stage = (event.get("pipeline") or {}).get("stage", 0)
+        by_stage.setdefault(stage, []).append(_Worker(name(rank), [rank], own_times(event)))
+    step_s = sum((events[min(events)].get("split") or {}).values())
+    for workers in by_stage.values():
+        yield from _late_of("rank", workers, step_s)
+    stages = []
+    for stage, workers in sorted(by_stage.items()):
+        names = ", ".join(worker.name for worker in workers[:_NAMED])
+        if len(workers) > _NAMED:
+            names += ", ..."
+        ranks = [rank for worker in workers for rank in worker.ranks]
+        stages.append(_Worker(f"stage {stage} ({names})", ranks, _usual(workers)))
+    yield from _late_of("stage", stages, step_s)
+
+
+def _late_of(kind: str, workers: Sequence[_Worker], step_s: float) -> Iterator[_Late]:
+    usual_s = median_low(worker.own_s for worker in workers)
+    most = usual_s + tolerance(usual_s, step_s)
+    for worker in workers:
+        if worker.own_s > most:
+            yield _Late(worker, kind, _usual(workers), usual_s)

@@ -37,6 +37,8 @@ WAYS: dict[str, tuple[str, ...]] = {
     "gpt ZeRO-3 recomputed": ("zero=3", "activations.checkpoint=full", *GPT),
     "gpt tp 2": ("parallel.tp=2", "zero=0", *GPT),
     "gpt pp 2": ("parallel.pp=2", "zero=0", *GPT),
+    "gpt 1 rank bf16": ("slots=1", "batch.global=8", *GPT, "precision=bf16"),
+    "gpt ZeRO-2 bf16": ("zero=2", *GPT, "precision=bf16"),
 }
 Result = dict[str, Any]  # of one run: job, turn, predicted, measured
 

@@ -14,6 +14,7 @@ from zrun.hosts.cluster import Cluster, HostFacts
 from zrun.preflight.calibration import Calibration
 from zrun_core.hardware.hardware import GIB
 from zrun_core.hardware.measured import Rates, from_rates
+from zrun_core.hardware.simulated import parse_simulate
 from zrun_core.tiers.probe import DiskFacts
 
 HERE = HostFacts(hostname="here", cores=4, memory_bytes=8 * GIB)
@@ -57,6 +58,15 @@ def test_ranks_share_the_rates_of_their_host(tmp_path: Path) -> None:
     assert device.bandwidth * device.streaming == pytest.approx(6e9)
     assert device.bandwidth * device.streaming * device.narrow == pytest.approx(3e9)
     assert device.launch_s == 3e-6
+
+
+def test_what_small_layers_make_has_a_rate_of_its_own(tmp_path: Path) -> None:
+    layers = {"fp32_bytes_per_s": 24e9, "bf16_bytes_per_s": 6e9}
+    environ = stored(tmp_path, **STREAMS, layers=layers)
+    device = hardware_of(Cluster((HERE,)), "cpu", 2, environ).device
+    assert device.cache_speedup == pytest.approx((24 / 12 + 6 / 6) / 2)
+    without = hardware_of(Cluster((HERE,)), "cpu", 2, stored(tmp_path, **STREAMS)).device
+    assert without.cache_speedup == parse_simulate("2xCPU").device.cache_speedup
 
 
 def test_rates_with_tables_of_operators_are_read_without_them(tmp_path: Path) -> None:

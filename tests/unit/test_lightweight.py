@@ -48,3 +48,13 @@ def test_torchs_compiler_is_not_imported():
         "sys.exit('torch._dynamo' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_bundled_model_on_meta_imports_neither_the_compiler_nor_sympy():
+    code = (
+        "import sys; from zrun_core.models.gpt import gpt;"
+        "from zrun_core.user_code.on_meta import on_meta\n"
+        "with on_meta(): gpt(flavour='llama', vocab_size=8, dim=16, depth=1, heads=2, seq_len=4)\n"
+        "sys.exit(any(name in sys.modules for name in ('torch._dynamo', 'sympy')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

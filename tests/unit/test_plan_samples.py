@@ -71,6 +71,18 @@ def test_a_job_says_how_long_its_longest_sample_is() -> None:
 def test_samples_of_one_size_need_no_note() -> None:
     found = sample_batches.samples_of(job("plan_models.py:Vectors"), HERE)
     assert (found.note, found.is_ragged, found.stretch) == ("", False, 1.0)
+    assert found.usual_share(2) == 1.0
+
+
+def test_usual_batches_have_less_work_than_those_of_the_longest() -> None:
+    found = ragged()
+    pairs = [found.collate(list(found.first[at : at + 2])) for at in range(0, 8, 2)]
+    usual = sum(tensor.nbytes for batch in pairs for tensor in batch.values()) / len(pairs)
+    most = sum(tensor.nbytes for tensor in found.batch(2).values())
+    assert found.usual_share(2) == pytest.approx(usual / most)
+    assert 0 < found.usual_share(2) < 1
+    assert found.usual_share(1) < found.usual_share(2) < found.usual_share(8) == 1.0
+    assert found.usual_share(9) == 1.0, "nobody has read so many"
 
 
 def test_what_has_no_end_is_looked_at_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:

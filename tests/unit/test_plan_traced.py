@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from plan_rows import Event, Op, trace_of
@@ -21,7 +22,7 @@ from zrun_core.plan.question.subject import Subject
 from zrun_core.plan.question.transformer import TransformerShape
 from zrun_core.plan.timing.cost_model import CostModel
 from zrun_core.plan.timing.micro_batch_cost import TimingSettings
-from zrun_core.plan.timing.traced_cost import columns_of
+from zrun_core.plan.timing.traced_cost import columns_of, trace_seconds
 from zrun_core.plan.trace.module_tree import describe_modules, describe_params
 from zrun_core.plan.trace.profile import COMPILER_BYTES, Profile, Trace
 from zrun_core.plan.trace.rows import Affine, TracePhase
@@ -363,6 +364,14 @@ def test_one_rank_that_builds_on_meta_or_recomputes_imports_for_it_too() -> None
     assert planner.outside(replace(ranks, init="meta"), 0) == planner.outside(ranks, 0)
 
 
+def test_ranks_with_parts_of_layers_or_stages_import_the_compiler() -> None:
+    known = replace(profile(), imported_bytes=0, builds_with_compiler=False)
+    planner = Planner(known, parse_simulate("4xCPU"), JOB.model_copy(update={"device": "cpu"}))
+    whole = planner.outside(Candidate(0, ParallelDims(2), 4, 1), 0)
+    for dims in (ParallelDims(1, tp=2), ParallelDims(1, pp=2)):
+        assert planner.outside(Candidate(0, dims, 4, 1), 0) == whole + COMPILER_BYTES
+
+
 def test_what_the_users_code_imports_counts() -> None:
     job = JOB.model_copy(update={"device": "cpu"})
     meta = Candidate(0, ParallelDims(2), 1, 1)
@@ -418,6 +427,34 @@ def test_a_gpu_waits_for_a_host_that_is_slower() -> None:
     assert Planner(profile(), with_host(1e-3), compiled).time(candidate) == Planner(
         profile(), with_host(0.0), compiled
     ).time(candidate)
+
+
+def test_a_core_computes_or_fetches_and_a_gpu_does_both() -> None:
+    columns = columns_of(profile().traces["none"].of(4), BLOCKS)
+    columns = columns._replace(moved=np.full_like(columns.moved, 1e6))
+    products = columns.family == 0
+    times = {}
+    for name in ("CPU", "A100-80G"):
+        device = replace(parse_simulate(f"2x{name}").device, launch_s=0.0)
+        computing, fetching = (
+            trace_seconds(
+                columns, 4, replace(device, **{slow: getattr(device, slow) * fast}), "fp32"
+            )
+            for slow, fast in (("bandwidth", 1e9), ("gemm", 1e9))
+        )
+        both = trace_seconds(columns, 4, device, "fp32")[products]
+        times[name] = computing[products], fetching[products], both
+    computing, fetching, both = times["CPU"]
+    np.testing.assert_allclose(both, computing + fetching, rtol=1e-6)
+    computing, fetching, both = times["A100-80G"]
+    np.testing.assert_allclose(both, np.maximum(computing, fetching), rtol=1e-6)
+
+
+def test_batches_of_usual_samples_take_their_share_of_the_time() -> None:
+    columns = columns_of(profile().traces["none"].of(4), BLOCKS)
+    device = replace(parse_simulate("2xCPU").device, launch_s=0.0)
+    whole = trace_seconds(columns, 4, device, "fp32")
+    np.testing.assert_allclose(trace_seconds(columns, 4, device, "fp32", 0.25), whole / 4)
 
 
 def test_a_step_waits_for_its_samples_and_takes_what_the_runtime_takes() -> None:

@@ -102,6 +102,7 @@ def test_this_host_can_be_measured() -> None:
     rates = module.HostRates.model_validate(bench.run_quickly())
     assert rates.attention is not None
     assert rates.streams is not None
+    assert rates.layers is not None
     assert rates.operator_s is not None
     for each in (rates.cpu, rates.attention):
         assert 1e8 < each.bf16_flops < 1e15

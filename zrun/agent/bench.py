@@ -5,8 +5,9 @@ It reads `{"folder": path}` from stdin and prints JSON, the `HostRates` of `cali
 Each measurement takes about a second, and the best of several tries counts: what else the host does
 can only make them slower.
 
-With `{"quick": true}` it measures one core, in some seconds of its time, and by its time: a host
-that is busy need not be waited for. All cores together are taken to do as many times as much.
+With `{"quick": true}` it measures two cores at once, as ranks use them, in some seconds of their
+time, and by their time: a host that is busy need not be waited for. All cores together are taken to
+do as many times as much.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+from zrun.job.environment import WORKER_DEFAULTS
 from zrun.system import processes
 from zrun.transport.frames import Frame
 from zrun_core.tiers.probe import probe_disk
@@ -35,6 +37,8 @@ _GPU_SIDE = 8192
 _COPY_BYTES = 256 << 20
 _DISK_BYTES = 256 << 20
 _STREAM_ELEMENTS = 1 << 22  # of tensors that no cache holds
+_LAYER = (4, 256, 384)  # samples, positions, features: of activations between small layers
+_LAYERS = 24  # whose activations are used in turns: more of them than a core's own cache holds
 _TINY: dict[str, Any] = {
     "flavour": "llama",
     "vocab_size": 64,
@@ -59,17 +63,19 @@ class Tries:
         seconds: for all tries of it.
         side: of square matrices on a CPU.
         copy_bytes: of the host's memory.
+        pick: the time that counts, of those of all tries.
     """
 
     clock: Callable[[], float] = time.perf_counter
     seconds: float = 0.4
     side: int = _CPU_SIDE
     copy_bytes: int = _COPY_BYTES
+    pick: Callable[[list[float]], float] = min
 
-    def best(
+    def measure(
         self, action: Callable[[], object], wait: Callable[[], object] = lambda: None
     ) -> float:
-        """Return the shortest time of `action` in seconds, after a first one that warms up."""
+        """Return the time of `action` in seconds, after a first one that warms up."""
         action()
         wait()
         times: list[float] = []
@@ -78,11 +84,12 @@ class Tries:
             action()
             wait()
             times.append(self.clock() - start)
-        return min(times)
+        return self.pick(times)
 
 
 _BY_THE_WALL = Tries()
-_ON_ONE_CORE = Tries(time.process_time, 0.15, side=512, copy_bytes=64 << 20)
+# By its own time a usual try counts: no other process makes it longer, and no step is luckier.
+_ON_ONE_CORE = Tries(time.process_time, 0.1, side=512, copy_bytes=64 << 20, pick=statistics.median)
 _CORES_OF_MEMORY = 6  # so many take all that a host's memory gives
 
 
@@ -111,6 +118,7 @@ def _run(asked: Frame, patience_s: float) -> Frame:
     done = subprocess.run(
         [sys.executable, "-P", "-m", "zrun.agent.bench"],
         input=json.dumps(asked).encode(),
+        env=WORKER_DEFAULTS | os.environ,  # a heap as ranks have it
         capture_output=True,
         timeout=patience_s,
     )
@@ -127,11 +135,25 @@ def main() -> None:
     cores = len(os.sched_getaffinity(0))
     messages = message_rates()  # first: it forks, and torch has no threads yet
     if asked.get("quick"):
-        rates = _of_all(_cpu(_ON_ONE_CORE, 1), cores)
+        rates = _of_all(_of_a_core_among(cores), cores)
         print(json.dumps({**rates, "messages": messages, "disk": {"folder": ""}}))
         return
     rates = {**_cpu(_BY_THE_WALL, cores), "messages": messages}
     print(json.dumps({**rates, "disk": disk_rates(asked["folder"]), "gpus": _gpus()}))
+
+
+def _of_a_core_among(cores: int) -> dict[str, Any]:
+    """Return the rates of one core while another, if there is one, does the same."""
+    work = functools.partial(_cpu, _ON_ONE_CORE, 1)
+    children = [_fork(work) for _ in range(min(cores, 2))]
+    return _mean([json.loads(_wait(*each)) for each in children])
+
+
+def _mean(found: list[Any]) -> Any:
+    """Return the means of nested dictionaries that have the same keys."""
+    if isinstance(found[0], dict):
+        return {key: _mean([each[key] for each in found]) for key in found[0]}
+    return statistics.mean(found)
 
 
 def _of_all(rates: dict[str, Any], cores: int) -> dict[str, Any]:
@@ -146,6 +168,7 @@ def _of_all(rates: dict[str, Any], cores: int) -> dict[str, Any]:
         "cpu": times(rates["cpu"], cores),
         "attention": times(rates["attention"], cores),
         "streams": times(rates["streams"], of_memory),
+        "layers": times(rates["layers"], of_memory),
         "copy_bytes_per_s": rates["copy_bytes_per_s"] * of_memory,
     }
 
@@ -157,13 +180,17 @@ def _cpu(tries: Tries, threads: int) -> dict[str, Any]:
     torch.set_num_threads(threads)
     source = torch.ones(tries.copy_bytes // 4)
     target = torch.empty_like(source)
-    copy_s = tries.best(lambda: target.copy_(source))
+    copy_s = tries.measure(lambda: target.copy_(source))
     formats = {"fp32": torch.float32, "bf16": torch.bfloat16}
     return {
         "cpu": _matmul_rates(torch, "cpu", tries.side, tries),
         "copy_bytes_per_s": tries.copy_bytes / copy_s,
         "streams": {
             f"{name}_bytes_per_s": _stream_rate(torch, dtype, tries)
+            for name, dtype in formats.items()
+        },
+        "layers": {
+            f"{name}_bytes_per_s": _layer_rate(torch, dtype, tries)
             for name, dtype in formats.items()
         },
         "attention": {
@@ -176,15 +203,15 @@ def _cpu(tries: Tries, threads: int) -> dict[str, Any]:
 def _attention_rate(torch: Any, dtype: Any, tries: Tries) -> float:
     """Return FLOP/s of fused attention with its backward, as if no key were masked."""
     batch, heads, length, width = _ATTENTION
-    shape = (3, batch, heads, length, width)
-    qkv = torch.randn(shape).to(dtype).requires_grad_()
+    shape = (batch, heads, length, width)
+    qkv = [torch.randn(shape).to(dtype).requires_grad_() for _ in range(3)]
     flops = 3.5 * 4 * batch * heads * length**2 * width
 
     def attend() -> None:
-        out = torch.nn.functional.scaled_dot_product_attention(*qkv.unbind(), is_causal=True)
-        out.backward(torch.ones_like(out))
+        out = torch.nn.functional.scaled_dot_product_attention(*qkv, is_causal=True)
+        torch.autograd.grad(out, qkv, torch.ones_like(out))
 
-    return flops / tries.best(attend)
+    return flops / tries.measure(attend)
 
 
 def _stream_rate(torch: Any, dtype: Any, tries: Tries) -> float:
@@ -197,7 +224,35 @@ def _stream_rate(torch: Any, dtype: Any, tries: Tries) -> float:
         (2, lambda: torch.nn.functional.silu(values)),
         (2, lambda: torch.nn.functional.layer_norm(rows, (256,))),
     ]
-    rates: list[float] = [count * values.nbytes / tries.best(each) for count, each in passes]
+    rates: list[float] = [count * values.nbytes / tries.measure(each) for count, each in passes]
+    return statistics.harmonic_mean(rates)
+
+
+def _layer_rate(torch: Any, dtype: Any, tries: Tries) -> float:
+    """Return the bytes per second that operators read and write of activations of small layers.
+
+    Each is as long unused as it is in a model, until backward comes to it: what the core's own
+    cache holds of one is little.
+    """
+    half = _LAYER[-1] // 2
+    values = [torch.randn(_LAYER).to(dtype) for _ in range(_LAYERS)]
+    made: list[Any] = [None] * _LAYERS  # and freed as late
+    passes: list[tuple[float, Callable[[Any, Any], object]]] = [
+        (3, lambda x, y: x * y),
+        (3, lambda x, y: x + y),
+        (2, lambda x, y: torch.nn.functional.silu(x)),
+        (1.5, lambda x, y: x[..., :half] * y[..., half:]),  # as rotary embeddings do it
+        (2, lambda x, y: torch.cat((x[..., half:], y[..., :half]), dim=-1)),
+    ]
+
+    def run(operator: Callable[[Any, Any], object]) -> None:
+        for index in range(_LAYERS):
+            made[index] = operator(values[index], values[index - 1])
+
+    rates: list[float] = []
+    for count, operator in passes:
+        seconds = tries.measure(functools.partial(run, operator)) / _LAYERS
+        rates.append(count * values[0].nbytes / seconds)
     return statistics.harmonic_mean(rates)
 
 
@@ -236,7 +291,7 @@ def _operator_seconds(torch: Any, tries: Tries) -> float:
         count = 0
         with Counter():  # type: ignore[no-untyped-call]
             train(autocast)
-        seconds.append(tries.best(functools.partial(train, autocast)) / count)
+        seconds.append(tries.measure(functools.partial(train, autocast)) / count)
     return statistics.mean(seconds)
 
 
@@ -335,11 +390,11 @@ def gpu_rates(torch: Any, index: int) -> dict[str, Any]:
     def wait() -> None:
         accelerator.synchronize(device)
 
-    best = _BY_THE_WALL.best
+    measure = _BY_THE_WALL.measure
     matmul_rates = _matmul_rates(torch, str(device), _GPU_SIDE, _BY_THE_WALL, wait)
-    copy_s = best(lambda: other.copy_(there), wait)
-    to_device_s = best(lambda: there.copy_(here, non_blocking=True), wait)
-    from_device_s = best(lambda: here.copy_(there, non_blocking=True), wait)
+    copy_s = measure(lambda: other.copy_(there), wait)
+    to_device_s = measure(lambda: there.copy_(here, non_blocking=True), wait)
+    from_device_s = measure(lambda: here.copy_(there, non_blocking=True), wait)
     return {
         "uuid": accelerator.device_uuid(device),
         "name": accelerator.device_name(device),
@@ -370,7 +425,7 @@ def _matmul_rates(
         def linear(x: Any = x, weight: Any = weight, grad: Any = grad) -> None:
             _ = x @ weight.t(), grad @ weight, grad.t() @ x
 
-        rates[f"{name}_flops"] = 6 * side**3 / tries.best(linear, wait)
+        rates[f"{name}_flops"] = 6 * side**3 / tries.measure(linear, wait)
     return rates
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from socket import gethostname
 from typing import TYPE_CHECKING, Any
 
-from zrun.preflight.calibration import Calibration, HostRates, MatmulRates
+from zrun.preflight.calibration import Calibration, HostRates, MatmulRates, StreamRates
 from zrun_core.spine import memory_limits
 from zrun_core.spine.direct_io import file_system
 from zrun_core.tiers.probe import IN_MEMORY, DiskFacts
@@ -260,10 +260,10 @@ def _slowest(hosts: Sequence[HostRates], links: Sequence[tuple[float, float]] = 
     }
     streams = [host.streams for host in hosts if host.streams is not None]
     if len(streams) == len(hosts):
-        found["cpu_streams"] = {
-            "fp32": min(each.fp32_bytes_per_s for each in streams),
-            "bf16": min(each.bf16_bytes_per_s for each in streams),
-        }
+        found["cpu_streams"] = _bytes_per_s(streams)
+    layers = [host.layers for host in hosts if host.layers is not None]
+    if len(layers) == len(hosts):
+        found["cpu_layers"] = _bytes_per_s(layers)
     attentions = [host.attention for host in hosts if host.attention is not None]
     if len(attentions) == len(hosts):
         found["cpu_attention"] = _flops(attentions)
@@ -288,6 +288,14 @@ def _slowest(hosts: Sequence[HostRates], links: Sequence[tuple[float, float]] = 
             "round_trip": max(trip for _, trip in links),
         }
     return Rates(**found)
+
+
+def _bytes_per_s(rates: Sequence[StreamRates]) -> dict[str, float]:
+    """Return the lowest rate of each format."""
+    return {
+        "fp32": min(each.fp32_bytes_per_s for each in rates),
+        "bf16": min(each.bf16_bytes_per_s for each in rates),
+    }
 
 
 def _flops(rates: Sequence[MatmulRates]) -> dict[str, float]:

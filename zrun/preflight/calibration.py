@@ -67,6 +67,7 @@ class HostRates(_Part):
     disk: DiskRates
     gpus: tuple[GpuRates, ...] = ()
     streams: StreamRates | None = None  # of all its cores; None: made by an earlier zrun
+    layers: StreamRates | None = None  # the same, of tensors as small layers make them
     attention: MatmulRates | None = None  # of all its cores, fused and with its backward
     operator_s: float | None = None  # of an operator on next to nothing, on a core
     messages: MessageRates | None = None  # None: of an earlier zrun, or ranks use sockets

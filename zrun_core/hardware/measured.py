@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from statistics import fmean
 
 from zrun_core.hardware.catalogue import CPU_CORE, LINKS, NODES, like
 from zrun_core.hardware.hardware import CORES_SPREAD, MEASURED_SPREAD, Device, Hardware, Link
@@ -28,6 +29,8 @@ class Rates:
         copy: of the host's memory, each byte counted once.
         cpu_streams: of all cores together, by format: bytes that elementwise operators read and
             write; empty: as the copy says.
+        cpu_layers: the same of tensors of a MiB or two, as small layers make them; empty: as the
+            catalogue says.
         cpu_attention: of all cores together, by format, of fused attention with its backward;
             empty: as a share of products.
         operator_s: seconds that an operator on next to nothing takes on a core.
@@ -55,6 +58,7 @@ class Rates:
     link: float | None = None
     round_trip: float | None = None
     cpu_streams: Mapping[str, float] = field(default_factory=dict)
+    cpu_layers: Mapping[str, float] = field(default_factory=dict)
     cpu_attention: Mapping[str, float] = field(default_factory=dict)
     operator_s: float | None = None
     message_s: float | None = None
@@ -134,6 +138,11 @@ def _cpu(rates: Rates, ranks: int, host_bytes: int) -> Device:
         wide = rates.cpu_streams["fp32"]
         narrow = rates.cpu_streams["bf16"]
         device = replace(device, streaming=wide / (2 * rates.copy), narrow=narrow / wide)
+        if rates.cpu_layers:
+            speedups = [
+                rates.cpu_layers[name] / rates.cpu_streams[name] for name in ("fp32", "bf16")
+            ]
+            device = replace(device, cache_speedup=fmean(speedups))
     attention = {name: flops / ranks for name, flops in rates.cpu_attention.items()}
     device = replace(device, attention_rates=attention)
     if rates.operator_s is not None:

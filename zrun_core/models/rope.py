@@ -32,8 +32,9 @@ class Rope(nn.Module):
     def reset_parameters(self) -> None:
         """Compute the table on the device where it lies; angles are computed in fp64."""
         device = self.table.device
-        if device.type == "meta":  # there are no values, and `outer` imports torch's compiler
-            self.table = torch.empty_like(self.table, dtype=torch.float32)
+        if device.type == "meta":
+            # There are no values; `outer` would import torch's compiler, and `empty_like` sympy.
+            self.table = torch.empty(self.table.shape, dtype=torch.float32, device=device)
             return
         dims = torch.arange(0, self.head_dim, 2, dtype=torch.float64, device=device)
         exponents = dims / self.head_dim  # [H / 2]

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from operator import mul
 
+import numpy as np
+
 from zrun_core.memory.buffers import Tier
 from zrun_core.pipeline.actions import ActionKind
 from zrun_core.pipeline.schedule import stage_actions
@@ -19,16 +21,17 @@ from zrun_core.plan.timing.micro_batch_cost import BYTES
 from zrun_core.plan.trace import waiting_inputs
 from zrun_core.plan.trace.peak import ONE_AT_A_TIME, Moment, Peak, peak_of, peak_of_stage
 from zrun_core.plan.trace.profile import Profile, Trace
-from zrun_core.plan.trace.rows import TracePhase
+from zrun_core.plan.trace.rows import PHASE_NUMBER, TracePhase
 
 ALIGN = 512  # bytes to which CUDA's allocator rounds
 # Of a CPU's heap beyond its simulation, in which no small thing that lasts lies between tensors;
 # measured.
 _HEAP_SLACK = 0.1
-# The code for one shape of a product, measured; and how many of them workers keep
-# (ONEDNN_PRIMITIVE_CACHE_CAPACITY).
+# The code for one product, measured; how many of them workers keep
+# (ONEDNN_PRIMITIVE_CACHE_CAPACITY); and how many fused attention needs, whose blocks are products.
 _KERNEL_BYTES = 800 << 10
 _MAX_KERNELS = 256
+_OF_ATTENTION = 16
 _INPUTS_HERE = 2  # of recomputed blocks, where the others wait elsewhere
 _FORMULA_SLACK = 0.03  # reserved beyond allocated, where no timeline tells
 
@@ -341,7 +344,7 @@ def heap_beyond(
 
 
 def kernel_bytes(profile: Profile, candidate: Candidate) -> int:
-    """Return the bytes of code that oneDNN makes for shapes of products in half precision.
+    """Return the bytes of code that oneDNN makes for products in half precision.
 
     Products of tokens that are routed to experts have other shapes in each step.
     """
@@ -351,12 +354,18 @@ def kernel_bytes(profile: Profile, candidate: Candidate) -> int:
     )
     if routes and candidate.precision != "fp32":
         return _MAX_KERNELS * _KERNEL_BYTES
-    kernels = {
-        (operator.name, operator.shape)
-        for operator in trace.operators
-        if operator.family == "gemm" and operator.dtype in ("bfloat16", "float16")
-    }
-    return min(len(kernels), _MAX_KERNELS) * _KERNEL_BYTES
+    here = np.unique(trace.ops["operator"][trace.ops["phase"] == PHASE_NUMBER[TracePhase.FORWARD]])
+    halves = [
+        operator
+        for operator in map(trace.operators.__getitem__, here.tolist())
+        if operator.dtype in ("bfloat16", "float16")
+    ]
+    products = {(each.name, each.shape) for each in halves if each.family == "gemm"}
+    # Backward has two more of each, whose operands lie in memory in other ways.
+    count = 3 * len(products)
+    if any(each.family == "attention" for each in halves):
+        count += _OF_ATTENTION
+    return min(count, _MAX_KERNELS) * _KERNEL_BYTES
 
 
 def by_formula(

@@ -1,8 +1,9 @@
 """Seconds of one operation, by a roofline.
 
-An operation takes the larger of two times, and a launch: its floating-point operations at the share
-of the peak that the device reaches for its size and format, and its bytes at the rate of the
-memory.
+An operation has two times, and a launch: its floating-point operations at the share of the peak
+that the device reaches for its size and format, and its bytes at the rate of the memory. A GPU
+fetches what comes next while it computes, and takes the larger of the two. Of a core both count: it
+computes on what its cache holds, and what a model uses comes from farther away.
 """
 
 from __future__ import annotations
@@ -40,7 +41,10 @@ def product_seconds(
     reached = device.gemm * area / (area + device.gemm_area) * k / (k + device.gemm_depth)
     computing = 2 * area * k / (reached * device.flops(precision))
     moved = BYTES[precision] * count * (m * k + k * n + m * n) + extra_bytes
-    return max(computing, stream_seconds(device, moved)) + device.launch_s
+    fetching = stream_seconds(device, moved)
+    if device.kind == "cpu":
+        return computing + fetching + device.launch_s
+    return max(computing, fetching) + device.launch_s
 
 
 def stream_seconds(device: Device, num_bytes: float) -> float:

@@ -28,7 +28,9 @@ from zrun_core.plan.timing.update_time import (
 )
 
 _COPY_CONTENTION = 0.03  # of a copy engine, which takes nothing from computation but its bandwidth
-_BETWEEN_S = 0.05  # that lie between the operators of a step on a CPU that nobody has measured
+# Of a step on cores, that may lie between its operators: the runtime's Python, and the user's.
+_BETWEEN_S = 0.006
+_BETWEEN_UNMEASURED_S = 0.05  # on cores that nobody has measured
 # ZeRO-3 was compared on up to 128 ranks. Narayanan et al. 2021 give its time on 384, 768 and 1,536
 # GPUs, of an early DeepSpeed: 1.6, 2.4 and 4.5 times as long as is said here.
 MOST_COMPARED = 128
@@ -379,7 +381,9 @@ class _StepModel:
             tokens_per_s = samples_per_s * tokens_per_sample
         segments = self.segments_of_stage(busiest)
         # The time between operators is on no data sheet, and nearly all of a tiny model's step.
-        is_known = self.device.kind == "cuda" or self.hardware.measured
+        between = 0.0
+        if self.device.kind == "cpu":
+            between = _BETWEEN_S if self.hardware.measured else _BETWEEN_UNMEASURED_S
         spread = self.hardware.spread
         doubt = doubt_of(candidate)
         named = (("data", data), ("runtime", runtime), ("host", late))
@@ -387,7 +391,7 @@ class _StepModel:
         return StepTime(
             seconds=seconds,
             low=seconds * (1 - spread),
-            high=doubt * seconds * (1 + spread) + (0.0 if is_known else _BETWEEN_S),
+            high=doubt * seconds * (1 + spread) + between,
             parts=self._parts(seconds - sum(beside.values()), bubble, update, busiest) | beside,
             model_flops=flops,
             hardware_flops=executed,

@@ -164,7 +164,9 @@ def _owners_of_phase(block: Indices, before: int, after: int) -> Indices:
     return owner
 
 
-def trace_seconds(columns: OpColumns, micro: int, device: Device, precision: str) -> Floats:
+def trace_seconds(
+    columns: OpColumns, micro: int, device: Device, precision: str, share: float = 1.0
+) -> Floats:
     """Return the seconds of each operation for `micro` samples, by the roofline of `roofline.py`.
 
     Args:
@@ -172,6 +174,7 @@ def trace_seconds(columns: OpColumns, micro: int, device: Device, precision: str
         micro: samples of the micro-batch.
         device: computes them.
         precision: the job's compute format.
+        share: of the work of these samples that usual ones have.
     """
     flops = columns.flops_of(micro)
     moved = columns.bytes_of(micro)
@@ -188,7 +191,8 @@ def trace_seconds(columns: OpColumns, micro: int, device: Device, precision: str
     )
     rate = np.where(is_attention, fused, np.maximum(reached, 1e-6) * peak)
     computing = np.where(columns.family == _STREAM, 0.0, flops / rate)
-    seconds = np.maximum(computing, streaming) + device.launch_s
+    both = computing + streaming if device.kind == "cpu" else np.maximum(computing, streaming)
+    seconds = share * both + device.launch_s
     return np.where(columns.family >= _SUM, 0.0, seconds)  # see `_transfers`
 
 
@@ -259,7 +263,7 @@ def cost_of_trace(
     device = hardware.device
     trace = profile.traces[key.checkpoint].of(key.micro)
     ops = _columns_for(profile, key.checkpoint, key.micro, columns)
-    seconds = trace_seconds(ops, key.micro, device, key.precision)
+    seconds = trace_seconds(ops, key.micro, device, key.precision, profile.usual_share)
     is_forward = ~ops.is_backward
     forward = _sums(ops.owner[is_forward], seconds[is_forward], count)
     backward = _sums(ops.owner[ops.is_backward], seconds[ops.is_backward], count)
@@ -268,7 +272,7 @@ def cost_of_trace(
     plain_backward = backward
     if key.checkpoint != "none" and "none" in columns:
         plain = _columns_for(profile, "none", key.micro, columns)
-        plain_seconds = trace_seconds(plain, key.micro, device, key.precision)
+        plain_seconds = trace_seconds(plain, key.micro, device, key.precision, profile.usual_share)
         in_backward = plain.is_backward
         plain_flops = _sums(plain.owner, plain.flops_of(key.micro), count)
         plain_backward = _sums(plain.owner[in_backward], plain_seconds[in_backward], count)

@@ -274,6 +274,7 @@ class Profile:
         is_ragged: samples differ in size: these are batches of the longest.
         num_samples: of the training data; None: it does not say, or was not opened.
         sample_s: seconds of a core that a usual sample takes to be read; 0: not known.
+        usual_share: of the work of these batches that usual ones have, where samples differ.
         is_partial: time was over before all of it was traced.
         flow: what flows through it, by which a pipeline is cut; None: `why_no_flow`, or not known.
         flow_micro: samples of the batch that was followed.
@@ -303,6 +304,7 @@ class Profile:
     is_ragged: bool = False
     num_samples: int | None = None
     sample_s: float = 0.0
+    usual_share: float = 1.0
     is_partial: bool = False
     flow: ModelFlow | None = None
     flow_micro: int = 1
@@ -346,6 +348,7 @@ class Profile:
                 "is_ragged": self.is_ragged,
                 "num_samples": self.num_samples,
                 "sample_s": self.sample_s,
+                "usual_share": self.usual_share,
                 "flow": None if self.flow is None else asdict(self.flow),
                 "flow_micro": self.flow_micro,
                 "why_no_flow": self.why_no_flow,
@@ -393,6 +396,7 @@ class Profile:
                 is_ragged=found["is_ragged"],
                 num_samples=found["num_samples"],
                 sample_s=found["sample_s"],
+                usual_share=found["usual_share"],
                 flow=None if found["flow"] is None else _flow_from_json(found["flow"]),
                 flow_micro=found["flow_micro"],
                 why_no_flow=found["why_no_flow"],

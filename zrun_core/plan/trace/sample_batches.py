@@ -70,6 +70,17 @@ class SampleBatches:
         others = itertools.islice(itertools.cycle(self.first), micro - 1)
         return self._stretched(self.collate([self.largest, *others]))
 
+    def usual_share(self, micro: int) -> float:
+        """Return the bytes of usual batches as a share of those of the longest sample's."""
+        starts = range(0, len(self.first) - micro + 1, micro)
+        if not self.is_ragged or not starts:
+            return 1.0
+        try:
+            usual = [bytes_of(self.collate(list(self.first[at : at + micro]))) for at in starts]
+        except Exception:  # of the user's function, which such a batch is the first to reach
+            return 1.0
+        return min(1.0, statistics.fmean(usual) / bytes_of(self.batch(micro)))
+
     def _stretched(self, batch: Any) -> Any:
         if self.stretch == 1.0:
             return batch

@@ -234,6 +234,7 @@ class _PolicyTracer:
             is_ragged=samples.is_ragged,
             num_samples=samples.num_samples,
             sample_s=samples.sample_s,
+            usual_share=samples.usual_share(self._job.batch.micro),
             untraced=impossible,
         )
         methods: list[_Method] = [("measured on the CPU", model.make_real)]

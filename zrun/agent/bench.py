@@ -146,7 +146,8 @@ def _of_a_core_among(cores: int) -> dict[str, Any]:
     """Return the rates of one core while another, if there is one, does the same."""
     work = functools.partial(_cpu, _ON_ONE_CORE, 1)
     children = [_fork(work) for _ in range(min(cores, 2))]
-    return _mean([json.loads(_wait(*each)) for each in children])
+    rates: dict[str, Any] = _mean([json.loads(_wait(*each)) for each in children])
+    return rates
 
 
 def _mean(found: list[Any]) -> Any:

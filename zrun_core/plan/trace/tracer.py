@@ -66,6 +66,7 @@ _PAIRS = ((1, 2), (2, 3), (2, 4), (4, 8))
 _LOOP_ERROR = 0.01  # between what loops are taken to need and what they do
 _REAL_S = 60.0  # that a pass may take on values
 _REAL_BYTES = 256 << 20  # parameters of a model that runs for real with all of its blocks
+_SOME = 8  # samples of a micro-batch that is not chosen yet
 
 _Method: TypeAlias = tuple[Source, Callable[[], None]]  # to run a model, and what begins it
 
@@ -207,6 +208,11 @@ class _PolicyTracer:
         if model.samples.note:
             self._notes.append(model.samples.note)
 
+    def _micro(self) -> int:
+        """Return the samples of a micro-batch; some of them where the plan is to choose."""
+        micro = self._job.batch.micro
+        return _SOME if micro == "auto" else micro
+
     # All of it
 
     def profile(self, described: Profile, checkpoints: Sequence[str], mode: str) -> Profile:
@@ -234,7 +240,7 @@ class _PolicyTracer:
             is_ragged=samples.is_ragged,
             num_samples=samples.num_samples,
             sample_s=samples.sample_s,
-            usual_share=samples.usual_share(self._job.batch.micro),
+            usual_share=samples.usual_share(self._micro()),
             untraced=impossible,
         )
         methods: list[_Method] = [("measured on the CPU", model.make_real)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from plan_rows import Event, Op, trace_of
 
-from zrun_core.plan.trace.peak import Moment, peak_of_stage
+from zrun_core.plan.trace.peak import Moment, Passes
 from zrun_core.plan.trace.rows import Affine, EventKind, Family, TracePhase
 
 ROWS, WIDTH = 8, 16  # of the input of each product, for one sample
@@ -36,7 +36,9 @@ def left(events: list[Event], ops: list[Op], *, adds_others: bool = False) -> fl
     """Bytes that another micro-batch has left, seen from a backward in which nothing happens."""
     trace = trace_of(events, ops).with_late_weights(adds_others=adds_others)
     alone, waiting = (
-        peak_of_stage(trace, 1, [range(2)], [Moment(False, 0, (0,), (n,))], steady={}).dynamic
+        Passes.of_stage(trace, 1, [range(2)], [Moment(False, 0, (0,), (n,))], steady={})
+        .peak()
+        .dynamic
         for n in (0, 1)
     )
     return waiting - alone

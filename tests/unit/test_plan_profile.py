@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from plan_rows import Event, Op, events_of, trace_of
 
-from zrun_core.plan.trace.peak import Peak, peak_of
+from zrun_core.plan.trace.peak import Moment, Passes, Peak, peak_of
 from zrun_core.plan.trace.profile import ModuleInfo, ParamInfo, Profile, Trace
 from zrun_core.plan.trace.rows import Affine, TracePhase
 from zrun_core.plan.trace.waiting_inputs import input_bytes
@@ -67,6 +67,40 @@ def test_states_move_the_peak() -> None:
     assert (peak.num_bytes, peak.phase, peak.dynamic) == (1000 + 2 * 63, TracePhase.LOSS, 2 * 63)
     update = peak_of(trace(), 2, steady={TracePhase.UPDATE: 10_000})
     assert update == Peak(10_000, TracePhase.UPDATE, "", ())
+
+
+@pytest.mark.parametrize("update", [5, 10_000])
+def test_the_course_of_memory_is_highest_at_the_peak(update: int) -> None:
+    steady = {F: 1000, TracePhase.LOSS: 1000, B: 10, TracePhase.UPDATE: update}
+    passes = Passes.whole(trace(), 2, in_flight=3, steady=steady)
+    peak, course = passes.peak(), passes.course()
+    highest = max(course.num_bytes)
+    at = course.num_bytes.index(highest)
+    assert (highest, course.phases[at], course.modules[at]) == (
+        peak.num_bytes,
+        peak.phase,
+        peak.module,
+    )
+    held = 2 * 2 * (5 + 10 + 4 + 10 + 4)  # of two other micro-batches
+    assert course.num_bytes[0] == 1000 + held + 2 * 5
+    assert course.num_bytes[-1] == update, "nothing happens in it: what is there anyway"
+    assert course.phases == (*[F] * 5, *[TracePhase.LOSS] * 2, *[B] * 11, TracePhase.UPDATE)
+
+
+def test_the_course_of_a_stage_is_that_of_its_fullest_moment() -> None:
+    moments = [
+        Moment(False, 0, (0,), (0,)),
+        Moment(True, 0, (2,), (0,)),
+        Moment(True, 0, (1,), (0,)),
+    ]
+    passes = Passes.of_stage(trace(), 2, [range(1, 3)], moments, steady={F: 0, B: 0}, beside=7)
+    course = passes.course()
+    assert max(course.num_bytes) == passes.peak().num_bytes
+    kept = 2 * (4 + 10 + 4)  # of a micro-batch that waits
+    alone = Passes.whole(trace(), 2, segments=range(1, 3), steady={F: 0, B: 0}).course()
+    forward = sum(phase is not B for phase in course.phases)
+    beside = [2 * kept + 7] * forward + [7] * (len(course.phases) - forward)
+    assert [a - b for a, b in zip(course.num_bytes, alone.num_bytes, strict=True)] == beside
 
 
 def test_each_allocation_is_rounded_up() -> None:

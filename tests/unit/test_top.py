@@ -21,10 +21,10 @@ import pytest
 from rich.console import Console
 
 from zrun.top.app import Position, machine_picture, picture, pressed
-from zrun.top.braille import plot
 from zrun.top.machine import GpuSeen, Machine, MachineWatch, Use
 from zrun.top.terminal import FullScreen
 from zrun.top.views import VIEWS
+from zrun.watch.braille import plot
 from zrun.watch.panel_layout import PanelSpace
 from zrun.watch.recording import Recording
 

@@ -128,6 +128,10 @@ def estimate(
             show_default=False,
         ),
     ] = None,
+    at_peak: Annotated[
+        bool,
+        typer.Option("--at-peak", help="Draw memory through a step, and name its largest moment."),
+    ] = False,
     tokens: Annotated[
         str | None,
         typer.Option(help="Time to train on this many tokens: 450B.", show_default=False),
@@ -222,6 +226,7 @@ def estimate(
         sweep=sweep,
         measure=measure,
         explain=explain,
+        at_peak=at_peak,
         tokens=tokens,
         price=price,
         emit=emit,
@@ -302,6 +307,8 @@ def _show(request: EstimateRequest, maker: QuestionMaker, found: Answer) -> None
         print(json.dumps(screens.to_json(found, request.tokens, request.price), indent=2))
     elif request.explain is not None:
         screens.print_buffers(found, request.explain)
+    elif request.at_peak:
+        screens.print_at_peak(found)
     elif request.fit and not request.everything:
         screens.print_fit(found, request.tokens, request.price)
     else:

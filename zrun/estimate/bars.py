@@ -51,14 +51,14 @@ MEANINGS = {
     "context": "driver and libraries",
     "communicators": "communicators between ranks",
 }
-_STATES = ("params", "grads", "optim", "rings", "buffers")
+STATES = ("params", "grads", "optim", "rings", "buffers")
 
 
 def parts_of(rank: RankMemory) -> dict[str, int]:
     """Return the bytes on the device at the peak, by the name of each part."""
     found = dict.fromkeys((part.name for part in PARTS), 0)
     for buffer in rank.buffers:
-        if buffer.tier.value == "device" and buffer.kind.value in _STATES:
+        if buffer.tier.value == "device" and buffer.kind.value in STATES:
             found[buffer.kind.value] += buffer.num_bytes
     found["activations"] = max(0, rank.allocated - sum(found.values()))
     found["allocator"] = max(0, rank.reserved - rank.allocated)

@@ -47,6 +47,7 @@ class EstimateRequest:
     sweep: str | None
     measure: bool
     explain: str | None
+    at_peak: bool
     tokens: str | None
     price: float | None
     emit: str | None
@@ -85,6 +86,7 @@ class EstimateRequest:
                     f"{option} {value} names the hardware: leave out {about_hosts[0]}, which "
                     "selects real hosts"
                 )
+        self._check_at_peak()
         if not self.measure:
             return
         for option, value in named.items():
@@ -92,6 +94,16 @@ class EstimateRequest:
                 raise JobError(f"--measure runs the job on real hosts: leave out {option}")
         if self.sweep is not None:
             raise JobError("--measure runs one job, and --sweep asks for several: leave one out")
+
+    def _check_at_peak(self) -> None:
+        others = {
+            "--explain": self.explain is not None,
+            "--json": self.as_json,
+            "--emit": self.emit is not None,
+        }
+        for option, is_asked in others.items():
+            if self.at_peak and is_asked:
+                raise JobError(f"--at-peak and {option} ask for different answers: leave one out")
 
 
 class QuestionMaker:

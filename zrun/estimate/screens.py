@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from zrun.estimate.answer import Answer, as_data
 from zrun.estimate.bars import bars
+from zrun.estimate.course import lines_at_peak
 from zrun.estimate.patch import as_overrides, as_yaml, write_job
 from zrun.estimate.plan_tables import (
     CHOICES,
@@ -135,6 +136,18 @@ def print_buffers(found: Answer, pattern: str) -> None:
             f"--explain {pattern}: no buffer has this in its name; kinds are {', '.join(names)}"
         )
     open_console(sys.stdout, wide=_WIDE).print(table)
+
+
+def print_at_peak(found: Answer) -> None:
+    """Print what the fullest rank holds through a step, and at the moment of most.
+
+    Raises:
+        JobError: the model was not traced.
+    """
+    console = open_console(sys.stdout, wide=_WIDE)
+    width = min(console.width, _WIDEST_BAR)
+    lines = lines_at_peak(found, width, ascii_only=knows_ascii_only(console))
+    _print_lines(console, [*_head(found), "", *lines])
 
 
 def _print_lines(console: Console, lines: Sequence[str]) -> None:

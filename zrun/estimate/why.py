@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from zrun.estimate.bars import MEANINGS, parts_of
+from zrun.estimate.bars import MEANINGS, STATES, parts_of
 from zrun_core.sizes import format_size
 
 if TYPE_CHECKING:
@@ -136,7 +136,16 @@ def largest(rank: RankMemory) -> tuple[tuple[str, int], ...]:
 
     Model states count by kind, activations by module.
     """
-    sizes = parts_of(rank)
+    return _holders(rank, parts_of(rank))[:_SHOWN]
+
+
+def tensors_at_peak(rank: RankMemory) -> tuple[tuple[str, int], ...]:
+    """Return what holds tensors at the peak, largest first; counted as in `largest`."""
+    return _holders(rank, {name: parts_of(rank)[name] for name in (*STATES, "activations")})
+
+
+def _holders(rank: RankMemory, sizes: dict[str, int]) -> tuple[tuple[str, int], ...]:
+    """Return parts with their bytes, largest first, and activations by module."""
     dynamic = sizes.pop("activations")
     named = [(MEANINGS[name], size) for name, size in sizes.items()]
     holders = list(rank.peak.holders[:_SHOWN])
@@ -145,11 +154,7 @@ def largest(rank: RankMemory) -> tuple[tuple[str, int], ...]:
         *holders,
         ("other activations and temporaries" if holders else MEANINGS["activations"], rest),
     ]
-    return tuple(
-        sorted(((name, size) for name, size in named if size > 0), key=lambda item: -item[1])[
-            :_SHOWN
-        ]
-    )
+    return tuple(sorted(((name, size) for name, size in named if size > 0), key=lambda x: -x[1]))
 
 
 def time_of(fix: Estimate, before: Estimate) -> str:

@@ -17,9 +17,9 @@ from typing import Any
 from rich.text import Text
 
 from zrun.hosts.cluster import several
-from zrun.top.braille import plot
 from zrun.top.machine import Machine, usage_line
 from zrun.watch import formatting
+from zrun.watch.braille import plot
 from zrun.watch.curves import Curves, held_by_tier
 from zrun.watch.panel import body
 from zrun.watch.panel_layout import ALERT, GAP, GOOD, QUIET, Facts, PanelSpace

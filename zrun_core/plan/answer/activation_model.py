@@ -21,7 +21,7 @@ from zrun_core.plan.memory import rank_memory
 from zrun_core.plan.memory.rank_memory import PipelineStage
 from zrun_core.plan.question.candidate import Candidate
 from zrun_core.plan.timing.cost_model import CostModel
-from zrun_core.plan.trace.peak import Peak
+from zrun_core.plan.trace.peak import Course, Passes, Peak
 from zrun_core.plan.trace.profile import Profile
 from zrun_core.plan.trace.rows import TracePhase
 from zrun_core.spine.config import JobConfig
@@ -96,10 +96,23 @@ class ActivationModel:
             assert formula is not None
             every_n = self._job.activations.n
             return rank_memory.by_formula(formula, candidate, stage, beyond, every_n)
+        return self._passes(candidate, stage, beyond).peak()
+
+    def course(
+        self, candidate: Candidate, stage: PipelineStage, steady: Mapping[TracePhase, int]
+    ) -> Course | None:
+        """Return what a stage holds through a step, arguments as of `peak`; None: by formula."""
+        if self._cost_model.uses_formula(candidate.key):
+            return None
+        return self._passes(candidate, stage, steady).course()
+
+    def _passes(
+        self, candidate: Candidate, stage: PipelineStage, steady: Mapping[TracePhase, int]
+    ) -> Passes:
         cuda = self._device_type == "cuda"
         every = self._every(candidate)
         profile = self._profile(candidate)
-        return rank_memory.traced(profile, candidate, stage, beyond, every=every, cuda=cuda)
+        return rank_memory.passes(profile, candidate, stage, steady, every=every, cuda=cuda)
 
     def reserved_beyond(self, candidate: Candidate, peak: Peak, moments: tuple[int, ...]) -> int:
         """Return the bytes that the allocator holds beyond those in use at the peak.

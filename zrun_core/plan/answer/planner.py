@@ -11,7 +11,7 @@ one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -37,7 +37,9 @@ from zrun_core.plan.timing.cost_model import CostModel
 from zrun_core.plan.timing.layer_messages import Messages, stage_messages
 from zrun_core.plan.timing.micro_batch_cost import TimingSettings
 from zrun_core.plan.timing.timing import StepTime, step_time
+from zrun_core.plan.trace.peak import Course
 from zrun_core.plan.trace.profile import COMPILER_BYTES, Profile
+from zrun_core.plan.trace.rows import TracePhase
 from zrun_core.spine.config import JobConfig
 from zrun_core.spine.parallel_dims import NumCommunicators, ParallelDims
 from zrun_core.zero.sharding_config import ShardingConfig
@@ -170,8 +172,7 @@ class Planner:
         states = self._states.of_stage(candidate, index)
         held = self.activations.held(candidate)
         waiting = self.activations.waiting(candidate, stage)
-        beside = sum(buffer.num_bytes for buffer in held)
-        steady = {phase: num_bytes + beside for phase, num_bytes in states.steady.items()}
+        steady = _with(states.steady, held)
         peak = self.activations.peak(candidate, stage, steady)
         beyond = self.activations.reserved_beyond(candidate, peak, states.moments)
         reserved = peak.num_bytes + beyond
@@ -192,6 +193,19 @@ class Planner:
             pageable=states.pageable + self.hosts.process_bytes,
             disk=states.disk + _on_tier(waiting, Tier.DISK),
         )
+
+    def course(self, candidate: Candidate) -> Course | None:
+        """Return what the fullest stage holds through a step; None where a formula is asked.
+
+        Raises:
+            JobError: it is impossible.
+        """
+        stages = self._stages(candidate)
+        index = max(stages, key=lambda each: self.rank(candidate, each).device_used)
+        stage = self.stage(candidate, index)
+        states = self._states.of_stage(candidate, index)
+        steady = _with(states.steady, self.activations.held(candidate))
+        return self.activations.course(candidate, stage, steady)
 
     def outside(self, candidate: Candidate, index: int) -> int:
         """Return the bytes of a device of a stage outside of its allocator.
@@ -446,6 +460,12 @@ def _without_activations(rank: RankMemory) -> RankMemory:
         reserved=num_bytes,
         device_used=num_bytes + outside,
     )
+
+
+def _with(steady: Mapping[TracePhase, int], buffers: Iterable[Buffer]) -> dict[TracePhase, int]:
+    """Return the bytes of each phase with these buffers."""
+    beside = sum(buffer.num_bytes for buffer in buffers)
+    return {phase: num_bytes + beside for phase, num_bytes in steady.items()}
 
 
 def _on_tier(buffers: Iterable[Buffer], tier: Tier) -> int:

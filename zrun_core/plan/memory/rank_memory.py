@@ -19,7 +19,7 @@ from zrun_core.plan.question.candidate import Candidate
 from zrun_core.plan.question.transformer import TransformerShape
 from zrun_core.plan.timing.micro_batch_cost import BYTES
 from zrun_core.plan.trace import waiting_inputs
-from zrun_core.plan.trace.peak import ONE_AT_A_TIME, Moment, Peak, peak_of, peak_of_stage
+from zrun_core.plan.trace.peak import ONE_AT_A_TIME, Moment, Passes, Peak
 from zrun_core.plan.trace.profile import Profile, Trace
 from zrun_core.plan.trace.rows import PHASE_NUMBER, TracePhase
 
@@ -254,7 +254,7 @@ def _trace_of(profile: Profile, candidate: Candidate, every: int) -> Trace:
     return trace
 
 
-def traced(
+def passes(
     profile: Profile,
     candidate: Candidate,
     stage: PipelineStage,
@@ -262,8 +262,8 @@ def traced(
     *,
     every: int,
     cuda: bool,
-) -> Peak:
-    """Return the peak of a stage of a traced model.
+) -> Passes:
+    """Return the passes of a stage of a traced model, of which one has its peak.
 
     Args:
         profile: of the model.
@@ -280,7 +280,7 @@ def traced(
     accumulating = adds_gradients(candidate)
     align = ALIGN if cuda else 1
     if stage.chunks:
-        return peak_of_stage(
+        return Passes.of_stage(
             trace,
             candidate.micro,
             stage.chunks,
@@ -294,7 +294,7 @@ def traced(
     if stage.waiting is not None:
         # What waits has the last block's input too, which is counted like a block of them.
         in_flight += (candidate.accumulation - 1) * stage.blocks / len(stage.waiting)
-    return peak_of(
+    return Passes.whole(
         trace,
         candidate.micro,
         waiting=stage.waiting,

@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,6 +55,20 @@ class Peak:
     module: str
     holders: tuple[tuple[str, int], ...]
     dynamic: int = 0
+
+
+class Course(NamedTuple):
+    """Memory in use through a forward, a backward and what follows, event by event.
+
+    Attributes:
+        num_bytes: after each event, what is there anyway included.
+        phases: in which each event is.
+        modules: that run then; "" outside of them.
+    """
+
+    num_bytes: tuple[int, ...]
+    phases: tuple[TracePhase, ...]
+    modules: tuple[str, ...]
 
 
 class Moment(NamedTuple):
@@ -282,75 +296,134 @@ def _group_name(module: str, kind: str, phase: TracePhase, is_in_block: bool) ->
     return f"{_PLURALS[kind]} of {place}"
 
 
-def peak_of(
-    trace: Trace,
-    micro: int,
-    *,
-    segments: range | None = None,
-    waiting: range | None = None,
-    in_flight: float = 1,
-    steady: Mapping[TracePhase, int],
-    accumulating: bool = False,
-    align: int = 1,
-) -> Peak:
-    """Return the most memory that is in use at any moment of a step.
+@dataclass(frozen=True)
+class Passes:
+    """The passes of a step in which memory is looked at: through which chunk, beside what.
 
-    Args:
-        trace: of a micro-batch.
-        micro: samples of it.
-        segments: of the model, that run. None: all.
-        waiting: segments whose activations are held of earlier micro-batches. None: all that run.
-        in_flight: micro-batches whose activations are held when the last of them runs.
+    Attributes:
+        passes: each with the bytes that wait meanwhile, by group, and whether it is a forward.
         steady: bytes that are in use anyway, by phase. A phase that is missing there and has no
             events is left out.
-        accumulating: whether gradients are added to those of earlier micro-batches.
-        align: bytes to which each allocation is rounded up: 512 on CUDA.
-    """
-    trace = trace.of(micro)
-    here = _Chunk.of(trace, segments, micro, accumulating=accumulating, align=align)
-    kept = here.kept
-    if waiting is not None:
-        kept = _Chunk.of(trace, waiting, micro, accumulating=accumulating, align=align).kept
-    others = max(0, in_flight - 1) * kept
-    found = [here.peak(others, is_forward, steady) for is_forward in (True, False)]
-    return _largest(found, steady)
-
-
-def peak_of_stage(
-    trace: Trace,
-    micro: int,
-    chunks: Sequence[range],
-    moments: Iterable[Moment],
-    *,
-    steady: Mapping[TracePhase, int],
-    beside: int = 0,
-    accumulating: bool = False,
-    align: int = 1,
-) -> Peak:
-    """Return the most memory that is in use at any moment of a step on a pipeline stage.
-
-    Args:
-        trace: of a micro-batch; what its backward leaves waits for weights' gradients.
-        micro: samples of it.
-        chunks: of the stage: the segments of each.
-        moments: that there are in a step.
-        steady: as of `peak_of`.
         beside: bytes of messages that are under way.
-        accumulating: as of `peak_of`.
-        align: as of `peak_of`.
     """
-    trace = trace.of(micro)
-    parts = [
-        _Chunk.of(trace, segments, micro, accumulating=accumulating, align=align)
-        for segments in chunks
-    ]
-    found = []
-    for moment in moments:
-        others = np.zeros(len(trace.lifetimes.groups))
-        for part, held, weights in zip(parts, moment.held, moment.weights, strict=True):
-            others += held * part.kept + weights * part.left
-        found.append(parts[moment.chunk].peak(others, moment.is_forward, steady, beside))
-    return _largest(found, steady)
+
+    passes: tuple[tuple[_Chunk, NDArray[np.float64], bool], ...]
+    steady: Mapping[TracePhase, int]
+    beside: int = 0
+
+    @classmethod
+    def whole(
+        cls,
+        trace: Trace,
+        micro: int,
+        *,
+        segments: range | None = None,
+        waiting: range | None = None,
+        in_flight: float = 1,
+        steady: Mapping[TracePhase, int],
+        accumulating: bool = False,
+        align: int = 1,
+    ) -> Passes:
+        """Return those of one micro-batch.
+
+        Args:
+            trace: of a micro-batch.
+            micro: samples of it.
+            segments: of the model, that run. None: all.
+            waiting: segments whose activations are held of earlier micro-batches. None: all that
+                run.
+            in_flight: micro-batches whose activations are held when the last of them runs.
+            steady: as above.
+            accumulating: whether gradients are added to those of earlier micro-batches.
+            align: bytes to which each allocation is rounded up: 512 on CUDA.
+        """
+        trace = trace.of(micro)
+        here = _Chunk.of(trace, segments, micro, accumulating=accumulating, align=align)
+        kept = here.kept
+        if waiting is not None:
+            kept = _Chunk.of(trace, waiting, micro, accumulating=accumulating, align=align).kept
+        others = max(0, in_flight - 1) * kept
+        return cls(((here, others, True), (here, others, False)), steady)
+
+    @classmethod
+    def of_stage(
+        cls,
+        trace: Trace,
+        micro: int,
+        chunks: Sequence[range],
+        moments: Iterable[Moment],
+        *,
+        steady: Mapping[TracePhase, int],
+        beside: int = 0,
+        accumulating: bool = False,
+        align: int = 1,
+    ) -> Passes:
+        """Return those of a pipeline stage.
+
+        Args:
+            trace: of a micro-batch; what its backward leaves waits for weights' gradients.
+            micro: samples of it.
+            chunks: of the stage: the segments of each.
+            moments: that there are in a step.
+            steady: as above.
+            beside: as above.
+            accumulating: as of `whole`.
+            align: as of `whole`.
+        """
+        trace = trace.of(micro)
+        parts = [
+            _Chunk.of(trace, segments, micro, accumulating=accumulating, align=align)
+            for segments in chunks
+        ]
+        found = []
+        for moment in moments:
+            others = np.zeros(len(trace.lifetimes.groups))
+            for part, held, weights in zip(parts, moment.held, moment.weights, strict=True):
+                others += held * part.kept + weights * part.left
+            found.append((parts[moment.chunk], others, moment.is_forward))
+        return cls(tuple(found), steady, beside)
+
+    def peak(self) -> Peak:
+        """Return the most memory that is in use at any moment of these passes."""
+        found = (
+            chunk.peak(others, is_forward, self.steady, self.beside)
+            for chunk, others, is_forward in self.passes
+        )
+        return _largest(found, self.steady)
+
+    def course(self) -> Course:
+        """Return what is in use through the chunk with the largest moment.
+
+        Its forward and its backward are drawn when most waits beside each.
+        """
+        fullest = max(self.passes, key=self._most)[0]
+        num_bytes: list[int] = []
+        phases: list[TracePhase] = []
+        modules: list[str] = []
+        for is_forward in (True, False):
+            ways = [each for each in self.passes if each[0] is fullest and each[2] == is_forward]
+            if ways:
+                _, others, _ = max(ways, key=self._most)
+                found = fullest.course(others, is_forward, self.steady, self.beside)
+                num_bytes += found.num_bytes
+                phases += found.phases
+                modules += found.modules
+        for phase, there in self.steady.items():
+            if phase not in phases:
+                num_bytes.append(there)
+                phases.append(phase)
+                modules.append("")
+        return Course(tuple(num_bytes), tuple(phases), tuple(modules))
+
+    def _most(self, way: tuple[_Chunk, NDArray[np.float64], bool]) -> int:
+        chunk, others, is_forward = way
+        found = chunk.peak(others, is_forward, self.steady, self.beside)
+        return -1 if found is None else found.num_bytes
+
+
+def peak_of(trace: Trace, micro: int, *, steady: Mapping[TracePhase, int], **more: Any) -> Peak:
+    """Return the most memory that is in use at any moment of a micro-batch: see `Passes.whole`."""
+    return Passes.whole(trace, micro, steady=steady, **more).peak()
 
 
 def _largest(found: Iterable[Peak | None], steady: Mapping[TracePhase, int]) -> Peak:
@@ -424,14 +497,12 @@ class _Chunk:
             beside: bytes of other things.
         """
         events = self.events
-        part = slice(events.forward_end) if is_forward else slice(events.forward_end, None)
+        part = self._events_of(is_forward)
         phases = events.phase[part]
         if not len(phases):
             return None
-        others = float(held.sum()) + beside
-        steady_by_phase = np.array([float(steady.get(phase, 0)) for phase in PHASES])
-        in_use = self.in_use[part] + others
-        total = in_use + steady_by_phase[phases]
+        in_use = self.in_use[part] + (float(held.sum()) + beside)
+        total = in_use + _by_number(steady)[phases]
         moment = int(np.argmax(total)) + (0 if is_forward else events.forward_end)
 
         is_alive = (events.alloc <= moment) & (events.free > moment)
@@ -452,3 +523,30 @@ class _Chunk:
             ),
             dynamic=round(float(in_use[np.argmax(total)])),
         )
+
+    def course(
+        self,
+        held: NDArray[np.float64],
+        is_forward: bool,
+        steady: Mapping[TracePhase, int],
+        beside: int,
+    ) -> Course:
+        """Return what is in use through a forward or a backward; arguments as of `peak`."""
+        part = self._events_of(is_forward)
+        phases = self.events.phase[part]
+        total = self.in_use[part] + (float(held.sum()) + beside) + _by_number(steady)[phases]
+        names = self.lifetimes.modules
+        return Course(
+            tuple(map(round, total.tolist())),
+            tuple(PHASES[number] for number in phases.tolist()),
+            tuple(names[number] for number in self.events.module[part].tolist()),
+        )
+
+    def _events_of(self, is_forward: bool) -> slice:
+        end = self.events.forward_end
+        return slice(end) if is_forward else slice(end, None)
+
+
+def _by_number(steady: Mapping[TracePhase, int]) -> NDArray[np.float64]:
+    """Return the bytes of each phase, by its number."""
+    return np.array([float(steady.get(phase, 0)) for phase in PHASES])

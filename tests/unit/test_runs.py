@@ -114,6 +114,33 @@ def test_the_time_of_a_run_that_goes_on_is_that_of_all_its_steps() -> None:
     assert (read_run(path).step, read_run(path).seconds) == (220, 62.0)
 
 
+def test_a_run_says_its_loss_and_what_is_left_of_it() -> None:
+    path = Path("runs", "gpt", "a")
+    told = {"step": 200, "path": "/x"}
+    with RunDir.claim("gpt", path) as rundir:
+        rundir.append([encode(event("start", 100.0, total_steps=300, resumed=told))])
+        assert (read_run(path).loss, read_run(path).left_s) == (None, None)
+        rundir.append([encode(event("step", 110.0, step=220, loss=2.5))])
+        assert (read_run(path).loss, read_run(path).left_s) == (2.5, 40.0)  # 0.5 s each
+        lines = table([read_run(path)])
+        assert lines[0].split()[3:8] == ["step", "loss", "started", "time", "left"]
+        assert lines[1].split()[3:5] == ["220/300", "2.5"]
+        assert "40s" in lines[1].split()
+        rundir.append([encode(event("step", 111.0, step=221, loss=float("nan")))])
+        assert read_run(path).loss is None
+        rundir.append([encode(event("step", 112.0, step=222, loss=None))])
+        assert read_run(path).to_json()["loss"] is None
+        rundir.exit_code = 0
+    assert read_run(path).left_s is None, "it has ended"
+    assert "left" not in table([read_run(path)])[0].split()
+
+
+def table(found: list[RunSummary]) -> list[str]:
+    out = io.StringIO()
+    Console(file=out, width=100).print(runs_table(found))
+    return out.getvalue().splitlines()
+
+
 @pytest.mark.parametrize(
     ("code", "state"),
     [

@@ -11,6 +11,7 @@ and no clock of one host is compared with that of another: `started` is of the l
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shlex
@@ -57,6 +58,9 @@ class RunSummary:
         seconds: of training up to the newest event, by the clock of rank 0's host; with those
             before the checkpoint that the run went on from, where it tells them.
         step: the newest that ended, or that the run went on from.
+        loss: of the newest step; None: it tells none.
+        left_s: seconds until its last step, if steps, evaluations and saves take as long as so far;
+            None where it does not run, or nobody knows.
     """
 
     path: Path
@@ -71,6 +75,8 @@ class RunSummary:
     total_steps: int | None
     hosts: tuple[str, ...]
     ranks: int | None
+    loss: float | None = None
+    left_s: float | None = None
 
     @property
     def run_id(self) -> str:
@@ -88,6 +94,8 @@ class RunSummary:
             "headline": self.headline or None,
             "step": self.step,
             "total_steps": self.total_steps,
+            "loss": self.loss,
+            "left_s": self.left_s,
             "started": self.started,
             "seconds": self.seconds,
             "ranks": self.ranks,
@@ -246,6 +254,7 @@ def read_run(path: Path) -> RunSummary:
     report = _json(path / "failure.json")
     code = None if running else _exit_code(path, events, report)
     ranks = _json(path / "plan.json").get("ranks") or []
+    loss = step.get("loss")
     return RunSummary(
         path=path,
         job=job_name(path),
@@ -259,6 +268,8 @@ def read_run(path: Path) -> RunSummary:
         total_steps=start.get("total_steps"),
         hosts=tuple(dict.fromkeys(place["host"] for place in ranks)),
         ranks=len(ranks) or start.get("world_size"),
+        loss=loss if isinstance(loss, float) and math.isfinite(loss) else None,
+        left_s=_left(start, step) if running else None,
     )
 
 
@@ -267,6 +278,18 @@ def _seconds(start: Event, last: Event) -> float | None:
         return None
     before = (start.get("resumed") or {}).get("seconds") or 0.0
     return float(before + max(0.0, last["time"] - start["time"]))
+
+
+def _left(start: Event, step: Event) -> float | None:
+    """Return the seconds that the steps to come take, if they take as long as those of `start`."""
+    total = start.get("total_steps")
+    if total is None or "time" not in step:
+        return None
+    begun = (start.get("resumed") or {}).get("step") or 0
+    done = step["step"] - begun
+    if done <= 0:
+        return None
+    return float((total - step["step"]) * max(0.0, step["time"] - start["time"]) / done)
 
 
 def _state(code: int | None) -> RunStatus:

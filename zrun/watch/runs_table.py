@@ -25,22 +25,28 @@ _SHOWN_HOSTS = 2
 def runs_table(runs: Sequence[RunSummary]) -> Table:
     """Return a table with a row per run, in the order given."""
     table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="dim")
-    for column in ("run", "job", "state", "step", "started", "time", "ranks"):
+    columns = ["run", "job", "state", "step", "loss", "started", "time", "left", "ranks"]
+    if all(run.left_s is None for run in runs):
+        columns.remove("left")
+    for column in columns:
         justify: JustifyMethod = "left"
-        if column in ("step", "time"):
+        if column in ("step", "loss", "time", "left"):
             justify = "right"
         wraps = column in ("job", "ranks")
         table.add_column(column, justify=justify, no_wrap=not wraps, overflow="fold", min_width=4)
     for run in runs:
-        table.add_row(
-            run.run_id,
-            run.job,
-            _state(run),
-            _steps(run),
-            time.strftime("%m-%d %H:%M", time.localtime(run.started)),
-            _seconds(run),
-            _ranks(run),
-        )
+        cells: dict[str, str | Text] = {
+            "run": run.run_id,
+            "job": run.job,
+            "state": _state(run),
+            "step": _steps(run),
+            "loss": "" if run.loss is None else f"{run.loss:.4g}",
+            "started": time.strftime("%m-%d %H:%M", time.localtime(run.started)),
+            "time": _seconds(run.seconds),
+            "left": _seconds(run.left_s),
+            "ranks": _ranks(run),
+        }
+        table.add_row(*(cells[column] for column in columns))
     return table
 
 
@@ -64,10 +70,8 @@ def _steps(run: RunSummary) -> str:
     return f"{run.step or 0}/{run.total_steps}"
 
 
-def _seconds(run: RunSummary) -> str:
-    if run.seconds is None:
-        return ""
-    return duration(run.seconds)
+def _seconds(seconds: float | None) -> str:
+    return "" if seconds is None else duration(seconds)
 
 
 def _state(run: RunSummary) -> Text:

@@ -77,7 +77,7 @@ def floor_of(package: str) -> str:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     wanted = [*project["dependencies"], *project["optional-dependencies"]["hf"]]
     (lowest,) = [text.removeprefix(f"{package}>=") for text in wanted if text.startswith(package)]
-    return lowest
+    return lowest if lowest.count(".") > 1 else f"{lowest}.0"  # 5.23 and 5.23.0 are one
 
 
 def pin_of(package: str) -> str:

@@ -30,6 +30,7 @@ COMMANDS = (
     "ps",
     "top",
     "compare",
+    "report",
     "logs",
     "stop",
     "save",

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from zrun.commands.compare import _read
+from zrun.watch.compared import read_compared
 from zrun.watch.comparison import ComparedRun, rows, to_json
 
 ROOT = Path(__file__).parents[2]
@@ -45,7 +45,7 @@ def make_run(folder: Path, *, job: dict[str, Any] | None = None, scale: float = 
 
 
 def read(*paths: Path) -> list[ComparedRun]:
-    return [_read(path, path.name) for path in paths]
+    return read_compared(paths)
 
 
 def test_what_differs_is_on_top(tmp_path: Path) -> None:

@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from zrun.watch.curves import Curves
+from zrun.pages.pipeline import picture
 from zrun.watch.panel import panel
 from zrun.watch.panel_layout import Facts
 from zrun.watch.report import report
-from zrun.watch.report_page import Outcome, page
 from zrun.watch.run_state import RunState, fold
 from zrun.watch.stages import stage_rows
 from zrun_core.pipeline.grid import Grid, bubble
@@ -79,7 +78,7 @@ def test_a_gpus_stages_are_told_as_a_cpus():
 
 
 def test_the_page_draws_each_recorded_action_in_the_row_of_its_stage():
-    text = page(FACTS, Outcome(0), pipeline(), Curves())
+    text = picture(pipeline())
     (drawn,) = re.findall(r'<svg[^>]*aria-label="Step 2 by stage".*?</svg>', text)
     boxes = [
         (box.attrib["y"], float(box.attrib["x"]))
@@ -103,4 +102,4 @@ def test_an_unfinished_record_has_no_picture():
     later = {**state.schedules[1], "step": 4}
     rows = dict(stage_rows(fold(state, later)))
     assert "bubble" not in rows
-    assert "by stage" not in page(FACTS, Outcome(0), fold(state, later), Curves())
+    assert picture(fold(state, later)) == ""

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rich.text import Text
 
+from zrun.watch.memory_kinds import KINDS, PARTS
 from zrun_core.sizes import format_size
 
 if TYPE_CHECKING:
@@ -20,45 +20,11 @@ if TYPE_CHECKING:
 _NARROWEST = 24  # of a bar
 
 
-@dataclass(frozen=True)
-class BarSegment:
-    """A part of a bar. Letters carry the meaning where there is no colour."""
-
-    name: str
-    letter: str
-    color: str  # Okabe and Ito's, told apart by any eye
-
-
-PARTS = (
-    BarSegment("params", "P", "#0072B2"),
-    BarSegment("grads", "G", "#56B4E9"),
-    BarSegment("optim", "O", "#009E73"),
-    BarSegment("rings", "R", "#F0E442"),
-    BarSegment("buffers", "B", "#CC79A7"),
-    BarSegment("activations", "A", "#E69F00"),
-    BarSegment("allocator", "s", "#999999"),
-    BarSegment("context", "c", "#D55E00"),
-    BarSegment("communicators", "n", "#882255"),
-)
-MEANINGS = {
-    "params": "parameters",
-    "grads": "gradients",
-    "optim": "optimizer states and fp32 masters",
-    "rings": "scratch of gathers and reductions",
-    "buffers": "buffers of modules",
-    "activations": "activations, temporaries and the batch",
-    "allocator": "held by the allocator, and not in use at the peak",
-    "context": "driver and libraries",
-    "communicators": "communicators between ranks",
-}
-STATES = ("params", "grads", "optim", "rings", "buffers")
-
-
 def parts_of(rank: RankMemory) -> dict[str, int]:
     """Return the bytes on the device at the peak, by the name of each part."""
     found = dict.fromkeys((part.name for part in PARTS), 0)
     for buffer in rank.buffers:
-        if buffer.tier.value == "device" and buffer.kind.value in STATES:
+        if buffer.tier.value == "device" and buffer.kind.value in KINDS:
             found[buffer.kind.value] += buffer.num_bytes
     found["activations"] = max(0, rank.allocated - sum(found.values()))
     found["allocator"] = max(0, rank.reserved - rank.allocated)

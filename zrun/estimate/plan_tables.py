@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 from rich.text import Text
 
-from zrun.estimate.bars import MEANINGS, parts_of
+from zrun.estimate.bars import parts_of
 from zrun.watch import formatting
+from zrun.watch.memory_kinds import MEANINGS
 from zrun_core.sizes import format_size
 
 if TYPE_CHECKING:

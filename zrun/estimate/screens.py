@@ -353,12 +353,10 @@ def write_page(found: Answer, target: Path) -> None:
         JobError: the file cannot be written.
     """
     from zrun.estimate.html import page
+    from zrun.pages import document
 
     lines = [*_head(found), *found.lines_of_scale, *(f"note: {note}" for note in found.notes)]
     title = f"zrun estimate: {found.question.title}"
     text = page(title, lines, found.stages, found.chosen, found.verdict or "fits")
-    try:
-        target.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise JobError(f"--html {target}: {error.strerror}") from None
+    document.save(target, text, "--html")
     print(f"wrote {target}", file=sys.stderr)

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from zrun.estimate.bars import MEANINGS, STATES, parts_of
+from zrun.estimate.bars import parts_of
+from zrun.watch.memory_kinds import KINDS, MEANINGS
 from zrun_core.sizes import format_size
 
 if TYPE_CHECKING:
@@ -141,7 +142,7 @@ def largest(rank: RankMemory) -> tuple[tuple[str, int], ...]:
 
 def tensors_at_peak(rank: RankMemory) -> tuple[tuple[str, int], ...]:
     """Return what holds tensors at the peak, largest first; counted as in `largest`."""
-    return _holders(rank, {name: parts_of(rank)[name] for name in (*STATES, "activations")})
+    return _holders(rank, {name: parts_of(rank)[name] for name in (*KINDS, "activations")})
 
 
 def _holders(rank: RankMemory, sizes: dict[str, int]) -> tuple[tuple[str, int], ...]:

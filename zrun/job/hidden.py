@@ -7,7 +7,9 @@ goes on with it, and messages about mistakes leave them out.
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from zrun.job.document import Document
 from zrun.job.environment import is_secret
@@ -17,6 +19,11 @@ from zrun.job.schema import find_key
 from zrun_core.spine.config import JobConfig
 
 _ENV = "env"
+_HIDDEN = "***"
+_SECRET = re.compile(
+    r"(^|[_.-])((api|access|auth|private|secret)_?key|key|token|secret|passw\w*|credentials?)$",
+    re.IGNORECASE,
+)
 _FROM_SHELL = re.compile(r"\s*(~|null|Null|NULL|\$\{env:\w+\})?\s*")
 
 
@@ -72,6 +79,43 @@ def without_secret_values(
                     text = f"{name}={write({**inside, **dict.fromkeys(secret)})}"
         kept.append(text)
     return kept, names
+
+
+# What is handed around, such as a page or the numbers of a tracker, leaves out more.
+
+
+def may_be_secret(name: str) -> bool:
+    """Return whether the value of a key or an argument is not handed around, by its name."""
+    return _SECRET.search(name) is not None
+
+
+def shown_value(name: str, value: Any) -> str:
+    """Return a value as YAML has it, without secrets inside of it."""
+    if may_be_secret(name):
+        return _HIDDEN
+    return write(_without_secrets(value))
+
+
+def _without_secrets(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {
+            key: _HIDDEN if may_be_secret(str(key)) else _without_secrets(each)
+            for key, each in value.items()
+        }
+    if isinstance(value, list):
+        return [_without_secrets(each) for each in value]
+    return value
+
+
+def shown_command(command: str) -> str:
+    """Return a command with `***` for the values of `env` and of what is named like a secret."""
+    return shlex.join(_shown_word(word) for word in shlex.split(command))
+
+
+def _shown_word(word: str) -> str:
+    key, is_override, _ = word.partition("=")
+    is_hidden = key == _ENV or key.startswith(f"{_ENV}.") or may_be_secret(key)
+    return f"{key}={_HIDDEN}" if is_override and is_hidden else word
 
 
 def _path(name: str) -> tuple[str, ...]:

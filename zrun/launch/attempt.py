@@ -17,8 +17,7 @@ import shutil
 import sys
 import time
 from contextlib import suppress
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 
 from zrun.estimate import auto_share
@@ -27,7 +26,7 @@ from zrun.estimate.gate import Gate, refusal
 from zrun.hosts.backend import with_backend
 from zrun.hosts.cluster import Cluster
 from zrun.job.flat_keys import flat_keys
-from zrun.job.hidden import without_secrets
+from zrun.job.hidden import may_be_secret, shown_command, without_secrets
 from zrun.job.load import LoadedJob, load_job
 from zrun.job.problems import ValueOrigin
 from zrun.job.render import with_origins
@@ -36,6 +35,7 @@ from zrun.launch.failures import BESIDE_STEPS, Failure, Hang, LostHost, Stopped
 from zrun.launch.launch_request import AttemptResult, LaunchRequest
 from zrun.launch.page import write_page
 from zrun.launch.supervise import SupervisedRun, Supervisor, judge
+from zrun.pages.outcome import Outcome
 from zrun.placement.plan import ResolvedJob, plan_on_backend
 from zrun.runs.run_lock import RunLock
 from zrun.runs.rundir import RunDir, set_checkpoints_aside
@@ -53,10 +53,8 @@ from zrun.watch.panel_layout import Facts
 from zrun.watch.phases import PhaseWatch
 from zrun.watch.preface import brief, places, preface, width_of
 from zrun.watch.report import report
-from zrun.watch.report_page import Outcome
 from zrun.watch.run_state import RunState
 from zrun.watch.screen import open_screen
-from zrun.watch.settings import may_be_secret, settings_rows
 from zrun.watch.stragglers import Stragglers
 from zrun.watch.topology import show_seats
 from zrun.watch.ui import Ui
@@ -75,7 +73,6 @@ class _ClaimedRun:
     rundir: RunDir
     spec: RunSpec
     gate: Gate
-    began: float = field(default_factory=time.time)
 
     @property
     def facts(self) -> Facts:
@@ -86,16 +83,7 @@ class _ClaimedRun:
 
     def write_page(self, state: RunState, outcome: Outcome) -> Path | None:
         """Write `report.html`, from what the events of this launch have told."""
-        request = self.request
-        settings = partial(
-            settings_rows,
-            self.resolved,
-            request.loaded.config,
-            request.command,
-            self.spec,
-            self.began,
-        )
-        return write_page(self.rundir, self.facts, state, outcome, settings)
+        return write_page(self.rundir, self.facts, state, outcome)
 
 
 @dataclass(frozen=True)
@@ -139,7 +127,7 @@ def attempt(request: LaunchRequest, members: list[AgentLink]) -> AttemptResult:
             agents = _start_workers(session, request, spec)
             observed = _monitor(run, agents)
         except ZrunError as error:
-            outcome = Outcome(error.exit_code, str(error))
+            outcome = Outcome.of(error.exit_code, str(error))
             run.write_page(RunState(), outcome)
             raise
         committed = _committed_step(spec)
@@ -249,6 +237,7 @@ def _prepare(
         request.detached.switch_to_log(rundir)
     if start.aside is not None:
         set_checkpoints_aside(start.aside, rundir.run_id)
+    rundir.write_launch(shown_command(request.command))
     rundir.write_job(_job_text(request.loaded, resolved))
     rundir.write_plan(resolved.plan)
     return RunSpec(
@@ -405,10 +394,10 @@ def _conclude(
         by = name_of(signals.first) if signals.first is not None else run.stop_reason
         lost = tuple(run.lost.values())
         stopped = Stopped(code, by, run.last_step, committed, lost, run.seen)
-        rundir.write_failure(stopped.to_json() | {"resume": resume})
         message = stopped.describe(resume and request.resume_in_words)
+        rundir.write_failure(stopped.to_json() | {"resume": resume, "told": message})
         say(message, sys.stderr)
-        claimed.write_page(observed.state, Outcome(code, message))
+        claimed.write_page(observed.state, Outcome.of(code, message))
     else:
         _report(claimed, observed.state)
     return code, None
@@ -417,7 +406,7 @@ def _conclude(
 def _report(claimed: _ClaimedRun, state: RunState) -> None:
     """Write the page of a run that is done, and print its report."""
     rundir = claimed.rundir
-    page = claimed.write_page(state, Outcome(ExitCode.OK))
+    page = claimed.write_page(state, Outcome.of(ExitCode.OK))
     ui = claimed.request.ui
     if ui is Ui.none:
         return
@@ -469,11 +458,11 @@ def _report_failure(
         code = ExitCode.PREFLIGHT
         message = refusal(unfit)
         record |= {"exit_code": int(code), "unfit": unfit.to_json()}
-        claimed.rundir.write_failure(record)
     if resume is not None:
         message += f"\n  resume: {claimed.request.resume_in_words}"
+    claimed.rundir.write_failure(record | {"told": message})
     say(message, sys.stderr)
-    claimed.write_page(observed.state, Outcome(code, message))
+    claimed.write_page(observed.state, Outcome.of(code, message))
     return code
 
 

@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from zrun.pages.outcome import Outcome
+from zrun.pages.run_page import page
 from zrun.runs.rundir import PAGE, RunDir
 from zrun.system.output import say
-from zrun.watch.curves import read_curves
 from zrun.watch.panel_layout import Facts
-from zrun.watch.report_page import Outcome, page
+from zrun.watch.run_record import read_record
 from zrun.watch.run_state import RunState
 
 
-def write_page(
-    rundir: RunDir,
-    facts: Facts,
-    state: RunState,
-    outcome: Outcome,
-    settings: Callable[[], Sequence[tuple[str, str]]] = tuple,
-) -> Path | None:
+def write_page(rundir: RunDir, facts: Facts, state: RunState, outcome: Outcome) -> Path | None:
     """Write the page, from the record and from what this launch has told.
 
     Args:
@@ -28,14 +22,15 @@ def write_page(
         facts: which run it is.
         state: what the events of this launch have told.
         outcome: how it ended.
-        settings: returns what was asked for, by name.
 
     Returns:
         The file; None if it could not be written. That is a warning: the run's end stays as it is.
     """
     try:
-        curves = read_curves(rundir.events)
-        return rundir.write_page(page(facts, outcome, state, curves, settings()))
+        record = read_record(rundir.path)
+        record.facts = facts
+        record.state = state
+        return rundir.write_page(page(record, outcome))
     except Exception as error:  # whatever it is, what was trained is not worse for it
         reason = (
             error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"

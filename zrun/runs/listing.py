@@ -251,17 +251,17 @@ def read_run(path: Path) -> RunSummary:
     events = _EventLog(path / "events.jsonl", holder.events if holder is not None else 0)
     start = events.start
     step = events.newest("step") or start.get("resumed") or {}
-    report = _json(path / "failure.json")
+    report = read_json(path / "failure.json")
     code = None if running else _exit_code(path, events, report)
-    ranks = _json(path / "plan.json").get("ranks") or []
+    ranks = read_json(path / "plan.json").get("ranks") or []
     loss = step.get("loss")
     return RunSummary(
         path=path,
         job=job_name(path),
-        state=RunStatus.RUNNING if running else _state(code),
+        state=RunStatus.RUNNING if running else state_of(code),
         holder=holder,
         exit_code=code,
-        headline="" if running else _headline(report),
+        headline="" if running else headline(report),
         started=_start_of(path),
         seconds=_seconds(start, events.newest(None)),
         step=step.get("step"),
@@ -292,7 +292,8 @@ def _left(start: Event, step: Event) -> float | None:
     return float((total - step["step"]) * max(0.0, step["time"] - start["time"]) / done)
 
 
-def _state(code: int | None) -> RunStatus:
+def state_of(code: int | None) -> RunStatus:
+    """Return how a launcher has ended, from its exit code; None: it could not tell one."""
     if code is None:
         return RunStatus.VANISHED
     if code in _STOPPED:
@@ -307,13 +308,14 @@ def _exit_code(path: Path, events: _EventLog, report: dict[str, Any]) -> int | N
     have reached its end.
     """
     failure_code = report.get("exit_code", 1) if report else None
-    code = _json(path / "exit.json").get("exit_code", failure_code)
+    code = read_json(path / "exit.json").get("exit_code", failure_code)
     if code is not None:
         return int(code)
     return ExitCode.OK if events.newest("end") else None
 
 
-def _headline(report: dict[str, Any]) -> str:
+def headline(report: dict[str, Any]) -> str:
+    """Return the content of failure.json in one line; empty where there is none."""
     message = str(report.get("message") or "").strip().partition("\n")[0]
     is_of_rank = report.get("kind") not in (None, "hang") and report.get("rank") is not None
     return f"rank {report['rank']}: {message}" if is_of_rank else message
@@ -329,11 +331,11 @@ def _start_of(path: Path) -> float:
     return 0.0
 
 
-def _json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a file; an empty one if there is none, or half of one."""
     try:
         value = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
 
@@ -393,7 +395,7 @@ class _EventLog:
 def parse_events(lines: Iterable[bytes]) -> Iterator[Event]:
     """Parse the events in these lines; other lines are skipped."""
     for line in lines:
-        with suppress(ValueError):
+        with suppress(ValueError, RecursionError):
             event = json.loads(line)
             if isinstance(event, dict) and isinstance(event.get("time"), int | float):
                 yield event

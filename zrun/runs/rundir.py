@@ -12,6 +12,7 @@ A lock on the directory is held for the life of the launcher, however it ends.
     trackers.json  how far the trackers of `log.to` have come; their own files are beside it
     logs/          of the ranks, the agents, and a launcher that left its terminal
     failures/      notes of dying workers
+    launch.json    the command, without secrets, and where the record of this launch begins
     report.html    what came of it, with curves
     failure.json   why the run did not reach its end
     exit.json      the launcher's exit code
@@ -41,6 +42,7 @@ from zrun_core.spine.spec import LaunchPlan
 
 LOG = "launcher.log"
 PAGE = "report.html"
+LAUNCH = "launch.json"
 
 
 class EarlierRun(Enum):
@@ -171,21 +173,18 @@ class RunDir:
         self._has_failure = True
         write_failure(self.path, report)
 
+    def write_launch(self, command: str) -> None:
+        """Record the command of this launch, which must be without secrets."""
+        told = {"command": command, "time": time.time(), "first_event": self.first_event}
+        self._write(LAUNCH, json.dumps(told) + "\n")
+
     def write_page(self, text: str) -> Path:
         """Write `report.html`, all of it or nothing.
 
         Raises:
             OSError: the disk is full, or gone.
         """
-        page = self.path / PAGE
-        part = self.path / f".{PAGE}.part"
-        try:
-            _write(part, text)
-            part.replace(page)
-        except OSError:
-            part.unlink(missing_ok=True)
-            raise
-        return page
+        return write_page(self.path / PAGE, text)
 
     def append(self, lines: Sequence[bytes]) -> None:
         """Add events to `events.jsonl`, unbuffered: others read along.
@@ -202,6 +201,22 @@ class RunDir:
 
     def _write(self, name: str, text: str) -> None:
         _write(self.path / name, text)
+
+
+def write_page(page: Path, text: str) -> Path:
+    """Write a page beside the files of a run, for its owner only, all of it or nothing.
+
+    Raises:
+        OSError: the disk is full, or gone.
+    """
+    part = page.with_name(f".{page.name}.{os.getpid()}.part")
+    try:
+        _write(part, text)
+        part.replace(page)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise
+    return page
 
 
 def write_failure(run_dir: Path, report: dict[str, Any]) -> None:

@@ -21,6 +21,8 @@ from zrun.top.machine import Machine, usage_line
 from zrun.watch import formatting
 from zrun.watch.braille import plot
 from zrun.watch.curves import Curves, held_by_tier
+from zrun.watch.memory_course import held_by_kind
+from zrun.watch.memory_kinds import KINDS
 from zrun.watch.panel import body
 from zrun.watch.panel_layout import ALERT, GAP, GOOD, QUIET, Facts, PanelSpace
 from zrun.watch.recording import Message
@@ -38,7 +40,6 @@ _CHART_LINES = 7  # with its title
 _LEAST_WARM = 3  # steps
 _LETTERS = "dFBCO"  # of the parts of a step
 STYLES = ("#999999", "#56B4E9", "#0072B2", "#E69F00", "#009E73")  # Okabe and Ito's
-_KINDS = ("params", "grads", "optim", "rings", "buffers")
 _KIND_LETTERS = "PGOrb"
 
 
@@ -251,18 +252,18 @@ def memory(scene: Scene, room: PanelSpace) -> list[Text]:
     event = scene.state.memory.get(0)
     if event is None:
         return [Text("rank 0 has not told of its memory yet", QUIET)]
-    lines = [_legend(_KIND_LETTERS, _KINDS)]
-    tiers = event.get("tiers") or {"device": {"allocated": {k: event.get(k) or 0 for k in _KINDS}}}
+    lines = [_legend(_KIND_LETTERS, KINDS)]
+    tiers = held_by_kind(event)
     planned = {tier: held[1] for tier, held in held_by_tier(event, scene.curves.planned).items()}
     largest = max(
         [
             1,
-            *(sum(use["allocated"].values()) for use in tiers.values()),
+            *(sum(kinds.values()) for kinds in tiers.values()),
             *(size for size in planned.values() if size),
         ]
     )
-    for tier, use in tiers.items():
-        lines += _tier(tier, use["allocated"], planned.get(tier), largest, room)
+    for tier, kinds in tiers.items():
+        lines += _tier(tier, kinds, planned.get(tier), largest, room)
     lines.append(Text())
     lines += _process(event)
     chart = _Chart("process of rank 0", scene.curves.of("process").points, _bytes)
@@ -277,7 +278,7 @@ def _tier(
 ) -> list[Text]:
     total = sum(kinds.values())
     length = max(8, room.width - 10)
-    known = [kinds.get(kind, 0) / largest for kind in _KINDS]
+    known = [kinds.get(kind, 0) / largest for kind in KINDS]
     line = Text(f"{tier:<8}")
     line.append_text(_bar(known, _KIND_LETTERS, length))
     says = f"{'':<8}{format_size(total)}"

@@ -32,6 +32,7 @@ class ComparedRun:
         state: at its end, or now.
         curves: of all its launches.
         seconds: of training.
+        num_events: that it has told.
     """
 
     name: str
@@ -40,6 +41,7 @@ class ComparedRun:
     state: RunState
     curves: Curves
     seconds: float | None
+    num_events: int
 
 
 class Row(NamedTuple):
@@ -175,14 +177,20 @@ def comparison_table(runs: Sequence[ComparedRun]) -> Table:
         table.add_column(run.name, overflow="fold")
     made = rows(runs)
     for row in made:
-        cells = [_cell(row, number) for number in range(len(runs))]
+        cells = [cell(row, number) for number in range(len(runs))]
         table.add_row(row.name, *cells, style="bold" if row.is_key else "")
     if not any(row.is_key for row in made):
         table.add_row("keys", *["the same"] * len(runs))
     return table
 
 
-def _cell(row: Row, number: int) -> str:
+def cell(row: Row, number: int) -> str:
+    """Return the value of a run as text, behind a number its ratio to that of the first run.
+
+    Args:
+        row: of the comparison.
+        number: of the run.
+    """
     value = row.values[number]
     if value is None:
         return "-"

@@ -1,27 +1,19 @@
-"""The curves of a run, read from its record: all launches that went on with it, in one line."""
+"""The curves of a run, from its events: all launches that went on with it, in one line."""
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from zrun.watch.run_state import number
+from zrun.watch.memory_course import MemoryCourse, held_by_kind
+from zrun.watch.run_state import SPLIT, number
 from zrun.watch.thinned import Thinned
 from zrun_core.spine.events import Event
 
-# A record of up to this size is read as a whole, in a second or two; this much of a longer one is.
-_MOST_BYTES = 64 << 20
-_PARTS = 512
-_KINDS = ("params", "grads", "optim", "rings", "buffers")
 OF_STEPS = ("loss", "grad_norm", "lr", "tokens_per_s", "samples_per_s", "step_s")
 _MARKS = 100
-_KINDS_READ = ("start", "step", "memory", "eval", "metrics")
-_WANTED = tuple(f'{{"type":"{kind}"'.encode() for kind in _KINDS_READ)
 _MOST_METRICS = 40
 
 
@@ -29,22 +21,23 @@ _MOST_METRICS = 40
 class Curves:
     """The series of a run, over its steps, by name.
 
-    Fields of `step`; `eval loss`; `metric` with the name of one; the tiers `device`, `host` and
-    `disk` (bytes of rank 0's buffers there); `process` (its resident bytes); `wait` with
-    what it waited for.
+    Fields of `step`; `split` with a part of it; `sent` (bytes, by rank 0); `eval loss`; `metric`
+    with the name of one; the tiers `device`, `host` and `disk` (bytes of rank 0's buffers there);
+    `process` (its resident bytes); `torch` (bytes that torch holds on its GPU); `wait` with what
+    it waited for.
 
     Attributes:
         planned: bytes that rank 0 was to allocate, by tier.
         went_on: the steps after which another launch went on.
         metrics: names of the series of the user's own metrics, as they came: `top1`, of hooks, or
             `top1 (evaluation)`.
-        is_sampled: the record is so long that only parts of it were read, evenly spaced.
+        memory: rank 0's buffers by tier and kind.
     """
 
     planned: dict[str, int] = field(default_factory=dict)
     went_on: list[int] = field(default_factory=list)
     metrics: list[str] = field(default_factory=list)
-    is_sampled: bool = False
+    memory: MemoryCourse = field(default_factory=MemoryCourse)
     _series: defaultdict[str, Thinned] = field(default_factory=lambda: defaultdict(Thinned))
     _newest: int = 0
 
@@ -87,6 +80,10 @@ class Curves:
         self._newest = step
         for name in OF_STEPS:
             self._add(name, step, event.get(name))
+        split = event.get("split") or {}
+        for part in SPLIT:
+            self._add(f"split {part}", step, split.get(part))
+        self._add("sent", step, (event.get("traffic") or {}).get("sent_bytes"))
         for tier, use in event.get("tiers", {}).items():
             self._add(f"wait {tier}", step, use["waited_s"])
         self._add("wait updates", step, event.get("updates", {}).get("lag_s"))
@@ -94,6 +91,8 @@ class Curves:
     def _memory(self, event: Event) -> None:
         step = event["step"]
         self._add("process", step, event.get("rss_bytes"))
+        self._add("torch", step, event.get("device_reserved"))
+        self.memory.take(step, held_by_kind(event))
         for tier, (held, _) in held_by_tier(event, {}).items():
             self._add(tier, step, held)
 
@@ -114,6 +113,7 @@ class Curves:
             return
         for series in self._series.values():
             series.forget(step)
+        self.memory.forget(step)
         self.went_on = [each for each in self.went_on if each < step]
         self._newest = step - 1
 
@@ -130,34 +130,5 @@ def held_by_tier(memory: Event, planned: Mapping[str, int]) -> dict[str, tuple[i
             tier: (sum(use["allocated"].values()), sum(use["planned"].values()))
             for tier, use in tiers.items()
         }
-    held = sum(memory.get(kind) or 0 for kind in _KINDS)
+    held = sum(held_by_kind(memory)["device"].values())
     return {"device": (held, memory.get("planned_bytes", planned.get("device")))}
-
-
-def read_curves(path: Path) -> Curves:
-    """Read the record of a run. Lines that are no events are skipped."""
-    curves = Curves()
-    with path.open("rb") as file:
-        size = file.seek(0, 2)
-        curves.is_sampled = size > _MOST_BYTES
-    for line in _lines(path, size):
-        if line.startswith(_WANTED):
-            with suppress(ValueError, KeyError, TypeError, AttributeError):
-                curves.take(json.loads(line))
-    return curves
-
-
-def _lines(path: Path, size: int) -> Iterator[bytes]:
-    """Return the lines of a file, or of as many parts of it as are read in a bounded time."""
-    parts = [(0, size)]
-    if size > _MOST_BYTES:
-        length = _MOST_BYTES // _PARTS
-        starts = [(size - length) * part // (_PARTS - 1) for part in range(_PARTS)]
-        parts = [(start, start + length) for start in starts]
-    with path.open("rb") as file:
-        for start, stop in parts:
-            file.seek(start)
-            if start:
-                file.readline()  # the rest of a line
-            while file.tell() < stop:
-                yield file.readline()

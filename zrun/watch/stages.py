@@ -1,10 +1,9 @@
-"""The stages of a pipeline in words and as a picture: what each has, does and waits for."""
+"""The stages of a pipeline in words: what each has, does and waits for."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from html import escape
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,15 +16,8 @@ from zrun_core.spine.events import Event
 if TYPE_CHECKING:
     from zrun_core.pipeline.actions import Action
 
-_WIDTH = 1000.0  # of the picture
-_ROW = 30.0
-_MARGIN = 70.0
-_LEAST_NAMED = 22.0  # width of a box with room for its name
-_COLORS = {"F": "var(--c0)", "B": "var(--c2)", "W": "var(--c1)", "U": "var(--c3)"}
-_NAMES = {"F": "forward", "B": "backward", "W": "gradients of weights", "U": "update"}
 
-
-class _Box(NamedTuple):
+class Box(NamedTuple):
     """A recorded action, without what it waited for others at its beginning."""
 
     action: Action
@@ -107,7 +99,7 @@ def _bubble(state: RunState) -> str:
     """Return how long stages waited in the recorded step, beside what its times would need."""
     from zrun_core.pipeline.grid import bubble
 
-    rows = _recorded(state)
+    rows = recorded(state)
     if not rows:
         return ""
     boxes = [box for row in rows for box in row]
@@ -125,7 +117,7 @@ def _bubble(state: RunState) -> str:
     return f"{text} (replayed {by_lists:.0%}, with equal stages {equal:.0%})"
 
 
-def _recorded(state: RunState) -> list[list[_Box]]:
+def recorded(state: RunState) -> list[list[Box]]:
     """Return the actions of one step by stage; nothing unless all stages have told of it."""
     schedules = [state.schedules.get(stage) for stage in range(len(state.stages))]
     steps = {None if event is None else event["step"] for event in schedules}
@@ -134,16 +126,16 @@ def _recorded(state: RunState) -> list[list[_Box]]:
     return [_boxes(event) for event in schedules if event is not None]
 
 
-def _boxes(event: Event) -> list[_Box]:
+def _boxes(event: Event) -> list[Box]:
     from zrun_core.pipeline.actions import Action, ActionKind
 
     return [
-        _Box(Action(ActionKind(kind), chunk, micro), begin + waited, end, waited)
+        Box(Action(ActionKind(kind), chunk, micro), begin + waited, end, waited)
         for kind, chunk, micro, begin, end, waited in event["actions"]
     ]
 
 
-def _replayed(rows: list[list[_Box]]) -> float | None:
+def _replayed(rows: list[list[Box]]) -> float | None:
     """Return the seconds of a step whose messages take no time; None: it cannot be replayed."""
     from zrun_core.pipeline.actions import ends_of
 
@@ -151,49 +143,3 @@ def _replayed(rows: list[list[_Box]]) -> float | None:
     with suppress(ValueError):
         return max(ends_of([[box.action for box in row] for row in rows], seconds).values())
     return None
-
-
-def picture(state: RunState) -> str:
-    """Return the recorded step as SVG: a row for each stage, a box for each action, to scale."""
-    rows = _recorded(state)
-    if not rows:
-        return ""
-    last = max(box.end for row in rows for box in row) or 1.0
-    scale = (_WIDTH - _MARGIN) / last
-    parts = []
-    for stage, row in enumerate(rows):
-        top = stage * _ROW
-        parts.append(f'<text x="0" y="{top + 19:g}">stage {stage}</text>')
-        parts += [_drawn(box, top, scale) for box in row]
-    title = f"Step {state.schedules[0]['step']} by stage"
-    height = len(rows) * _ROW
-    return (
-        f'<svg viewBox="0 0 {_WIDTH:g} {height:g}" width="100%" role="img" '
-        f'aria-label="{escape(title)}">{"".join(parts)}</svg>'
-        f'<p class="soft">{escape(_legend(rows, last))}</p>'
-    )
-
-
-def _drawn(box: _Box, top: float, scale: float) -> str:
-    kind = box.action.kind.value
-    width = max(0.5, (box.end - box.begin) * scale)
-    left = _MARGIN + box.begin * scale
-    name = f"{kind}{box.action.micro}"
-    took = formatting.seconds(box.end - box.begin)
-    told = f"{name} of chunk {box.action.chunk}: {took}, waited {formatting.seconds(box.waited)}"
-    label = ""
-    if width >= _LEAST_NAMED:
-        label = f'<text x="{left + 3:.1f}" y="{top + 19:g}">{name}</text>'
-    return (
-        f'<g><title>{escape(told)}</title><rect x="{left:.1f}" y="{top + 3:g}" '
-        f'width="{width:.1f}" height="{_ROW - 6:g}" fill="{_COLORS[kind]}" fill-opacity=".45" '
-        f'stroke="var(--back)"/>{label}</g>'
-    )
-
-
-def _legend(rows: list[list[_Box]], last: float) -> str:
-    there = {box.action.kind.value for row in rows for box in row}
-    kinds = [f"{kind}: {name}" for kind, name in _NAMES.items() if kind in there]
-    words = "; ".join(kinds)
-    whole = formatting.seconds(last)
-    return f"{words}, of the micro-batch; without a box the stage waits; {whole} in all"

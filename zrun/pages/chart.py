@@ -1,4 +1,4 @@
-"""Line charts over steps as inline SVG."""
+"""Charts over steps as inline SVG: lines, and amounts on top of each other."""
 
 from __future__ import annotations
 
@@ -7,34 +7,38 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
+from typing import Self
 
 from zrun.watch import formatting
 from zrun.watch.thinned import Point
 
 STYLE = """
-.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(27em, 1fr)); gap: 1em; }
-figure { margin: 0; padding: .8em 1em .4em; background: var(--card); border-radius: 8px; \
-border: 1px solid var(--line); }
+.charts { display: grid; gap: 1em; \
+grid-template-columns: repeat(auto-fill, minmax(min(100%, 24em), 1fr)); }
+figure { margin: 0; min-width: 0; padding: .8em 1em .4em; border-radius: 8px; \
+background: var(--card); border: 1px solid var(--line); }
 figcaption { display: flex; flex-wrap: wrap; align-items: baseline; gap: .1em 1em; }
 figcaption span { font-size: .87em; color: var(--soft); }
 figcaption i { display: inline-block; width: 1.1em; height: .2em; margin-right: .4em; \
 vertical-align: .25em; border-radius: 1px; }
 figure svg { display: block; width: 100%; height: auto; }
-figure text { font-size: 11px; fill: var(--soft); }
+figure text { font-size: 12px; fill: var(--soft); }
 .grid { stroke: var(--line); } .bad { stroke: var(--bad); stroke-width: 1.5; }
 .mark { stroke: var(--soft); stroke-dasharray: 2 3; }
 .line { fill: none; stroke-width: 1.6; stroke-linejoin: round; }
-.level { stroke-width: 1.4; stroke-dasharray: 6 4; }
+.level { stroke-width: 1.4; stroke-dasharray: 6 4; } .plan { stroke: var(--text); }
+.area { fill-opacity: .75; stroke: var(--card); stroke-width: .8; }
 """
-_WIDTH = 560
-_HEIGHT = 210
-_LEFT = 66
+_WIDTH = 400
+_HEIGHT = 200
+_LEFT = 62
 _RIGHT = 12
 _TOP = 12
 _BOTTOM = 24
 _TICKS = 5
 _DIGITS = 3
 _MOST_DIGITS = 14
+_HALF_DIGIT = 3.8  # of its width
 _WIDE = 20.0  # times the lowest value: from there on an axis is logarithmic
 
 
@@ -110,33 +114,134 @@ def chart(
         marks: steps after which the run was started again.
     """
     lines = [line for line in lines if line.points]
-    values = [value for line in lines for value in line.values]
     if not lines:
         return ""
+    values = [value for line in lines for value in line.values]
     levels = [line.level for line in lines if line.level is not None]
-    axis = _axis([*values, *levels], from_zero)
     steps = [step for line in lines for step, _ in line.points]
-    span = _Axis(min(steps), max(max(steps), min(steps) + 1), is_log=False)
-
-    def x(step: float) -> float:
-        return _LEFT + span.place(step) * (_WIDTH - _LEFT - _RIGHT)
-
-    def y(value: float) -> float:
-        return _HEIGHT - _BOTTOM - axis.place(value) * (_HEIGHT - _TOP - _BOTTOM)
-
-    parts = _grid(axis, span, x, y, text, unit)
-    for mark in marks:
-        if span.low <= mark <= span.high:
-            what = f"resumed after step {mark}"
-            parts.append(_stroke("mark", x(mark), _TOP, x(mark), _HEIGHT - _BOTTOM, what))
+    paper = _Paper.of([*values, *levels], steps, from_zero)
+    parts = [*paper.grid(text, unit), *paper.marks(marks)]
     for line in lines:
-        parts += _drawn(line, x, y)
-    keys = [f"<h3>{escape(title)}</h3>", *(_key(line) for line in lines if line.name)]
-    if axis.is_log:
-        keys.append("<span>logarithmic</span>")
+        parts += _drawn(line, paper)
+    return _figure(
+        title, [_key(line.name, line.color) for line in lines if line.name], parts, paper
+    )
+
+
+def stack(
+    title: str,
+    layers: Sequence[tuple[str, int]],
+    points: Sequence[tuple[int, Sequence[float]]],
+    text: Text,
+    *,
+    unit: float = 1.0,
+    level: float | None = None,
+    marks: Sequence[int] = (),
+) -> str:
+    """Return a chart of amounts on top of each other; empty where there is nothing to draw.
+
+    Args:
+        title: of the chart.
+        layers: names and numbers of colours, from below.
+        points: steps, each with an amount for each layer.
+        text: for a value on the axis, with so many digits.
+        unit: of the values, of which the axis shows round numbers.
+        level: a sum that is drawn as a dashed line, such as the plan.
+        marks: steps after which the run was started again.
+    """
+    if not points:
+        return ""
+    if len(points) == 1:  # an area needs a width
+        points = [points[0], (points[0][0] + 1, points[0][1])]
+    sums = [(step, [0.0, *itertools.accumulate(amounts)]) for step, amounts in points]
+    highest = [each[-1] for _, each in sums]
+    paper = _Paper.of([*highest, level or 0.0], [step for step, _ in sums], from_zero=True)
+    parts = paper.grid(text, unit)
+    keys = []
+    for number, (name, color) in enumerate(layers):
+        if not any(amounts[number] for _, amounts in points):
+            continue
+        keys.append(_key(name, color))
+        edge = [(step, each[number]) for step, each in sums]
+        edge += [(step, each[number + 1]) for step, each in reversed(sums)]
+        path = paper.path(edge)
+        parts.append(f'<polygon class="area" fill="var(--c{color})" points="{path}"/>')
+    if level is not None:
+        parts.append(paper.level("level plan", level))
+    return _figure(title, keys, [*parts, *paper.marks(marks)], paper)
+
+
+def _figure(title: str, keys: Sequence[str], parts: Sequence[str], paper: _Paper) -> str:
+    head = [f"<h3>{escape(title)}</h3>", *keys]
+    if paper.axis.is_log:
+        head.append("<span>logarithmic</span>")
     size = f'viewBox="0 0 {_WIDTH} {_HEIGHT}"'
     picture = f'<svg role="img" aria-label="{escape(title)}" {size}>{"".join(parts)}</svg>'
-    return f"<figure><figcaption>{''.join(keys)}</figcaption>{picture}</figure>"
+    return f"<figure><figcaption>{''.join(head)}</figcaption>{picture}</figure>"
+
+
+@dataclass(frozen=True)
+class _Paper:
+    """Where on a picture steps and values are.
+
+    Attributes:
+        axis: of values.
+        span: of steps.
+    """
+
+    axis: _Axis
+    span: _Axis
+
+    @classmethod
+    def of(cls, values: Sequence[float], steps: Sequence[int], from_zero: bool) -> Self:
+        """Return the paper on which all these values and steps have room."""
+        span = _Axis(min(steps), max(max(steps), min(steps) + 1), is_log=False)
+        return cls(_axis(values, from_zero), span)
+
+    def x(self, step: float) -> float:
+        return _LEFT + self.span.place(step) * (_WIDTH - _LEFT - _RIGHT)
+
+    def y(self, value: float) -> float:
+        return _HEIGHT - _BOTTOM - self.axis.place(value) * (_HEIGHT - _TOP - _BOTTOM)
+
+    def path(self, points: Iterable[Point]) -> str:
+        return " ".join(f"{self.x(step):.1f},{self.y(value):.1f}" for step, value in points)
+
+    def level(self, name: str, value: float, color: str = "") -> str:
+        """Return a line from side to side."""
+        y = self.y(value)
+        stroke = f' stroke="{color}"' if color else ""
+        place = f'x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"'
+        return f'<line class="{name}"{stroke} {place}/>'
+
+    def marks(self, steps: Sequence[int]) -> list[str]:
+        """Return a line after each step at which the run was started again."""
+        return [
+            _stroke(
+                "mark",
+                self.x(step),
+                _TOP,
+                self.x(step),
+                _HEIGHT - _BOTTOM,
+                f"resumed after step {step}",
+            )
+            for step in steps
+            if self.span.low <= step <= self.span.high
+        ]
+
+    def grid(self, text: Text, unit: float) -> list[str]:
+        """Return the lines behind a chart, with the numbers beside them."""
+        parts = []
+        ticks = self.axis.ticks(unit)
+        for tick, words in zip(ticks, _labels(ticks, text), strict=True):
+            parts.append(_stroke("grid", _LEFT, self.y(tick), _WIDTH - _RIGHT, self.y(tick)))
+            parts.append(_text(_LEFT - 6, self.y(tick) + 4, words, "end"))
+        steps = sorted({math.ceil(tick) for tick in self.span.ticks(1.0)})
+        for step in steps:
+            words = f"{step:,}"
+            x = min(self.x(step), _WIDTH - 4 - _HALF_DIGIT * len(words))
+            parts.append(_text(x, _HEIGHT - 7, words, "middle"))
+        return parts
 
 
 def _axis(values: Sequence[float], from_zero: bool) -> _Axis:
@@ -160,25 +265,6 @@ def _round_values(low: float, high: float, unit: float) -> list[float]:
     return [each * n for n in range(math.ceil(low / each), math.floor(high / each) + 1)]
 
 
-def _grid(
-    axis: _Axis,
-    span: _Axis,
-    x: Callable[[float], float],
-    y: Callable[[float], float],
-    text: Text,
-    unit: float,
-) -> list[str]:
-    """Return the lines behind a chart, with the numbers beside them."""
-    parts = []
-    ticks = axis.ticks(unit)
-    for tick, words in zip(ticks, _labels(ticks, text), strict=True):
-        parts.append(_stroke("grid", _LEFT, y(tick), _WIDTH - _RIGHT, y(tick)))
-        parts.append(_text(_LEFT - 6, y(tick) + 4, words, "end"))
-    steps = sorted({math.ceil(tick) for tick in span.ticks(1.0)})
-    parts += [_text(x(step), _HEIGHT - 7, f"{step:,}", "middle") for step in steps]
-    return parts
-
-
 def _labels(ticks: Sequence[float], text: Text) -> list[str]:
     """Return the numbers beside an axis, with as many digits as tell each from the next."""
     labels = []
@@ -189,7 +275,7 @@ def _labels(ticks: Sequence[float], text: Text) -> list[str]:
     return labels
 
 
-def _drawn(line: Line, x: Callable[[float], float], y: Callable[[float], float]) -> list[str]:
+def _drawn(line: Line, paper: _Paper) -> list[str]:
     """Return a series: where values are no numbers it has a gap, and the axis a red mark."""
     parts = []
     color = f"var(--c{line.color})"
@@ -198,30 +284,25 @@ def _drawn(line: Line, x: Callable[[float], float], y: Callable[[float], float])
         if not is_number:
             base = _HEIGHT - _BOTTOM
             parts += [
-                _stroke("bad", x(step), base - 9, x(step), base, f"step {step}: {value}")
-                for step, value in points
+                _stroke("bad", x, base - 9, x, base, f"step {step}: {value}")
+                for x, step, value in ((paper.x(step), step, value) for step, value in points)
             ]
             continue
         if len(points) > 1:
-            path = " ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in points)
-            parts.append(f'<polyline class="line" stroke="{color}" points="{path}"/>')
+            parts.append(f'<polyline class="line" stroke="{color}" points="{paper.path(points)}"/>')
         if len(points) == 1 or line.has_dots:
             parts += [
-                f'<circle cx="{x(step):.1f}" cy="{y(value):.1f}" r="2.4" fill="{color}">'
-                f"<title>step {step}: {value:.6g}</title></circle>"
+                f'<circle cx="{paper.x(step):.1f}" cy="{paper.y(value):.1f}" r="2.4" '
+                f'fill="{color}"><title>step {step}: {value:.6g}</title></circle>'
                 for step, value in points
             ]
     if line.level is not None:
-        height = y(line.level)
-        parts.append(
-            f'<line class="level" stroke="{color}" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" '
-            f'y1="{height:.1f}" y2="{height:.1f}"/>'
-        )
+        parts.append(paper.level("level", line.level, color))
     return parts
 
 
-def _key(line: Line) -> str:
-    return f'<span><i style="background:var(--c{line.color})"></i>{escape(line.name)}</span>'
+def _key(name: str, color: int) -> str:
+    return f'<span><i style="background:var(--c{color})"></i>{escape(name)}</span>'
 
 
 def _stroke(name: str, x1: float, y1: float, x2: float, y2: float, what: str = "") -> str:

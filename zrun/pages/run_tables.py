@@ -1,0 +1,188 @@
+"""What ranks hold, do and send beside what was planned, as bars and tables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from zrun.hosts.cluster import several
+from zrun.pages import document
+from zrun.pages.bars import Bar, Piece, bars
+from zrun.pages.run_curves import SPLIT_COLORS, TIERS
+from zrun.watch import formatting
+from zrun.watch.curves import held_by_tier
+from zrun.watch.memory_course import held_by_kind
+from zrun.watch.memory_kinds import KINDS, MEANINGS, PARTS
+from zrun.watch.run_record import RunRecord
+from zrun.watch.run_state import SPLIT, RunState
+from zrun.watch.stragglers import find_late, own_times
+from zrun_core.sizes import format_size
+from zrun_core.spine.events import Event
+
+_RANKS_SHOWN = 64
+_LATE_SHOWN = 8
+_COLORS = {part.name: part.number for part in PARTS}
+
+
+def memory_bars(record: RunRecord) -> str:
+    """Return what each rank held at its peak, by kind: its buffers, and what came to them."""
+    found = []
+    for rank in _shown(record):
+        event = record.state.memory[rank]
+        held = held_by_kind(event).get("device", {})
+        pieces = [Piece(MEANINGS[kind], held.get(kind, 0), _COLORS[kind]) for kind in KINDS]
+        total = sum(held.values())
+        peak = (record.history.peaks.get(rank) or {}).get("peak_bytes")
+        end = format_size(total)
+        if peak is not None and peak > total and not _is_mixed(record.state, event):
+            pieces.append(Piece(MEANINGS["activations"], peak - total, _COLORS["activations"]))
+            end = f"{format_size(peak)} at the peak of step {record.history.peaks[rank]['step']}"
+        found.append(Bar(_name(record, rank), pieces, end, level=_predicted_peak(record.state)))
+    meaning = "" if _predicted_peak(record.state) is None else "the peak of the estimate"
+    return bars(found, _text, meaning)
+
+
+def _is_mixed(state: RunState, event: Event) -> bool:
+    """Return whether the tensors of the device's peak may be those of another tier too."""
+    return (state.start or {}).get("device") == "cpu" and "host" in (event.get("tiers") or {})
+
+
+def _predicted_peak(state: RunState) -> int | None:
+    return ((state.estimate or {}).get("predicted") or {}).get("peak_bytes")
+
+
+def memory_table(record: RunRecord) -> str:
+    """Return what each rank holds, by tier, beside the plan."""
+    state, facts = record.state, record.facts
+    ranks = _shown(record)
+    if not ranks:
+        return ""
+    held = {}
+    for rank in ranks:
+        planned = record.curves.planned if rank == 0 else {}
+        held[rank] = held_by_tier(state.memory[rank], planned)
+    tiers = [tier for tier in TIERS if any(tier in of_rank for of_rank in held.values())]
+    on_gpu = any(state.memory[rank].get("device_reserved") is not None for rank in ranks)
+    head = ["rank", "host"]
+    if facts.places:
+        head.append("place")
+    for tier in tiers:
+        head += [f"{tier}, planned", "measured"]
+    if on_gpu:
+        head += ["held by torch", "fragmented"]
+    head.append("process, at most")
+    rows = []
+    for rank in ranks:
+        event = state.memory[rank]
+        cells = [str(rank), facts.hosts[rank] if rank < len(facts.hosts) else "?"]
+        if facts.places:
+            cells.append(facts.places[rank] if rank < len(facts.places) else "?")
+        for tier in tiers:
+            measured, planned_bytes = held[rank].get(tier, (None, None))
+            cells += [_size(planned_bytes), _size(measured)]
+        if on_gpu:
+            cells += [_size(event.get("device_reserved")), _size(event.get("device_fragmented"))]
+        cells.append(_size(event.get("peak_rss_bytes")))
+        rows.append(document.row(cells))
+    left = len(state.memory) - len(ranks)
+    more = document.soft(f"{left} more ranks are in events.jsonl.") if left else ""
+    return document.table(head, rows) + more
+
+
+def split_bars(record: RunRecord) -> str:
+    """Return how each rank has lately spent a step."""
+    found = []
+    for rank in _shown(record):
+        event = record.state.memory[rank]
+        split = event.get("split") or {}
+        pieces = [Piece(part, split.get(part, 0.0), SPLIT_COLORS[part]) for part in SPLIT]
+        if not any(piece.amount for piece in pieces):
+            continue
+        busy = formatting.seconds(sum(own_times(event).values()))
+        took = formatting.seconds(sum(split.values()))
+        found.append(Bar(_name(record, rank), pieces, f"busy {busy} of {took}"))
+    return bars(found, formatting.seconds)
+
+
+def stragglers(record: RunRecord) -> str:
+    """Return which ranks the others have waited for."""
+    ranks = record.ranks
+    if not ranks.num_samples:
+        return ""
+    told = {int(event["rank"]): event for event in record.state.memory.events}
+    now = [each.worker.name for each in find_late(told, lambda rank: f"rank {rank}")]
+    samples = several(ranks.num_samples, "time")
+    if not ranks.late:
+        return document.soft(f"No rank was slow: they were compared {samples}.")
+    words = [
+        f"{name} {several(number, 'time')}" for name, number in ranks.late.most_common(_LATE_SHOWN)
+    ]
+    if len(ranks.late) > _LATE_SHOWN:
+        words.append(f"{len(ranks.late) - _LATE_SHOWN} others")
+    lately = f"; when they told last: {', '.join(now[:_LATE_SHOWN])}" if now else ""
+    return document.soft(f"Slow, of {samples} compared: {', '.join(words)}{lately}.")
+
+
+def moved(state: RunState) -> str:
+    """Return the bytes that the newest step moved between tiers, beside the plan."""
+    rows = []
+    for tier, use in state.step.tiers.items():
+        for way, words in (("read", "read from"), ("written", "written to")):
+            sizes = _sum(use["planned"][way]), _sum(use["moved"][way])
+            rows.append(document.row([f"{words} {tier}", *map(format_size, sizes)]))
+    if not rows:
+        return ""
+    title = f'<h3 class="part">Bytes between tiers in step {state.step.step}, rank 0</h3>'
+    return title + document.table(("", "planned", "measured"), rows)
+
+
+def traffic(record: RunRecord) -> str:
+    """Return what rank 0 has sent in its newest launch, by axis and kind, beside theory."""
+    state = record.state
+    told = (state.end or {}).get("traffic") or {}
+    rows = []
+    for kind, each in told.items():
+        measured, expected = each.get("measured_bytes"), each.get("expected_bytes")
+        cells = [_axis(kind), kind, _size(expected), _size(measured), _off(measured, expected)]
+        rows.append(document.row(cells))
+    if rows:
+        head = ("axis", "collective", "in theory", "measured", "difference")
+        return document.table(head, rows, "words")
+    if state.traffic_bytes:
+        sent = f"{format_size(state.traffic_bytes)} were sent by rank 0 in this launch"
+        return document.soft(f"{sent}; its end tells them by collective, beside theory.")
+    return ""
+
+
+def _axis(kind: str) -> str:
+    return "tensor" if kind == "tensor" else "data"
+
+
+def _off(measured: int | None, expected: int | None) -> str:
+    if measured is None or expected is None:
+        return "-"
+    if measured == expected:
+        return "none"
+    return f"{(measured - expected) / expected:+.2%}" if expected else _size(measured)
+
+
+def _shown(record: RunRecord) -> list[int]:
+    return sorted(record.state.memory)[:_RANKS_SHOWN]
+
+
+def _name(record: RunRecord, rank: int) -> str:
+    facts = record.facts
+    is_known = rank < facts.num_ranks and (not facts.places or rank < len(facts.places))
+    return facts.rank(rank) if is_known else f"rank {rank}"
+
+
+def _sum(sizes: Mapping[str, Any]) -> int:
+    return sum(sizes.values())
+
+
+def _size(num_bytes: int | None) -> str:
+    return "-" if num_bytes is None else format_size(num_bytes)
+
+
+def _text(size: float) -> str:
+    return format_size(int(size))

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator
+import shutil
+from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 from pathlib import Path
+from random import Random
+from tempfile import TemporaryDirectory
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from zrun.job.hidden import shown_command
 from zrun.launch.page import write_page
 from zrun.pages.outcome import Outcome
 from zrun.pages.run_page import page
-from zrun.runs.rundir import RunDir
+from zrun.runs.rundir import EarlierRun, RunDir
 from zrun.watch import run_record
 from zrun.watch.panel_layout import Facts
 from zrun.watch.report import report
@@ -66,6 +71,23 @@ def charts(text: str) -> dict[str, ElementTree.Element]:
     return {each.attrib["aria-label"]: each for each in map(ElementTree.fromstring, found)}
 
 
+DAMAGE: list[Callable[[bytes], bytes]] = [
+    lambda line: line[: len(line) // 2],
+    lambda line: b"\xff\x00" + line,
+    lambda line: b"[" * 100_000,
+    lambda line: b"",
+    lambda line: b"null",
+    lambda line: b'{"type": 1, "time": 1, "rank": 0}',
+    lambda line: re.sub(rb":\d+", b":null", line),
+    lambda line: re.sub(rb":\d+", b':"x"', line, count=4),
+    lambda line: re.sub(rb"\{\"params.*?\}", b"[1]", line),
+    lambda line: re.sub(rb'"step":\d+', b'"step":1e400', line),
+    lambda line: re.sub(rb'"step":\d+', b'"step":-3', line),
+    lambda line: re.sub(rb'"loss":[\d.]+', b'"loss":1' + b"0" * 400, line),
+    lambda line: re.sub(rb'"time":[\d.]+', b'"time":1e300', line),
+    lambda line: re.sub(rb'"(grad_norm|step_s|waited_s)":[\d.]+', rb'"\1":1e308', line),
+    lambda line: re.sub(rb'"(grad_norm|step_s|waited_s)":[\d.]+', rb'"\1":{}', line),
+]
 TIERS = {
     "disk": {
         "moved": {"read": {"params": 6 * MIB}, "written": {"optim": 3 * MIB}},
@@ -138,6 +160,186 @@ def test_it_shows_what_was_planned_and_what_was_measured(tmp_path: Path) -> None
     ):
         assert "".join(f"<td>{cell}</td>" for cell in cells) in text
     assert "training waited 0.9s for them in all" in text
+
+
+def rects(text: str, bar: str, after: str = "") -> dict[str, float]:
+    """Return the lengths of the parts of a bar, by what they say of themselves."""
+    start = text.index(f'aria-label="{bar}"', text.index(after))
+    picture = text[start : text.index("</svg>", start)]
+    found = re.findall(r'width="([\d.]+)"[^>]*><title>(.*?)</title>', picture)
+    return {what: float(width) for width, what in found}
+
+
+def test_memory_by_kind_and_the_parts_of_a_step_are_those_of_the_events(tmp_path: Path) -> None:
+    split = {"data": 0.25, "forward": 1.0, "backward": 2.0, "comm": 0.5, "optim": 0.25}
+    text = drawn(
+        tmp_path,
+        start(world_size=2, planned_bytes={"params": 10 * MIB, "optim": 20 * MIB}),
+        *(step(n, split=split, traffic={"sent_bytes": n * MIB}) for n in range(1, 5)),
+        event("memory", 0, step=2, params=10 * MIB, optim=10 * MIB, split=split),
+        event("memory", 0, step=4, params=10 * MIB, optim=20 * MIB, split=split),
+        event("memory", 1, step=4, params=10 * MIB, optim=20 * MIB, split=split | {"comm": 1.5}),
+        event("peak", 0, step=2, peak_bytes=70 * MIB),
+        event("estimate", step=3, predicted={"peak_bytes": 80 * MIB}, measured={}),
+    )
+    bar = rects(text, "rank 0 on n01", "Memory</h2>")
+    assert list(bar) == [
+        "parameters: 10.0 MiB",
+        "optimizer states and fp32 masters: 20.0 MiB",
+        "activations, temporaries and the batch: 40.0 MiB",
+    ]
+    assert [round(4 * width / list(bar.values())[2], 2) for width in bar.values()] == [1, 2, 4]
+    assert "70.0 MiB at the peak of step 2" in text
+    assert "the red line is the peak of the estimate" in text
+    parts = rects(text, "rank 1 on n02", "Time of a step</h2>")
+    assert list(parts) == [
+        "data: 0.25s", "forward: 1.00s", "backward: 2.00s", "comm: 1.50s", "optim: 0.25s"
+    ]  # fmt: skip
+    assert "busy 3.50s of 5.00s" in text
+    found = charts(text)
+    stacked = found["Buffers of rank 0 in memory (dashed: plan)"]
+    assert len(stacked.findall("polygon")) == 2
+    (plan,) = stacked.findall("line[@class='level plan']")
+    tops = [each.attrib["points"].split() for each in stacked.findall("polygon")][1]
+    assert any(point.split(",")[1] == plan.attrib["y1"] for point in tops), "the end is the plan"
+    assert len(found["Parts of a step, seconds of rank 0"].findall("polyline")) == len(split)
+    (sent,) = found["Sent by rank 0 in a step"].findall("polyline")
+    heights = [float(point.split(",")[1]) for point in sent.attrib["points"].split()]
+    assert heights[0] - heights[1] == pytest.approx((heights[0] - heights[3]) / 3, abs=0.2)
+    assert "10.0 MiB were sent by rank 0 in this launch" in text
+
+
+def test_ranks_that_were_waited_for_are_counted(tmp_path: Path) -> None:
+    def told(number: int, slow: float) -> list[Event]:
+        splits = [{"forward": 1.0, "comm": slow - 1}, {"forward": slow}, {"forward": 1.0}]
+        return [
+            event("memory", rank, step=number, split=split) for rank, split in enumerate(splits)
+        ]
+
+    events = [start(world_size=3), step(1)]
+    for number, slow in enumerate([9.0, 2.0, 1.0, 2.0], 1):  # the first one warms up
+        events += told(number, slow)
+    text = drawn(tmp_path, *events, facts=Facts("gpt", "r", ("n1", "n1", "n1")))
+    assert "Slow, of 3 times compared: rank 1 2 times; when they told last: rank 1." in text
+    busy = charts(text)["Seconds that ranks are busy in a step"]
+    assert len(busy.findall("polyline")) == 3, "least, median, most"
+    again = read_record(tmp_path).ranks
+    assert again.most.points == [(2, 2.0), (3, 1.0), (4, 2.0)]
+    assert again.median.points == [(2, 1.0), (3, 1.0), (4, 1.0)]
+    assert "No rank was slow: they were compared 1 time." in drawn(
+        tmp_path, start(world_size=3), step(1), *told(1, 1.0), *told(2, 1.0)
+    )
+
+
+def test_saves_and_warnings_are_listed(tmp_path: Path) -> None:
+    best = {"step": 4, "metric": "top1", "mode": "max", "value": 0.5}
+    saves = [
+        event("save", step=4, path="x", reason="best", bytes=3 * MIB, seconds=0.5, stall_s=0.25)
+        | {"best": best, "removed": [1, 2]},
+        event("save", step=5, path="x"),  # of an older version
+    ]
+    warnings = [event("warning", rank=n % 7, message=f"number {n} <b>") for n in range(150)]
+    text = drawn(tmp_path, start(), step(4), saves[0], step(5), saves[1], *warnings)
+    row = ["best; removed 1, 2", "3.0 MiB", "0.50s", "0.25s", "top1 0.5"]
+    assert "".join(f"<td>{cell}</td>" for cell in row) in text
+    assert "The newest 100 of 150 messages" in text
+    assert "<td>warning (rank 2): number 149 &lt;b&gt;</td>" in text
+    assert "number 49 " not in text
+
+
+def launched(path: Path, number: int, code: int | None, events: Iterable[Event]) -> None:
+    """Launch a run in a folder, or go on with it."""
+    claimed = RunDir.claim("gpt", path, earlier=EarlierRun.CONTINUE)
+    with claimed as rundir:
+        rundir.write_launch(f"zrun train gpt.yaml steps={number}")
+        rundir.append([encode(each) for each in events])
+        if code:
+            rundir.write_failure({"message": f"it <broke> {number}", "told": f"all of {number}"})
+        rundir.exit_code = code
+
+
+def test_each_launch_of_a_run_is_told_with_its_steps_and_its_end(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    launched(path, 1, 5, [start(), *map(step, range(1, 6))])
+    launched(path, 2, 3, [])  # it failed before it began
+    went_on = start(resumed={"step": 3, "path": "x"}, versions={"torch": "2.13"})
+    launched(path, 3, 0, [went_on, step(4), step(5), event("end", step=5, reason="steps")])
+    text = page(read_record(path), DONE)
+    assert "does not allow to draw" not in text
+    table = re.findall(r"<tr>(.*?)</tr>", text[text.index("Launches</h2>") :])
+    rows = [re.findall("<td>(.*?)</td>", each) for each in table[1:4]]
+    assert [row[:1] + row[2:] for row in rows] == [
+        ["1", "1 to 5", "failed, exit code 5", "it &lt;broke&gt; 1", "zrun train gpt.yaml steps=1"],
+        ["2", "-", "failed, exit code 3", "it &lt;broke&gt; 2", "zrun train gpt.yaml steps=2"],
+        ["3", "4 to 5", "done", "steps", "zrun train gpt.yaml steps=3"],
+    ]
+    assert "<pre>all of 1</pre>" in text
+    assert "after step 3 of x" in text
+    assert "<th>versions</th><td>torch 2.13</td>" in text
+    # An older version kept no launch.json: it is not known whose the two starts are.
+    for folder in (path, path / "attempts" / "1", path / "attempts" / "2"):
+        (folder / "launch.json").unlink()
+    text = page(read_record(path), DONE)
+    assert "the record has 2 starts" in text
+    assert "<td>4 to 5</td>" in text
+    shutil.rmtree(path / "attempts" / "2")  # of two launches it is
+    text = page(read_record(path), DONE)
+    assert "<td>1 to 5</td><td>failed, exit code 5</td>" in text
+    assert "the record has" not in text
+
+
+def test_a_run_that_was_begun_anew_has_the_steps_of_its_own_record_only(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    launched(path, 1, 5, [start(), *map(step, range(1, 9))])
+    with RunDir.claim("gpt", path, earlier=EarlierRun.START_OVER) as rundir:
+        rundir.write_launch("zrun train gpt.yaml --fresh")
+        rundir.append([encode(start()), encode(step(1))])
+        rundir.exit_code = 0
+    text = page(read_record(path), DONE)
+    assert "<td>set aside: the run was begun anew</td><td>failed, exit code 5</td>" in text
+    assert "<td>1 to 1</td><td>done</td>" in text
+
+
+def test_what_a_launch_told_is_of_that_launch(tmp_path: Path) -> None:
+    """Stages are told before the start; steps, ends and evaluations belong to the newest launch."""
+
+    def stage(number: int, stages: int) -> Event:
+        facts = {"virtual": 1, "schedule": "1f1b", "blocks": ["b"], "params": 1, "trainable": 1}
+        return event("stage", rank=number, stage=number, stages=stages, **facts)
+
+    first = [stage(0, 3), stage(1, 3), stage(2, 3), start(), step(1), step(2)]
+    second = [start(resumed={"step": 2}), step(3), event("end", step=3, reason="hook", total_s=1.0)]
+    recorded(tmp_path, [*first, event("end", step=2, reason="steps", total_s=9.0), *second])
+    state = read_record(tmp_path).state
+    assert (state.first.step, state.step.step, state.stages) == (3, 3, {})
+    assert state.end is not None
+    assert state.end["reason"] == "hook"
+    recorded(tmp_path, [*first, stage(0, 2), stage(1, 2), start(resumed={"step": 2})])
+    state = read_record(tmp_path).state
+    assert (sorted(state.stages), state.end) == ([0, 1], None)
+    assert (state.first.step, state.step.step, state.step.loss) == (0, 2, 2.0)
+    recorded(tmp_path, [*first[:4], stage(0, 2), stage(1, 2), start()])
+    assert sorted(read_record(tmp_path).state.stages) == [0, 1], "the first made no step"
+
+
+@given(st.lists(st.sampled_from(DAMAGE), max_size=6), st.randoms(use_true_random=False))
+def test_no_damaged_record_keeps_its_page_from_being_written(
+    damage: list[Callable[[bytes], bytes]], random: Random
+) -> None:
+    held = event("memory", step=1, params=MIB, split={"forward": 1.0})
+    save = event("save", step=1, path="x", bytes=1)
+    lines = [
+        encode(each)
+        for each in (start(), *(step(n, tiers=TIERS) for n in range(1, 9)), held, save, start())
+    ]
+    for harm in damage:
+        place = random.randrange(len(lines))
+        lines[place] = harm(lines[place])
+    with TemporaryDirectory() as folder:
+        (Path(folder) / "events.jsonl").write_bytes(b"\n".join(lines))
+        text = page(read_record(Path(folder)), DONE)
+    assert text.endswith("</html>\n")
+    assert not re.search(r'(points|x|y|width|[xy][12])="[^"]*\b(nan|inf)\b', text)
 
 
 def test_steps_that_are_made_again_count_as_they_came_last(tmp_path: Path) -> None:

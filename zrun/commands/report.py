@@ -66,7 +66,7 @@ def report(
         text = _page(paths[0])
         standard = paths[0] / PAGE
     if out == "-":
-        sys.stdout.buffer.write(text.encode(errors="backslashreplace"))
+        sys.stdout.buffer.write(text.encode())
         return
     print(_write(text, standard, out))
 

@@ -10,7 +10,7 @@ from html import escape
 STYLE = """
 .bars { display: grid; grid-template-columns: max-content minmax(8em, 1fr) max-content; \
 grid-auto-flow: dense; gap: .35em .9em; align-items: center; max-width: 75em; \
-font-variant-numeric: tabular-nums; }
+margin-top: 1em; font-variant-numeric: tabular-nums; }
 .bars svg { grid-column: 2; width: 100%; height: 1.4em; display: block; background: var(--card); }
 .bars .name { grid-column: 1; } .bars .end { grid-column: 3; }
 .bars rect { stroke: var(--back); stroke-width: 1; vector-effect: non-scaling-stroke; }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
@@ -10,7 +11,7 @@ from zrun_core.errors import JobError
 
 # Colours that any eye tells apart, each of which stands out from its ground:
 # `tests/unit/test_pages.py` computes both.
-LIGHT = ("#0072b2", "#d55e00", "#009e73", "#ca699f", "#995e34", "#2a92ff", "#58299e", "#5e6770", \
+LIGHT = ("#0072b2", "#d55e00", "#009e73", "#ca699f", "#995e34", "#258dfb", "#58299e", "#5e6770", \
 "#7a1f2b")  # fmt: skip
 DARK = ("#56b4e9", "#e69f00", "#aeff9d", "#d4afaa", "#f8ff1c", "#2469ad", "#b352ff", "#6b6a66", \
 "#fb6352")  # fmt: skip
@@ -71,7 +72,8 @@ def whole(title: str, body: Iterable[str], style: str = "") -> str:
         f"<title>{escape(title)}</title><style>{_STYLE}{style}</style>"
     )
     parts = "\n".join(body)
-    return f'<!doctype html>\n<html lang="en"><head>{head}</head><body>\n{parts}\n</body></html>\n'
+    text = f'<!doctype html>\n<html lang="en"><head>{head}</head><body>\n{parts}\n</body></html>\n'
+    return text.encode(errors="backslashreplace").decode()  # half a surrogate pair is no text
 
 
 def table(head: Sequence[str], rows: Iterable[str], name: str = "") -> str:
@@ -124,9 +126,9 @@ def check_target(target: Path, option: str) -> None:
     Raises:
         JobError: it is a folder, or its folder does not exist.
     """
-    if target.is_dir():
+    if os.path.isdir(target):  # Path.is_dir raises where a name is too long
         raise JobError(f"{option} {target} is a folder: name a file in it")
-    if not target.parent.is_dir():
+    if not os.path.isdir(target.parent):
         raise JobError(f"{option} {target}: there is no folder {target.parent}: make it first")
 
 
@@ -143,6 +145,6 @@ def save(target: Path, text: str, option: str) -> None:
     """
     check_target(target, option)
     try:
-        target.write_text(text, encoding="utf-8", errors="backslashreplace")
+        target.write_text(text, encoding="utf-8")
     except OSError as error:
         raise JobError(f"{option} {target}: {error.strerror}") from None

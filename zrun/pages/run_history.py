@@ -38,7 +38,7 @@ def launches_table(launches: Sequence[Launch], history: History) -> str:
         cells = [
             str(launch.number),
             "-" if began is None else _clock(began),
-            _steps(launch, stretch),
+            _steps(stretch) if launch.has_record else "set aside: the run was begun anew",
             ended,
             why or "-",
             launch.command or "-",
@@ -81,17 +81,12 @@ def _by_launch(launches: Sequence[Launch], history: History) -> dict[int, Stretc
 
 
 def _unplaced(history: History) -> str:
-    rows = [
-        document.row([_clock(each.time), f"{each.after} to {each.step}"])
-        for each in history.stretches
-    ]
+    rows = [document.row([_clock(each.time), _steps(each)]) for each in history.stretches]
     summary = f"the record has {several(history.num_stretches, 'start')}"
     return document.details(summary, document.table(("began", "steps"), rows, "words"))
 
 
-def _steps(launch: Launch, stretch: Stretch | None) -> str:
-    if not launch.has_record:
-        return "set aside: the run was begun anew"
+def _steps(stretch: Stretch | None) -> str:
     if stretch is None:
         return "-"
     if stretch.step == stretch.after:

@@ -38,7 +38,7 @@ def page(record: RunRecord, ended: Outcome) -> str:
     launches = read_launches(record.run_dir)
     parts: list[tuple[str, Callable[[], str]]] = [
         ("Curves", lambda: curves_of_training(record)),
-        ("Metrics of your own", lambda: curves_of_metrics(record)),
+        ("Your own metrics", lambda: curves_of_metrics(record)),
         ("Report", lambda: document.facts([*report_rows(state), *_origin(record)])),
         (
             "Memory",

@@ -59,8 +59,7 @@ class RunRecord:
         What the parts do not understand of it they leave out, each by itself.
         """
         with suppress(*_MISUNDERSTOOD):
-            if event["type"] == "start":
-                self.state = _begun(self.state, event)
+            self.state = _of_its_launch(self.state, event)
         with suppress(*_MISUNDERSTOOD):
             self.state = fold(self.state, event)
         with suppress(*_MISUNDERSTOOD):
@@ -72,12 +71,26 @@ class RunRecord:
         self.num_events += 1
 
 
-def _begun(before: RunState, start: Event) -> RunState:
-    """Return the state of a launch that begins: the step that it goes on from is known."""
-    step = (start.get("resumed") or {}).get("step", 0)
-    if step != before.step.step:
-        return RunState(step=Step(step=step))
-    return RunState(step=before.step)
+def _of_its_launch(state: RunState, event: Event) -> RunState:
+    """Return what was known before an event of the launch that it is of.
+
+    A launch begins with a `start`, or before it with what the stages of its pipeline have.
+    """
+    if event["type"] == "start":
+        step = (event.get("resumed") or {}).get("step", 0)
+        went_on_from = state.step if step == state.step.step else Step(step=step)
+        stages = {} if state.first.step else state.stages
+        return RunState(step=went_on_from, stages=stages)
+    if event["type"] == "stage":
+        stages = {
+            number: each
+            for number, each in state.stages.items()
+            if each["stages"] == event["stages"] and not state.first.step
+        }
+        if state.first.step:
+            return RunState(step=state.step, stages=stages)
+        return replace(state, stages=stages)
+    return state
 
 
 # What a field of another version or of a damaged line may lead to.

@@ -117,6 +117,17 @@ def test_amounts_lie_on_top_of_each_other() -> None:
     assert len(alone) == 2, "one moment has an area too"
 
 
+@pytest.mark.parametrize("last", [1, 3, 40, 1000, 100_000, 123_456_789])
+def test_no_two_numbers_below_a_chart_overlap(last: int) -> None:
+    line = chart.Line("", [(1, 1.0), (last, 2.0)])
+    (picture,) = re.findall(r"<svg.*?</svg>", chart.chart("t", [line], chart.short))
+    texts = ElementTree.fromstring(picture).findall("text[@text-anchor='middle']")
+    ends = [(float(each.attrib["x"]), 4.1 * len(each.text or "")) for each in texts]
+    assert ends
+    assert all(x + half < 400 for x, half in ends)
+    assert all(a + half < b - other for (a, half), (b, other) in itertools.pairwise(ends))
+
+
 def _point(text: str) -> tuple[float, float]:
     x, y = text.split(",")
     return float(x), float(y)

@@ -22,23 +22,24 @@ figcaption span { font-size: .87em; color: var(--soft); }
 figcaption i { display: inline-block; width: 1.1em; height: .2em; margin-right: .4em; \
 vertical-align: .25em; border-radius: 1px; }
 figure svg { display: block; width: 100%; height: auto; }
-figure text { font-size: 12px; fill: var(--soft); }
+figure text { font-size: 13px; fill: var(--soft); }
 .grid { stroke: var(--line); } .bad { stroke: var(--bad); stroke-width: 1.5; }
 .mark { stroke: var(--soft); stroke-dasharray: 2 3; }
 .line { fill: none; stroke-width: 1.6; stroke-linejoin: round; }
 .level { stroke-width: 1.4; stroke-dasharray: 6 4; } .plan { stroke: var(--text); }
-.area { fill-opacity: .75; stroke: var(--card); stroke-width: .8; }
+.area { fill-opacity: .85; }
 """
 _WIDTH = 400
 _HEIGHT = 200
-_LEFT = 62
+_LEFT = 68
 _RIGHT = 12
 _TOP = 12
 _BOTTOM = 24
 _TICKS = 5
 _DIGITS = 3
 _MOST_DIGITS = 14
-_HALF_DIGIT = 3.8  # of its width
+_GAP = 8.0  # between two numbers below an axis
+_HALF_DIGIT = 4.1  # of its width
 _WIDE = 20.0  # times the lowest value: from there on an axis is logarithmic
 
 
@@ -237,10 +238,14 @@ class _Paper:
             parts.append(_stroke("grid", _LEFT, self.y(tick), _WIDTH - _RIGHT, self.y(tick)))
             parts.append(_text(_LEFT - 6, self.y(tick) + 4, words, "end"))
         steps = sorted({math.ceil(tick) for tick in self.span.ticks(1.0)})
+        end = 0.0  # of the label before
         for step in steps:
             words = f"{step:,}"
-            x = min(self.x(step), _WIDTH - 4 - _HALF_DIGIT * len(words))
-            parts.append(_text(x, _HEIGHT - 7, words, "middle"))
+            half = _HALF_DIGIT * len(words)
+            x = min(self.x(step), _WIDTH - 4 - half)
+            if x - half >= end:
+                parts.append(_text(x, _HEIGHT - 7, words, "middle"))
+                end = x + half + _GAP
         return parts
 
 

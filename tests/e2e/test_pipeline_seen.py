@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+from html import unescape
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +89,7 @@ def test_a_pipeline_tells_its_stages_its_schedule_and_what_a_rank_waits_for(tmp_
         1: (1, 1),
     }
     assert all(0 <= use["waited_s"] <= use["span_s"] for use in told.values())
+    _has_one_page_whoever_writes_it(tmp_path, done.stderr)
 
 
 BROKEN = """
@@ -144,3 +147,28 @@ def test_what_only_counts_ends_no_run(tmp_path: Path, pp: int) -> None:
     assert uncounted.startswith("FLOP/s are left out: " if pp == 1 else "parallel.split: ")
     why = "cannot count addmm (AssertionError: shapes are incompatible)"
     assert uncounted.endswith(f"torch {torch.__version__} {why}")
+
+
+def _has_one_page_whoever_writes_it(folder: Path, said: str) -> None:
+    """The launcher's page, and that of `zrun report` afterwards, from files alone."""
+    written = (folder / "run" / "report.html").read_text()
+    done = subprocess.run(
+        [sys.executable, "-m", "zrun", "report", "run", "-o", "-"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+    assert done.returncode == 0, done.stderr
+    pages = [re.sub(r"written [-\d]+ [:\d]+", "", each) for each in (written, done.stdout)]
+    assert pages[0] == pages[1]
+    assert "failed</b>exit code 6" in written
+    message = re.findall("<pre>(.*?)</pre>", written, re.DOTALL)[0]
+    assert unescape(message) in said
+    assert "stuck in forward of step 4" in message
+    command = "zrun train job.yaml --run-dir run --ui plain"
+    assert "<td>1 to 3</td><td>failed, exit code 6</td><td>no progress for 4 s" in written
+    assert f"<td>{command}</td>" in written
+    assert 'aria-label="Step 2 by stage"' in written
+    assert "stages were idle for" in written
+    assert "does not allow to draw" not in written

@@ -21,6 +21,7 @@ from zrun.job.hidden import shown_command
 from zrun.launch.page import write_page
 from zrun.pages.outcome import Outcome
 from zrun.pages.run_page import page
+from zrun.runs.listing import RunStatus
 from zrun.runs.rundir import EarlierRun, RunDir
 from zrun.watch import run_record
 from zrun.watch.panel_layout import Facts
@@ -551,3 +552,14 @@ def test_the_text_names_the_page_and_draws_the_loss() -> None:
     assert "loss   8.0000 (step 1) -> 1.0000 (step 8) █▇▆▅▄▃▂▁" in lines
     assert lines[-1] == "page   run/report.html"
     assert report(state, Path("run"), ascii_only=True).isascii()
+
+
+def test_the_newest_launch_has_the_end_that_its_launcher_tells(tmp_path: Path) -> None:
+    """Its files do not tell of it yet: the launcher still holds the lock."""
+    with RunDir.claim("gpt", tmp_path / "run") as rundir:
+        rundir.write_launch("zrun train gpt.yaml")
+        rundir.append([encode(start()), encode(step(1))])
+        record = read_record(rundir.path)
+        text = page(record, Outcome.of(7, "all <losses>\nwent wrong"))
+        assert "<td>failed, exit code 7</td><td>all &lt;losses&gt;</td>" in text
+        assert "<td>running</td>" in page(record, Outcome(RunStatus.RUNNING))

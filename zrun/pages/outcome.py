@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from html import escape
 from typing import Self
 
@@ -47,6 +48,19 @@ class Outcome:
     def of_launch(cls, launch: Launch) -> Self:
         """Return the end of a launch as its files tell of it."""
         return cls(launch.state, launch.code, launch.message)
+
+    def of_newest(self, launches: Sequence[Launch]) -> list[Launch]:
+        """Return launches of which the newest ended so, which its files need not tell yet."""
+        *earlier, newest = launches
+        first, _, _ = self.message.strip().partition("\n")
+        newest = replace(
+            newest,
+            state=self.state,
+            code=self.code,
+            headline=newest.headline or first,
+            message=self.message,
+        )
+        return [*earlier, newest]
 
     @property
     def word(self) -> str:

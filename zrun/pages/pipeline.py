@@ -6,7 +6,7 @@ from html import escape
 
 from zrun.watch import formatting
 from zrun.watch.run_state import RunState
-from zrun.watch.stages import Box, recorded
+from zrun.watch.stages import Box, recorded, stage_rows
 
 _WIDTH = 1000.0
 _ROW = 30.0
@@ -37,6 +37,7 @@ def picture(state: RunState) -> str:
         f'<div class="wide"><svg class="steps" viewBox="0 0 {_WIDTH:g} {height:g}" role="img" '
         f'aria-label="{escape(title)}">{"".join(parts)}</svg></div>'
         f'<p class="soft">{escape(_legend(rows, last))}</p>'
+        f"<p>{escape(dict(stage_rows(state)).get('bubble', ''))}</p>"
     )
 
 

@@ -35,7 +35,7 @@ def page(record: RunRecord, ended: Outcome) -> str:
         ended: how its newest launch ended, or that it goes on.
     """
     facts, state, history = record.facts, record.state, record.history
-    launches = read_launches(record.run_dir)
+    launches = ended.of_newest(read_launches(record.run_dir))
     parts: list[tuple[str, Callable[[], str]]] = [
         ("Curves", lambda: curves_of_training(record)),
         ("Your own metrics", lambda: curves_of_metrics(record)),

@@ -61,7 +61,7 @@ def _launch(
     number: int, folder: Path, state: RunStatus, code: int | None, report: dict[str, Any]
 ) -> Launch:
     told = read_json(folder / LAUNCH)
-    is_early = state in (RunStatus.FAILED, RunStatus.STOPPED)
+    is_early = state is not RunStatus.FINISHED
     began = told.get("time")
     offset = told.get("first_event")
     return Launch(

@@ -183,6 +183,10 @@ def test_runs_are_in_one_chart_each_and_what_differs_is_on_top() -> None:
         for each in drawn["Loss"].findall("polyline")
     )
     assert one[:4] == other, "they tell the same, to one scale"
+    widths = [
+        float(each.attrib["stroke-width"]) for each in drawn["Gradient norm"].iter("polyline")
+    ]
+    assert widths == sorted(set(widths), reverse=True), "none is hidden by one that tells the same"
     assert "The curves end where the runs do: a at step 10, b at step 4, c at step 10." in text
     assert "Without a loss: c." in text
     assert "<td>steps</td><td>10</td><td>4</td><td>10</td>" in text

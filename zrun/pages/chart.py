@@ -25,7 +25,7 @@ figure svg { display: block; width: 100%; height: auto; }
 figure text { font-size: 13px; fill: var(--soft); }
 .grid { stroke: var(--line); } .bad { stroke: var(--bad); stroke-width: 1.5; }
 .mark { stroke: var(--soft); stroke-dasharray: 2 3; }
-.line { fill: none; stroke-width: 1.6; stroke-linejoin: round; }
+.line { fill: none; stroke-linejoin: round; }
 .level { stroke-width: 1.4; stroke-dasharray: 6 4; } .plan { stroke: var(--text); }
 .area { fill-opacity: .85; }
 """
@@ -55,6 +55,7 @@ class Line:
         name: in the key; empty: it has none.
         color: the number of its colour.
         has_dots: its points lie so far apart that each is shown.
+        width: of the line.
     """
 
     name: str
@@ -62,6 +63,7 @@ class Line:
     color: int = 0
     level: float | None = None
     has_dots: bool = False
+    width: float = 1.6
 
     @property
     def values(self) -> list[float]:
@@ -294,7 +296,10 @@ def _drawn(line: Line, paper: _Paper) -> list[str]:
             ]
             continue
         if len(points) > 1:
-            parts.append(f'<polyline class="line" stroke="{color}" points="{paper.path(points)}"/>')
+            parts.append(
+                f'<polyline class="line" stroke="{color}" stroke-width="{line.width:.1f}" '
+                f'points="{paper.path(points)}"/>'
+            )
         if len(points) == 1 or line.has_dots:
             parts += [
                 f'<circle cx="{paper.x(step):.1f}" cy="{paper.y(value):.1f}" r="2.4" '

@@ -17,6 +17,7 @@ from zrun.watch.comparison import ComparedRun, Row, cell, rows
 
 MOST_RUNS = NUM_COLORS  # a chart tells no more of them apart
 _MOST_METRICS = 20
+_THINNEST, _THINNER, _WIDEST = 1.3, 1.3, 5.0  # lines
 
 
 def page(runs: Sequence[ComparedRun]) -> str:
@@ -95,8 +96,14 @@ def _chart(runs: Sequence[ComparedRun], title: str, series: str, *, from_zero: b
 
 
 def _lines(runs: Sequence[ComparedRun], series: str) -> list[Line]:
+    """Return a line for each run, each thinner than those that it may cover."""
     return [
-        replace(line(run.curves, series), name=run.name, color=number)
+        replace(
+            line(run.curves, series),
+            name=run.name,
+            color=number,
+            width=min(_WIDEST, _THINNEST + _THINNER * (len(runs) - 1 - number)),
+        )
         for number, run in enumerate(runs)
     ]
 

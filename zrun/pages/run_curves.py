@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from zrun.hosts.cluster import several
 from zrun.pages import chart, document
@@ -59,13 +58,14 @@ def curves_of_memory(record: RunRecord) -> str:
     """Return the charts of rank 0's memory, beside its plan."""
     curves = record.curves
     marks = curves.went_on
-    on_gpu = [line(curves, "torch", "held by torch on the GPU"), line(curves, "process", "process")]
-    on_gpu[1] = replace(on_gpu[1], color=1)
-    if not on_gpu[0].points:
-        on_gpu = [line(curves, "process")]
+    title = "Whole process of rank 0"
+    whole = [line(curves, "process")]
+    if curves.of("torch").points:
+        title = "Rank 0's process, and its GPU"
+        whole = [line(curves, "process", "process"), line(curves, "torch", "held by torch", 1)]
     tiers = dict.fromkeys(tier for _, held in curves.memory.moments for tier in held)
     stacks = [_kinds(curves, tier, _place(record, tier)) for tier in TIERS if tier in tiers]
-    return _charts("".join([*stacks, memory_chart("Whole process of rank 0", on_gpu, marks)]))
+    return _charts("".join([*stacks, memory_chart(title, whole, marks)]))
 
 
 def curves_of_times(record: RunRecord) -> str:

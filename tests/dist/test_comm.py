@@ -459,3 +459,57 @@ def test_a_wait_within_a_wait_ends_with_it() -> None:
     # It waits; inside, nothing is counted yet, nor after the inner wait; it no longer waits.
     assert told == [True, True, True, False]
     assert comm.waits.seconds() > 0
+
+
+def report_of(rank: int, turn: int) -> bytes:
+    """Nothing, what fits into one value of the store with 3,000 bytes, or what needs three."""
+    return bytes([0, 10, rank]) * (1000 * turn * rank)
+
+
+def gather_in_turns() -> dict[str, Any]:
+    """What the first rank is told, three times at once, and what that sends."""
+    rank, _ = world()
+    comm, group = join()
+    whole_value = zrun_core.distributed.comm._VALUE_BYTES
+    zrun_core.distributed.comm._VALUE_BYTES = 3000
+    try:
+        found = [
+            comm.gather_bytes(report_of(rank, turn), group, name="report") for turn in (0, 1, 2)
+        ]
+        shared = [
+            comm.share_bytes(report_of(rank + 1, turn), group, name="report") for turn in (0, 1, 2)
+        ]
+    finally:
+        zrun_core.distributed.comm._VALUE_BYTES = whole_value
+    key = TrafficKey("gather", "world", CommPhase.SETUP)
+    small = TrafficKey("small", "world", CommPhase.SETUP)
+    return {
+        "found": found,
+        "shared": shared,
+        "sent": comm.sent_bytes[key],
+        "received": comm.received_bytes[key],
+        "small": comm.sent_bytes[small],
+    }
+
+
+def test_reports_reach_the_first_rank_alone(ranks):
+    """And nothing of them goes through the memory of any device: 8 bytes do, to meet."""
+    first, *others = ranks(3).run(gather_in_turns)
+    told = [[report_of(rank, turn) for rank in range(3)] for turn in (0, 1, 2)]
+    shared = [report_of(1, turn) for turn in (0, 1, 2)]
+    shared_bytes = sum(map(len, shared))
+    assert first["found"] == told
+    assert first["shared"] == shared
+    assert first["sent"] == shared_bytes
+    assert first["received"] == sum(len(each) for turn in told for each in turn[1:])
+    for rank, other in enumerate(others, 1):
+        assert other["found"] == [[], [], []]
+        assert other["sent"] == sum(len(turn[rank]) for turn in told)
+        assert other["shared"] == shared
+        assert other["received"] == shared_bytes
+        assert other["small"] == 6 * 2 * 2 * 4
+
+
+def test_one_rank_gathers_from_itself():
+    comm = Comm(CPU)
+    assert comm.gather_bytes(b"own", Group("world", (0,), 0, None), name="report") == [b"own"]

@@ -31,7 +31,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -59,6 +59,9 @@ from zrun_core.hardware.clock import Unpassed, Waits
 from zrun_core.spine.flight_recorder import FlightRecorder, listed
 
 DIRECT_MAX_RANKS = 8
+_VALUE_BYTES = (
+    4 * 2**20
+)  # of one in the store of the process group: torch's takes no more than 8 MiB
 
 
 def direct_up_to(device: str) -> int:
@@ -84,8 +87,8 @@ class TrafficKey(NamedTuple):
     """One line of the traffic account.
 
     Attributes:
-        kind: all_gather | reduce_scatter | all_reduce | push | pull | broadcast | small | send |
-            receive.
+        kind: all_gather | reduce_scatter | all_reduce | push | pull | broadcast | small | gather |
+            send | receive.
     """
 
     kind: str
@@ -418,6 +421,64 @@ class Comm:
             on_host = rows.cpu()
         return [row[:count].numpy().tobytes() for row, count in zip(on_host, counts, strict=True)]
 
+    def gather_bytes(self, payload: bytes, group: Group, *, name: str) -> list[bytes]:
+        """Return every rank's `payload` on the first rank of the group; nothing on the others.
+
+        They meet in the store of the process group: no memory of devices is taken, and only the
+        first rank takes any for what others tell. It returns when all have called it.
+
+        Args:
+            payload: of any length.
+            group: of the ranks.
+            name: what it is about, the same on all ranks.
+        """
+        if group.size == 1:
+            return [payload]
+        store = dist.distributed_c10d._get_default_store()
+        keys = [f"zrun/gather/{rank}" for rank in group.ranks]
+        key = TrafficKey("gather", group.axis, self.phase)
+        self.calls[key] += 1
+        if group.index:
+            _put(store, keys[group.index], payload)
+            self.sent_bytes[key] += len(payload)
+        self._meet(group, name)
+        found = []
+        if not group.index:
+            found = [payload, *(_get(store, each) for each in keys[1:])]
+            self.received_bytes[key] += sum(map(len, found[1:]))
+        self._meet(group, name)  # now the keys may be used again
+        return found
+
+    def share_bytes(self, payload: bytes, group: Group, *, name: str) -> bytes:
+        """Return the first rank's `payload` on every rank: through the store, as `gather_bytes`.
+
+        Args:
+            payload: of the first rank, of any length; that of others does not matter.
+            group: of the ranks.
+            name: what it is about, the same on all ranks.
+        """
+        if group.size == 1:
+            return payload
+        store = dist.distributed_c10d._get_default_store()
+        where = f"zrun/share/{group.ranks[0]}"
+        key = TrafficKey("gather", group.axis, self.phase)
+        self.calls[key] += 1
+        if not group.index:
+            _put(store, where, payload)
+            self.sent_bytes[key] += len(payload)
+        self._meet(group, name)
+        found = payload
+        if group.index:
+            found = _get(store, where)
+            self.received_bytes[key] += len(found)
+        self._meet(group, name)  # now the key may be used again
+        return found
+
+    def _meet(self, group: Group, name: str) -> None:
+        """Return when every rank of `group` is here."""
+        all_here = self.all_reduce_small(torch.ones(1, device=self.device), group, name=name)
+        self.read(all_here)
+
     def all_equal(self, number: int, group: Group, *, name: str) -> bool:
         """Return whether all ranks name the same number.
 
@@ -611,6 +672,24 @@ def terms_agree(summed: torch.Tensor, num_ranks: int) -> torch.Tensor:
         summed: [2] what `equality_terms` gave, summed over ranks.
     """
     return summed[0] ** 2 == summed[1] * num_ranks
+
+
+def _put(store: dist.distributed_c10d.Store, key: str, payload: bytes) -> None:
+    """Put bytes of any length into a store, in as many values as they need."""
+    pieces = [payload[at : at + _VALUE_BYTES] for at in range(0, len(payload), _VALUE_BYTES)] or [
+        b""
+    ]
+    values: dict[str, Any] = {f"{key}/{place}": piece for place, piece in enumerate(pieces)}
+    values[f"{key}/0"] = b"%d\n%b" % (len(pieces), pieces[0])
+    for name, value in values.items():
+        store.set(name, value)
+
+
+def _get(store: dist.distributed_c10d.Store, key: str) -> bytes:
+    """Return what `_put` has put there."""
+    number, _, first = store.get(f"{key}/0").partition(b"\n")
+    others = [store.get(f"{key}/{place}") for place in range(1, int(number))]
+    return b"".join([first, *others])
 
 
 def _padded(payload: bytes, num_bytes: int) -> torch.Tensor:

@@ -44,9 +44,13 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 
+from zrun_core.checkpoint.divisions import part_start, single_unit
 from zrun_core.checkpoint.folder import CheckpointFolder
-from zrun_core.checkpoint.manifest import Manifest, SavedRank, TensorInfo
+from zrun_core.checkpoint.manifest import Manifest
+from zrun_core.checkpoint.manifest_fields import rank_file
+from zrun_core.checkpoint.manifest_parts import Division, SavedRank, TensorInfo
 from zrun_core.checkpoint.shard_file import WriteItem, check_header, read_fragment, write_shard
+from zrun_core.checkpoint.step_index import open_index
 
 State = dict[str, torch.Tensor]
 RAISED = (Exception, CheckpointException)  # which is no Exception
@@ -117,14 +121,27 @@ class Zrun(System):
                 [self._half(name, tensor.reshape(-1), rank) for name, tensor in state.items()]
                 for rank in range(2)
             ]
-            shards = [
-                write_shard(tmp / f"rank-0000{rank}.safetensors", half)
+            files = [
+                write_shard(
+                    tmp / rank_file(rank), half, SavedRank(rank, {}, {"order": None, "late": []})
+                )
                 for rank, half in enumerate(halves)
             ]
             infos = [
-                TensorInfo(name, tuple(tensor.shape), tensor.stride(), "float32", "param", (), {})
+                TensorInfo(
+                    name,
+                    tuple(tensor.shape),
+                    tensor.stride(),
+                    "float32",
+                    "param",
+                    (),
+                    {},
+                    {"value": "float32"},
+                )
                 for name, tensor in state.items()
             ]
+            units = [single_unit(info.name, [(info.name, info.numel)]) for info in infos]
+            divided = [unit for unit in units if unit is not None]
             checkpoints.commit(
                 tmp,
                 Manifest(
@@ -135,12 +152,9 @@ class Zrun(System):
                     world_size=2,
                     layout={},
                     progress={},
-                    files=[info for info, _ in shards],
+                    files=files,
                     tensors=infos,
-                    fragments=[each for _, fragments in shards for each in fragments],
-                    rank_states=[
-                        SavedRank(rank, {}, {"order": None, "late": []}) for rank in range(2)
-                    ],
+                    divisions=[Division([0, 1], 2, divided)],
                 ),
             )
         except Exception:
@@ -149,7 +163,7 @@ class Zrun(System):
 
     @staticmethod
     def _half(name: str, flat: torch.Tensor, rank: int) -> WriteItem:
-        middle = flat.numel() // 2
+        middle = part_start(flat.numel(), 1, 2, 1)
         start, stop = ((0, middle), (middle, flat.numel()))[rank]
         return WriteItem(name, "value", start, stop, flat[start:stop])
 
@@ -158,9 +172,10 @@ class Zrun(System):
         if found.manifest is None:
             raise ValueError(found.problem)
         state = {info.name: torch.empty(info.shape) for info in found.manifest.tensors}
+        index = open_index(found.path, found.manifest)
         for info in found.manifest.files:
-            check_header(found.path, info)
-        for fragment in found.manifest.fragments:
+            check_header(found.path, info, index.content(info.name).header_digest)
+        for fragment in index.fragments():
             read_fragment(
                 found.path,
                 fragment,

@@ -24,6 +24,7 @@ from typing import Any
 import psutil
 
 from zrun_core.checkpoint.folder import CheckpointFolder
+from zrun_core.checkpoint.step_index import open_index
 
 VICTIMS = ("rank", "agent", "launcher")
 
@@ -122,9 +123,8 @@ def digest(run: Path) -> str:
     """Sha256 over the digests of all fragments of the newest step, in a fixed order."""
     newest = CheckpointFolder(run / "checkpoints").scan()[0]
     assert newest.manifest is not None, newest.problem
-    lines = sorted(
-        f"{f.tensor} {f.state} {f.start} {f.stop} {f.digest}" for f in newest.manifest.fragments
-    )
+    fragments = open_index(newest.path, newest.manifest).fragments()
+    lines = sorted(f"{f.tensor} {f.state} {f.start} {f.stop} {f.digest}" for f in fragments)
     return hashlib.sha256("\n".join([str(newest.step), *lines]).encode()).hexdigest()
 
 

@@ -24,6 +24,7 @@ from zrun_core.checkpoint.export import export
 from zrun_core.checkpoint.folder import CheckpointFolder, read_step
 from zrun_core.checkpoint.model_state import ModelState
 from zrun_core.checkpoint.several_models import part_of
+from zrun_core.checkpoint.step_index import open_index
 from zrun_core.checkpoint.verify import verify
 from zrun_core.errors import SaveError, ZrunError
 from zrun_core.library.model import ModelHandle
@@ -322,12 +323,13 @@ def behind_and_not(folder: str) -> tuple[list[list[str]], list[list[str]]]:
             assert duel.save(f"{folder}/{name}", step + 1, keep=9, wait=wait)
         zrun_core.finish()
         steps = [
-            each.manifest
+            (each.path, each.manifest)
             for each in CheckpointFolder(Path(folder, name)).scan()
             if each.manifest is not None
         ]
-        assert [each.step for each in steps] == [4, 3, 2, 1]
-        found.append([[fragment.digest for fragment in each.fragments] for each in steps])
+        assert [manifest.step for _, manifest in steps] == [4, 3, 2, 1]
+        indices = [open_index(*each) for each in steps]
+        found.append([[each.digest for each in index.fragments()] for index in indices])
     return found[0], found[1]
 
 
@@ -361,9 +363,9 @@ def writing(before: Any) -> Iterator[None]:
     """Inside, `before` is called before a file of this rank is written."""
     write = shard_file.write_file
 
-    def write_file(*args: Any) -> Any:
+    def write_file(*args: Any, **named: Any) -> Any:
         before()
-        return write(*args)
+        return write(*args, **named)
 
     shard_file.write_file = write_file
     try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import math
 import os
 import tempfile
 import threading
@@ -22,11 +21,11 @@ from zrun_core.checkpoint.checkpointer import Checkpointer
 from zrun_core.checkpoint.folder import CheckpointFolder, read_step
 from zrun_core.checkpoint.initial_weights import load_weights
 from zrun_core.checkpoint.manifest import Manifest
-from zrun_core.checkpoint.manifest_fields import RANK
 from zrun_core.checkpoint.model_state import ModelState
 from zrun_core.checkpoint.rank_save import RunInfo
 from zrun_core.checkpoint.reader import Reader, Target
 from zrun_core.checkpoint.snapshot import LateCopies, Snapshot
+from zrun_core.checkpoint.step_index import open_index
 from zrun_core.distributed.rng import Streams
 from zrun_core.distributed.transport import Group
 from zrun_core.errors import ExitCode, OffloadError, SaveError
@@ -113,7 +112,7 @@ def resume(
         path, manifest = step_of(folder)
         state = ModelState(sharded)
         state.check(manifest)
-        state.load(path, manifest)
+        state.load(open_index(path, manifest))
         check_slots(sharded)
         losses = train_sharded(sharded, data(6)[SAVED_AT:])
         check_slots(sharded)
@@ -150,7 +149,7 @@ def test_every_placement_writes_the_same_files_and_goes_on_from_them(
         # The stages come first: at one stage files are the same, wherever states live.
         stage, _ = PLACEMENTS[place]
         ours, theirs = step_of(folder), step_of(str(tmp_path / f"device, {stage}"))
-        assert ours[1].fragments == theirs[1].fragments
+        assert ours[1].divisions == theirs[1].divisions
         assert ours[1].tensors == theirs[1].tensors
         for info in ours[1].files:
             assert (ours[0] / info.name).read_bytes() == (theirs[0] / info.name).read_bytes()
@@ -187,14 +186,12 @@ def resume_delayed(place: str, folder: str, keys: dict[str, Any]) -> Any:
 def states_in(folder: str) -> dict[tuple[str, str], torch.Tensor]:
     """Every state of every tensor, whole, as the files of a step have it."""
     path, manifest = step_of(folder)
-    known = {info.name: info for info in manifest.tensors}
     targets = []
-    for each in {(each.tensor, each.state): each for each in manifest.fragments}.values():
-        if each.state != RANK:
-            info = known[each.tensor]
-            memory = torch.empty(math.prod(info.shape), dtype=getattr(torch, each.dtype))
-            targets.append(Target((info.name,), each.state, info.shape, info.stride, 0, memory))
-    Reader(path, manifest, ALONE).fill(targets)
+    for info in manifest.tensors:
+        for state, dtype in info.states.items():
+            memory = torch.empty(info.numel, dtype=getattr(torch, dtype))
+            targets.append(Target((info.name,), state, info.shape, info.stride, 0, memory))
+    Reader(open_index(path, manifest), ALONE).fill(targets)
     return {(target.names[0], target.state): target.memory for target in targets}
 
 
@@ -202,7 +199,7 @@ def load_and_save(place: str, settings: dict[str, Any], source: str, folder: str
     with tempfile.TemporaryDirectory(dir="/var/tmp") as disk:
         sharded = make(place, disk, settings)
         path, manifest = step_of(source)
-        ModelState(sharded).load(path, manifest)
+        ModelState(sharded).load(open_index(path, manifest))
         saves = saver(sharded, folder)
         saves.save(SAVED_AT, dict, "due")
         saves.close()
@@ -260,7 +257,9 @@ def test_what_changes_states_elsewhere_waits_for_a_save_that_reads_them(
                 param.fill_(7.0)
     saves.finish()
     saves.close()
-    before, after = (step_of(str(tmp_path / each))[1].fragments for each in ("before", "after"))
+    before, after = (
+        list(open_index(*step_of(str(tmp_path / each))).fragments()) for each in ("before", "after")
+    )
     assert before == after
     check_slots(sharded)
 

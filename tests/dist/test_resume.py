@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from forging import forge_record
 from runs import job, look, losses, run
-from test_hostile_states import forge
 
 from zrun_core.train.trainer import Trainer
 
@@ -175,9 +175,8 @@ def test_a_dataset_of_another_length_is_another_place(
 
 
 def of_one_stream(raw: dict[str, Any]) -> None:
-    """As manifests were while a rank had the model's stream only."""
-    for rank in raw["rank_states"]:
-        rank["rng"] = {name: rank["rng"][name] for name in ("python", "numpy")}
+    """As ranks were saved while they had the model's stream only."""
+    raw["rng"] = {name: raw["rng"][name] for name in ("python", "numpy")}
 
 
 @pytest.mark.thorough
@@ -185,8 +184,8 @@ def test_a_checkpoint_of_before_there_were_three_streams_goes_on(ranks, tmp_path
     keys = job(data={"call": "runs.py:Augmented", "shuffle": True})
     whole = ranks(2).run(run, keys, str(tmp_path / "whole"))
     ranks(2).run(run, keys, str(tmp_path / "cut"), None, 4)
-    manifest = tmp_path / "cut" / "checkpoints" / "step-00000003" / "manifest.json"
-    forge(manifest, manifest.read_bytes(), of_one_stream)
+    for rank in range(2):
+        forge_record(tmp_path / "cut" / "checkpoints" / "step-00000003", rank, of_one_stream)
     rest = ranks(2).run(run, keys, str(tmp_path / "cut"), {})
     assert min(losses(rest[0])) == 4
     assert [each["digest"] for each in rest] == [each["digest"] for each in whole]

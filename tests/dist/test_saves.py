@@ -18,6 +18,7 @@ from zrun_core.checkpoint import checkpointer, folder, shard_file
 from zrun_core.checkpoint.checkpointer import Checkpointer
 from zrun_core.checkpoint.folder import CheckpointFolder, read_step
 from zrun_core.checkpoint.snapshot import LateCopies, Snapshot
+from zrun_core.checkpoint.step_index import open_index
 from zrun_core.checkpoint.verify import verify
 from zrun_core.distributed.named_vector import NamedVector
 from zrun_core.errors import DivergedError, HangError, SaveError
@@ -36,8 +37,9 @@ def steps_of(run_dir: Path) -> list[int]:
 
 
 def contents_of(run_dir: Path, step: int) -> dict[tuple[str, str, int], str]:
-    manifest = read_step(run_dir / "checkpoints" / f"step-{step:08d}")
-    return {(each.tensor, each.state, each.start): each.digest for each in manifest.fragments}
+    path = run_dir / "checkpoints" / f"step-{step:08d}"
+    fragments = open_index(path, read_step(path)).fragments()
+    return {(each.tensor, each.state, each.start): each.digest for each in fragments}
 
 
 @pytest.mark.parametrize("busy", ["wait", "skip"])
@@ -186,12 +188,12 @@ def run_with_failing_writes(
     """As `run`, where the writes of `rank` fail in the saves numbered `failing`, from 1."""
     write, number = shard_file.write_file, 0
 
-    def write_file(path: Path, num_bytes: int, pieces: Any) -> Any:
+    def write_file(path: Path, num_bytes: int, pieces: Any, **named: Any) -> Any:
         nonlocal number
         number += 1
         if number in failing and world()[0] == rank:
             raise SaveError(f"cannot write {path}: {os.strerror(errno.EIO)}")
-        return write(path, num_bytes, pieces)
+        return write(path, num_bytes, pieces, **named)
 
     shard_file.write_file = write_file
     try:
@@ -321,9 +323,9 @@ def run_that_diverges(keys: dict[str, Any], run_dir: str) -> dict[str, Any]:
     """
     write, finish, may_write = shard_file.write_file, Checkpointer.finish, threading.Event()
 
-    def write_file(*args: Any) -> Any:
+    def write_file(*args: Any, **named: Any) -> Any:
         may_write.wait()
-        return write(*args)
+        return write(*args, **named)
 
     def let_write(saves: Checkpointer) -> None:
         if saves.under_way is not None:
@@ -503,10 +505,10 @@ def run_with_slow_disks(keys: dict[str, Any], run_dir: str, waits: bool) -> dict
             if not asked.acquire(timeout=3):  # where nobody asks
                 break
 
-    def write_file(*args: Any) -> Any:
+    def write_file(*args: Any, **named: Any) -> Any:
         if world()[0] == 1:
             be_slow()
-        return write(*args)
+        return write(*args, **named)
 
     def commit_slowly(*args: Any) -> str:
         be_slow()

@@ -17,6 +17,7 @@ import pytest
 from waiting import PATIENCE_S, wait_for
 
 from zrun_core.checkpoint.folder import read_step
+from zrun_core.checkpoint.step_index import open_index
 
 HERE = Path(__file__).parent
 ZRUN = [sys.executable, "-m", "zrun"]
@@ -74,10 +75,9 @@ def losses(run: Path) -> dict[int, float]:
 
 def digests(run: Path, step: int) -> dict[tuple[str, str, int, int], str]:
     """Of every parameter, master, moment and random stream."""
-    manifest = read_step(run / "checkpoints" / f"step-{step:08d}")
-    return {
-        (each.tensor, each.state, each.start, each.stop): each.digest for each in manifest.fragments
-    }
+    path = run / "checkpoints" / f"step-{step:08d}"
+    fragments = open_index(path, read_step(path)).fragments()
+    return {(each.tensor, each.state, each.start, each.stop): each.digest for each in fragments}
 
 
 @pytest.mark.thorough

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from zrun_core.checkpoint.folder import CheckpointFolder
-from zrun_core.checkpoint.manifest import Manifest, SavedRank, TensorInfo
-from zrun_core.checkpoint.shard_file import DTYPES, WriteItem, write_shard
+from zrun_core.checkpoint.digest import digest
+from zrun_core.checkpoint.divisions import part_start, single_unit
+from zrun_core.checkpoint.folder import CheckpointFolder, read_step
+from zrun_core.checkpoint.manifest import Manifest
+from zrun_core.checkpoint.manifest_fields import MANIFEST
+from zrun_core.checkpoint.manifest_parts import Division, Fragment, SavedRank, TensorInfo
+from zrun_core.checkpoint.shard_file import DTYPES, WriteItem, read_fragment, write_shard
+from zrun_core.checkpoint.step_index import open_index
 
 STATES = ("value", "exp_avg", "exp_avg_sq")
 
@@ -36,7 +43,7 @@ def toy_parts(state: dict[str, torch.Tensor], rank: int, ranks: int) -> list[Wri
     parts = []
     for name, tensor in state.items():
         flat = tensor.reshape(-1)
-        start, stop = (flat.numel() * index // ranks for index in (rank, rank + 1))
+        start, stop = (part_start(flat.numel(), 1, ranks, index) for index in (rank, rank + 1))
         if start == stop:
             continue
         states: Sequence[str] = STATES if name.startswith("layer.") else ("value",)
@@ -60,14 +67,54 @@ def toy_infos(state: dict[str, torch.Tensor]) -> list[TensorInfo]:
             "param" if name.startswith("layer.") else "buffer",
             ("tied.weight",) if name == "layer.weight" else (),
             {"step": 3.0} if name.startswith("layer.") else {},
+            toy_states(name, tensor),
         )
         for name, tensor in state.items()
     ]
 
 
-def rank_states(ranks: int) -> list[SavedRank]:
-    """Of ranks that have drawn nothing and learnt nothing."""
-    return [SavedRank(rank, {}, {"order": None, "late": []}) for rank in range(ranks)]
+def toy_states(name: str, tensor: torch.Tensor) -> dict[str, str]:
+    states: Sequence[str] = STATES if name.startswith("layer.") else ("value",)
+    return dict.fromkeys(states, DTYPES[tensor.dtype]) if tensor.numel() else {}
+
+
+def toy_divisions(infos: Sequence[TensorInfo], ranks: int) -> list[Division]:
+    """Each tensor is a unit, which all ranks divide."""
+    units = [single_unit(info.name, [(info.name, info.numel)]) for info in infos]
+    return [Division(list(range(ranks)), ranks, [unit for unit in units if unit is not None])]
+
+
+def rank_state(rank: int) -> SavedRank:
+    """Of a rank that has drawn nothing and learnt nothing."""
+    return SavedRank(rank, {}, {"order": None, "late": []})
+
+
+def write_files(
+    tmp: Path,
+    step: int,
+    parts: Sequence[Sequence[WriteItem]],
+    infos: Sequence[TensorInfo],
+    **fields: Any,
+) -> Manifest:
+    """Write what each rank has into the folder of a step, and return the manifest of that."""
+    ranks = len(parts)
+    learnt = fields.pop("learnt", rank_state(0).learnt)
+    known: dict[str, Any] = {
+        "step": step,
+        "run_id": "run-1",
+        "versions": {},
+        "job": {},
+        "world_size": ranks,
+        "layout": {},
+        "progress": {},
+        "files": [
+            write_shard(tmp / f"rank-{rank:05d}.safetensors", part, SavedRank(rank, {}, learnt))
+            for rank, part in enumerate(parts)
+        ],
+        "tensors": list(infos),
+        "divisions": toy_divisions(infos, ranks),
+    }
+    return Manifest(**{**known, **fields})
 
 
 def write_step(
@@ -76,40 +123,96 @@ def write_step(
     """Save and commit a toy step the way a run does, up to `latest`."""
     state = toy_state(step, scale)
     tmp = folder.begin(step)
-    shards = [
-        write_shard(tmp / f"rank-{rank:05d}.safetensors", toy_parts(state, rank, ranks))
-        for rank in range(ranks)
-    ]
-    manifest = Manifest(
-        step=step,
+    manifest = write_files(
+        tmp,
+        step,
+        [toy_parts(state, rank, ranks) for rank in range(ranks)],
+        toy_infos(state),
         run_id=run_id,
         versions={"zrun": "0.1.0"},
         job={"name": "toy"},
-        world_size=ranks,
         layout={"stage": 3},
         progress={"samples": 64 * step},
-        files=[info for info, _ in shards],
-        tensors=toy_infos(state),
-        fragments=[each for _, fragments in shards for each in fragments],
-        rank_states=rank_states(ranks),
     )
     folder.commit(tmp, manifest)
     folder.point_latest(step)
     return manifest
 
 
+def fragments_of(path: Path, manifest: Manifest, file: str | None = None) -> list[Fragment]:
+    """The fragments of a step, or of one of its files, in their order."""
+    index = open_index(path, manifest)
+    return list(index.fragments() if file is None else index.content(file).fragments)
+
+
 def read_step_state(path: Path, manifest: Manifest) -> dict[str, torch.Tensor]:
     """Every value of a checkpoint, read and verified fragment by fragment."""
-    from zrun_core.checkpoint.shard_file import read_fragment
+    found = {
+        info.name: torch.empty(math.prod(info.shape), dtype=getattr(torch, info.dtype))
+        for info in manifest.tensors
+    }
+    for fragment in fragments_of(path, manifest):
+        if fragment.state == "value":
+            read_fragment(path, fragment, found[fragment.tensor][fragment.start : fragment.stop])
+    return {info.name: found[info.name].view(info.shape) for info in manifest.tensors}
 
-    found = {}
-    for info in manifest.tensors:
-        flat = torch.empty(math.prod(info.shape), dtype=getattr(torch, info.dtype))
-        for fragment in manifest.fragments:
-            if (fragment.tensor, fragment.state) == (info.name, "value"):
-                read_fragment(path, fragment, flat[fragment.start : fragment.stop])
-        found[info.name] = flat.view(info.shape)
-    return found
+
+# Manifests that somebody wrote to do harm: their digest fits.
+
+
+def forged(text: bytes, change: Callable[[Any], None]) -> bytes:
+    raw = json.loads(text)
+    del raw["digest"]
+    change(raw)
+    return signed(json.dumps(raw))
+
+
+def signed(text: str) -> bytes:
+    body = text.encode()[:-1]
+    return body + b',\n"digest":"%s"}\n' % digest(body).encode()
+
+
+def forge_record(path: Path, rank: int, change: Callable[[Any], None] | None) -> None:
+    """Change the record of a rank, and all digests of it. Its length may change.
+
+    Args:
+        path: of the step.
+        rank: whose record it is.
+        change: of its JSON; None: it becomes something else.
+    """
+    info = read_step(path).files[rank]
+    file = path / info.name
+    content = file.read_bytes()
+    raw = json.loads(content[-info.record_bytes :])
+    record = b"\x00not JSON"
+    if change is not None:
+        change(raw)
+        record = json.dumps(raw).encode()
+    file.write_bytes(content[: -info.record_bytes] + record)
+
+    def fit(manifest: Any) -> None:
+        told = manifest["files"][rank]
+        told["num_bytes"] += len(record) - info.record_bytes
+        told["record_bytes"] = len(record)
+        told["digest"] = digest(record)
+
+    manifest = path / MANIFEST
+    manifest.write_bytes(forged(manifest.read_bytes(), fit))
+
+
+def set_to(*path: Any) -> Callable[[Any], None]:
+    """A change that sets the value at `path[:-1]` to `path[-1]`."""
+
+    def change(raw: Any) -> None:
+        for key in path[:-2]:
+            raw = raw[key]
+        raw[path[-2]] = path[-1]
+
+    return change
+
+
+def nested(depth: int) -> dict[str, Any]:
+    return {"a": nested(depth - 1)} if depth else {}
 
 
 class Reads:

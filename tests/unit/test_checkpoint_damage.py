@@ -12,21 +12,32 @@ import random
 import resource
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from checkpoint_toys import read_step_state, write_step
+from checkpoint_toys import (
+    forge_record,
+    forged,
+    fragments_of,
+    nested,
+    read_step_state,
+    set_to,
+    signed,
+    write_files,
+    write_step,
+)
 
-from zrun_core.checkpoint.digest import digest
 from zrun_core.checkpoint.export import export
 from zrun_core.checkpoint.folder import CheckpointFolder, read_step
 from zrun_core.checkpoint.manifest import Manifest
-from zrun_core.checkpoint.shard_file import read_fragment
+from zrun_core.checkpoint.manifest_parts import TensorInfo
+from zrun_core.checkpoint.shard_file import WriteItem, read_fragment
 from zrun_core.checkpoint.verify import read_back, verify
-from zrun_core.errors import CheckpointError
+from zrun_core.errors import CheckpointError, SaveError
 
 AUDITED: list[tuple[str, tuple[Any, ...]]] = []
 LISTENING = [False]
@@ -65,7 +76,7 @@ def problems(folder: CheckpointFolder) -> list[str]:
 
 
 def load_all(path: Path, manifest: Manifest) -> None:
-    for fragment in manifest.fragments:
+    for fragment in fragments_of(path, manifest):
         into = torch.empty(fragment.stop - fragment.start, dtype=getattr(torch, fragment.dtype))
         read_fragment(path, fragment, into)
 
@@ -176,10 +187,8 @@ def test_what_is_read_back_is_what_is_verified(
     assert read_back(path, manifest) == []
     for info in manifest.files:
         content = bytearray((path / info.name).read_bytes())
-        for place in (
-            0,
-            *(each.offset + each.num_bytes - 1 for each in manifest.fragments_of(info.name)),
-        ):
+        ends = [each.offset + each.num_bytes for each in fragments_of(path, manifest, info.name)]
+        for place in (0, *(end - 1 for end in ends), info.num_bytes - 1):
             content[place] ^= 1
             (path / info.name).write_bytes(content)
             found = read_back(path, manifest)
@@ -256,179 +265,178 @@ def test_latest_is_only_a_hint(
 
 # Manifests that somebody wrote to do harm: their digest fits.
 
-
-def forged(manifest: Manifest, change: Callable[[Any], None]) -> bytes:
-    raw = json.loads(manifest.to_json())
-    del raw["digest"]
-    change(raw)
-    return signed(json.dumps(raw))
-
-
-def signed(text: str) -> bytes:
-    body = text.encode()[:-1]
-    return body + b',\n"digest":"%s"}\n' % digest(body).encode()
-
-
-def _set(*path: Any) -> Callable[[Any], None]:
-    """A change that sets the value at `path[:-1]` to `path[-1]`."""
-
-    def change(raw: Any) -> None:
-        for key in path[:-2]:
-            raw = raw[key]
-        raw[path[-2]] = path[-1]
-
-    return change
-
-
-def _shift(raw: Any) -> None:
-    raw["fragments"][1]["offset"] = raw["fragments"][0]["offset"]
-
-
-def _of_state(state: str, field: str, value: Any) -> Callable[[Any], None]:
-    """A change of every fragment of a state."""
-
-    def change(raw: Any) -> None:
-        for fragment in raw["fragments"]:
-            if fragment["state"] == state:
-                fragment[field] = value
-
-    return change
-
-
-def _set_random(key: str, value: Any) -> Callable[[Any], None]:
-    """A change of the first fragment of the random streams."""
-    return lambda raw: next(
-        each for each in raw["fragments"] if each["state"] == "rank"
-    ).__setitem__(key, value)
-
-
-def _as_integers(raw: Any) -> None:
-    for fragment in raw["fragments"]:
-        if (fragment["tensor"], fragment["state"]) == ("layer.weight", "value"):
-            fragment["dtype"] = "int32"
-
-
-def _nested(depth: int) -> dict[str, Any]:
-    return {"a": _nested(depth - 1)} if depth else {}
-
-
 _ORDER = {"order": None, "late": []}
-
-
-def _swap_ranges(raw: Any) -> None:
-    first, second = (
-        each
-        for each in raw["fragments"]
-        if (each["tensor"], each["state"]) == ("layer.bias", "value")
-    )
-    first["start"], first["stop"], second["start"] = 0, 17, 16
-    first["num_bytes"] = 34
-
+_DIVISION = ("divisions", 0)
+_UNIT = (*_DIVISION, "units", 0)
+_RUN = (*_UNIT, "runs", 0)
 
 HOSTILE = {
-    "absolute path": (_set("files", 0, "name", "/etc/passwd"), "plain name"),
-    "parent": (_set("files", 0, "name", "../manifest.json"), "plain name"),
-    "dots": (_set("fragments", 0, "file", ".."), "plain name"),
-    "null byte": (_set("files", 0, "name", "a\0b"), "printable"),
+    "absolute path": (set_to("files", 0, "name", "/etc/passwd"), "plain name"),
+    "parent": (set_to("files", 0, "name", "../manifest.json"), "plain name"),
+    "null byte": (set_to("files", 0, "name", "a\0b"), "printable"),
     "the manifest as a shard": (
-        _set("files", 0, "name", "manifest.json"),
+        set_to("files", 0, "name", "manifest.json"),
         "manifest.json as a file",
     ),
-    "a huge shape": (_set("tensors", 0, "shape", [10**12, 33]), "strides|elements"),
-    "an impossible shape": (_set("tensors", 0, "shape", [2**61, 2**61]), "no possible shape"),
-    "a thousand dimensions": (_set("tensors", 0, "shape", [1] * 1000), "no possible shape"),
-    "a huge fragment": (_set("fragments", 0, "stop", 10**12), "bytes"),
-    "a huge file": (_set("files", 0, "num_bytes", 10**15), "its parts"),
-    "a number beyond 64 bits": (_set("files", 0, "num_bytes", 10**400), "whole number"),
-    "a negative offset": (_set("fragments", 0, "offset", -8), "whole number"),
-    "an infinite size": (_set("fragments", 0, "num_bytes", float("inf")), "JSON"),
-    "a size that is no number": (_set("files", 0, "num_bytes", float("nan")), "JSON"),
-    "a fractional size": (_set("fragments", 0, "num_bytes", 1.5), "whole number"),
-    "a truth for a number": (_set("step", True), "whole number"),
-    "an overlap in the file": (_shift, "overlaps|gap"),
-    "an overlap in the tensor": (_swap_ranges, "overlaps|bytes|gap"),
-    "an overlap of strides": (_set("tensors", 0, "stride", [0, 0]), "gaps or overlap"),
-    "an unknown format of numbers": (_set("fragments", 0, "dtype", "object"), "unknown"),
-    "an escape sequence": (_set("tensors", 0, "name", "\x1b[2Jweight"), "printable"),
-    "a tensor twice": (_set("tensors", 1, "name", "tied.weight"), "twice"),
+    "files in another order": (
+        lambda raw: raw["files"].reverse(),
+        "file 0 is rank-00001.safetensors, not rank-00000.safetensors",
+    ),
+    "a file of no rank": (
+        lambda raw: raw["files"].append(raw["files"][0] | {"name": "rank-00002.safetensors"}),
+        "rank-00002.safetensors is the file of no rank",
+    ),
+    "a file beside with a record": (
+        lambda raw: raw["files"].append(raw["files"][0] | {"name": "config.json"}),
+        "config.json has .* bytes, and parts",
+    ),
+    "a huge shape": (set_to("tensors", 0, "shape", [10**12, 33]), "units do not have the"),
+    "an impossible shape": (set_to("tensors", 0, "shape", [2**61, 2**61]), "no possible shape"),
+    "a thousand dimensions": (set_to("tensors", 0, "shape", [1] * 1000), "no possible shape"),
+    "a huge file": (set_to("files", 0, "num_bytes", 10**15), "its parts"),
+    "a huge record": (set_to("files", 0, "record_bytes", 2**40), "has a record of"),
+    "no record": (set_to("files", 0, "record_bytes", 0), "has a record of 0 bytes"),
+    "another record": (
+        lambda raw: raw["files"][0].__setitem__(
+            "record_bytes", raw["files"][0]["record_bytes"] - 1
+        ),
+        "rank-00000.safetensors has .* bytes, its parts",
+    ),
+    "another header": (set_to("files", 1, "header_bytes", 8192), "rank-00001.* its parts"),
+    "more of its own": (set_to("files", 1, "own_bytes", 7), "rank-00001.* its parts"),
+    "a digest that is none": (set_to("files", 1, "digest", "no"), "not a digest"),
+    "a number beyond 64 bits": (set_to("files", 0, "num_bytes", 10**400), "whole number"),
+    "a negative place": (set_to(*_RUN, "place", -8), "whole number"),
+    "an infinite size": (set_to("files", 0, "num_bytes", float("inf")), "JSON"),
+    "a size that is no number": (set_to("files", 0, "num_bytes", float("nan")), "JSON"),
+    "a fractional size": (set_to(*_UNIT, "numel", 1.5), "whole number"),
+    "a truth for a number": (set_to("step", True), "whole number"),
+    "a huge run": (set_to(*_RUN, "numel", 10**12), "is more than its 6336 elements"),
+    "a run of nothing": (set_to(*_RUN, "numel", 0), "0 is too few"),
+    "a short run": (set_to(*_RUN, "numel", 6335), "units do not have the 6336 elements of layer.w"),
+    "a run elsewhere": (set_to(*_RUN, "first", 1), "is more than its 6336 elements"),
+    "a run beyond the unit": (set_to(*_RUN, "place", 10**6), "beyond the end of the unit"),
+    "a run twice": (
+        lambda raw: raw["divisions"][0]["units"][0]["runs"].append(
+            raw["divisions"][0]["units"][0]["runs"][0]
+        ),
+        "overlaps with what is before it in layer.weight",
+    ),
+    "an overlap in the tensor": (
+        lambda raw: raw["divisions"][0]["units"][0].__setitem__(
+            "runs",
+            [
+                {"tensor": "layer.weight", "first": 0, "place": 0, "numel": 3168},
+                {"tensor": "layer.weight", "first": 1, "place": 3168, "numel": 3168},
+            ],
+        ),
+        "overlaps with what another run has of it",
+    ),
+    "a run of no tensor": (set_to(*_RUN, "tensor", "layer.scale"), "that it does not list"),
+    "a run of another tensor": (set_to(*_RUN, "tensor", "norm.count"), "more than its 1 elements"),
+    "a unit without runs": (set_to(*_UNIT, "runs", []), "nothing of any tensor"),
+    "a unit twice": (
+        lambda raw: raw["divisions"][0]["units"].append(raw["divisions"][0]["units"][0]),
+        "units do not have the 6336 elements",
+    ),
+    "a larger unit": (set_to(*_UNIT, "numel", 10**6), "rank-00000.safetensors has .* its parts"),
+    "a smaller unit": (set_to(*_UNIT, "numel", 10), "beyond the end of the unit"),
+    "a rank that is not": (set_to(*_DIVISION, "ranks", [0, 2]), "are not some of 2, each once"),
+    "a rank that writes twice": (set_to(*_DIVISION, "ranks", [0, 0]), "not some of 2, each once"),
+    "a division of nobody": (set_to(*_DIVISION, "ranks", []), "not some of 2, each once"),
+    "a rank of a division too few": (set_to(*_DIVISION, "ranks", [1]), "2 copies do not divide 1"),
+    "ranks in another order": (set_to(*_DIVISION, "ranks", [1, 0]), "its parts"),
+    "shards instead of copies": (set_to(*_DIVISION, "copies", 1), "2 shards do not divide the 33"),
+    "copies of nothing": (set_to(*_DIVISION, "copies", 0), "0 is too few"),
+    "huge copies": (set_to(*_DIVISION, "copies", 2**62), "do not divide 2 ranks"),
+    "no divisions": (set_to("divisions", []), "units do not have the 6336 elements"),
+    "more bytes than there are": (
+        lambda raw: (
+            raw["tensors"][0].update(shape=[2**60, 2], stride=[2, 1]),
+            raw["divisions"][0]["units"][0].update(numel=2**61),
+            raw["divisions"][0]["units"][0]["runs"][0].update(numel=2**61),
+        ),
+        "more bytes than any disk",
+    ),
+    "an overlap of strides": (set_to("tensors", 0, "stride", [0, 0]), "gaps or overlap"),
+    "an unknown format of numbers": (
+        set_to("tensors", 0, "states", "value", "object"),
+        "'object' is unknown",
+    ),
+    "a state more": (set_to("tensors", 0, "states", "momentum", "float32"), "its parts"),
+    "a state less": (lambda raw: raw["tensors"][0]["states"].pop("exp_avg"), "its parts"),
+    "a state without a name": (set_to("tensors", 0, "states", "\x1b", "float32"), "printable"),
+    "a state of a rank": (set_to("tensors", 0, "states", "rank", "uint8"), "rank is no state of"),
+    "no value": (lambda raw: raw["tensors"][0]["states"].pop("value"), "there is no value of"),
+    "an escape sequence": (set_to("tensors", 0, "name", "\x1b[2Jweight"), "printable"),
+    "a tensor twice": (set_to("tensors", 1, "name", "tied.weight"), "twice"),
     "a missing tensor": (lambda raw: raw["tensors"].pop(0), "does not list"),
-    "a missing fragment": (lambda raw: raw["fragments"].pop(0), "gap|parts|digest"),
-    "a missing file": (lambda raw: raw["files"].pop(0), "does not list"),
+    "a missing file": (lambda raw: raw["files"].pop(0), "does not have the files of 2 ranks"),
     "a missing key": (lambda raw: raw.pop("step"), "keys"),
-    "another key": (_set("pickle", "cos\nsystem"), "keys"),
+    "another key": (set_to("pickle", "cos\nsystem"), "keys"),
+    "a key of ours": (set_to("source", {}), "a key digest or source"),
     "another key of a file": (
-        _set("files", 1, "mode", 0o777),
+        set_to("files", 1, "mode", 0o777),
         r"files\[1\] does not have the keys",
     ),
+    "another key of a run": (
+        set_to(*_RUN, "state", "value"),
+        r"divisions\[0\], units\[0\], runs\[0\] does not have the keys tensor, first, place, numel",
+    ),
     "another key of a scaler": (
-        _set("progress", "scaler", {"scale": 2.0, "good": 1, "bad": 1, "ugly": 1}),
+        set_to("progress", "scaler", {"scale": 2.0, "good": 1, "bad": 1, "ugly": 1}),
         "progress, scaler does not have the keys scale, good, bad",
     ),
-    "groups that are null": (_set("progress", "groups", None), "groups: not an object"),
-    "other parts that are null": (_set("layout", "others", None), "layout, others: not a list"),
-    "a size that is a tree": (_set("step", _nested(300)), "step: an object is not a whole number"),
-    "another digest": (_set("files", 0, "digest", "0" * 32), "not that of its parts"),
-    "a newer format": (_set("format", 2), "format 2"),
+    "groups that are null": (set_to("progress", "groups", None), "groups: not an object"),
+    "other parts that are null": (set_to("layout", "others", None), "layout, others: not a list"),
+    "a size that is a tree": (set_to("step", nested(300)), "step: an object is not a whole number"),
+    "a newer format": (set_to("format", 3), "has format 3; .* reads formats 1 and 2"),
+    "an older format": (set_to("format", 1), "does not have the keys"),
     "no object": (lambda raw: raw["files"].__setitem__(0, "x"), "keys"),
-    "no ranks": (_set("world_size", 0), "too few"),
+    "no ranks": (set_to("world_size", 0), "too few"),
+    "more ranks": (set_to("world_size", 3), "does not have the files of 3 ranks"),
+    "very many ranks": (set_to("world_size", 2**62), "does not have the files"),
+    "fewer ranks": (set_to("world_size", 1), "are not some of 1, each once"),
     "a counter in words": (
-        _set("progress", "steps", "many"),
+        set_to("progress", "steps", "many"),
         "progress, steps: 'many' is not a whole number",
     ),
-    "a counter below 0": (_set("progress", "cursor", -1), "progress, cursor"),
+    "a counter below 0": (set_to("progress", "cursor", -1), "progress, cursor"),
     "a dataset of nothing": (
-        _set("progress", "dataset_samples", 0),
+        set_to("progress", "dataset_samples", 0),
         "dataset_samples: 0 is too few",
     ),
-    "a loss in words": (_set("progress", "loss", "low"), "is not a number"),
-    "a number beyond floats": (_set("progress", "loss", 10**400), "is not a number"),
+    "a loss in words": (set_to("progress", "loss", "low"), "is not a number"),
+    "a number beyond floats": (set_to("progress", "loss", 10**400), "is not a number"),
     "a scale of 0": (
-        _set("progress", "scaler", {"scale": 0, "good": 1, "bad": 1}),
+        set_to("progress", "scaler", {"scale": 0, "good": 1, "bad": 1}),
         "scale: 0.0 is not more than 0",
     ),
-    "half a scaler": (_set("progress", "scaler", {"scale": 2.0}), "scale, good, bad"),
-    "groups in words": (_set("progress", "groups", {"": 7}), "groups: not a list"),
+    "half a scaler": (set_to("progress", "scaler", {"scale": 2.0}), "scale, good, bad"),
+    "groups in words": (set_to("progress", "groups", {"": 7}), "groups: not a list"),
     "parameters for options": (
-        _set("progress", "groups", {"": [{"params": []}]}),
+        set_to("progress", "groups", {"": [{"params": []}]}),
         "params are no option",
     ),
-    "extras in a list": (_set("progress", "extra", [1, 2]), "extra: not an object"),
+    "extras in a list": (set_to("progress", "extra", [1, 2]), "extra: not an object"),
     "models in a number": (
-        _set("layout", "models", 5),
+        set_to("layout", "models", 5),
         "models: not an object|layout: not an object",
     ),
-    "a model in a number": (_set("layout", "models", {"a": 5}), "layout, models, a: not an object"),
-    "other models": (_set("layout", "models", {"a": {}}), "not of the models in layout"),
-    "other parts in a number": (_set("layout", "others", 5), "layout, others: not a list"),
+    "a model in a number": (
+        set_to("layout", "models", {"a": 5}),
+        "layout, models, a: not an object",
+    ),
+    "other parts in a number": (set_to("layout", "others", 5), "layout, others: not a list"),
     "another part in a number": (
-        _set("layout", "others", [{}, 5]),
+        set_to("layout", "others", [{}, 5]),
         r"layout, others\[1\]: not an object",
     ),
-    "a state too few": (lambda raw: raw["rank_states"].pop(), "states of 2 ranks"),
-    "a rank twice": (_set("rank_states", 1, "rank", 0), "states of 2 ranks"),
-    "a rank without streams": (
-        lambda raw: raw["rank_states"][0].pop("rng"),
-        "keys rank, rng, learnt",
+    "values of another kind": (
+        set_to("tensors", 0, "states", "value", "int32"),
+        "the value of layer.weight is int32, and the tensor float32",
     ),
-    "an order that is none": (
-        _set("rank_states", 0, "learnt", {**_ORDER, "order": 5}),
-        "learnt, order: not a list",
-    ),
-    "an order of numbers": (
-        _set("rank_states", 0, "learnt", {**_ORDER, "order": [1]}),
-        "not a text",
-    ),
-    "half an order": (_set("rank_states", 0, "learnt", {"order": None}), "keys order, late"),
-    "streams of nobody": (_set_random("tensor", "torch"), "belongs to no rank"),
-    "streams of a rank that is not": (_set_random("tensor", "rng/2/torch"), "belongs to no rank"),
-    "a buffer of no tensor": (_set_random("tensor", "buffer/0/layer.scale"), "does not list"),
-    "a buffer of another size": (_set_random("tensor", "buffer/0/norm.count"), "elements"),
-    "a buffer of another kind": (
-        _set_random("tensor", "buffer/0/layer.weight"),
-        "is uint8, and the tensor float32",
-    ),
-    "values of another kind": (_as_integers, "is int32, and the tensor float32"),
-    "a job without a bottom": (_set("job", "a", _nested(200)), "inside of more than 100"),
+    "a job without a bottom": (set_to("job", "a", nested(200)), "inside of more than 100"),
 }
 
 
@@ -436,7 +444,109 @@ HOSTILE = {
 def test_hostile_manifest(folder: CheckpointFolder, name: str) -> None:
     change, message = HOSTILE[name]
     with pytest.raises(CheckpointError, match=message):
-        Manifest.from_json(forged(read_step(folder.step_path(20)), change))
+        Manifest.from_json(forged((folder.step_path(20) / "manifest.json").read_bytes(), change))
+
+
+# Records of ranks, whose digests fit too.
+
+RECORDS = {
+    "a stream too few": (lambda raw: raw["own"].pop(), "digests for"),
+    "a digest too few": (lambda raw: raw["fragments"].pop(), "digests for"),
+    "a digest too many": (lambda raw: raw["fragments"].append("0" * 32), "digests for"),
+    "a digest that is none": (set_to("fragments", 0, "no"), r"fragments\[0\]: not a digest"),
+    "a header without a digest": (lambda raw: raw.pop("header"), "does not have the keys rng, l"),
+    "another key": (set_to("pickle", "cos\nsystem"), "does not have the keys"),
+    "a size below 0": (set_to("own", 0, "numel", -1), r"own\[0\], numel: '-1' is not a whole"),
+    "a huge size": (set_to("own", 0, "numel", 2**40), "tensors of the rank are not 101 bytes"),
+    "an unknown format": (set_to("own", 0, "dtype", "object"), "'object' is unknown"),
+    "streams of nobody": (set_to("own", 0, "name", "torch"), "torch belongs to no rank"),
+    "streams of another rank": (set_to("own", 0, "name", "rng/0/torch"), "to another rank"),
+    "a buffer of no tensor": (set_to("own", 0, "name", "buffer/1/layer.scale"), "is not listed"),
+    "a buffer of another size": (
+        set_to("own", 0, "name", "buffer/1/mask"),
+        "uint8, and the tensor",
+    ),
+    "a buffer of another kind": (
+        set_to("own", 0, {"name": "buffer/1/norm.count", "dtype": "uint8", "numel": 101}),
+        "has 101 elements, and the tensor 1",
+    ),
+    "a rank without streams": (lambda raw: raw.pop("rng"), "does not have the keys rng, learnt"),
+    "streams in a list": (set_to("rng", []), "rng: not an object"),
+    "an order that is none": (set_to("learnt", {**_ORDER, "order": 5}), "learnt, order: not a li"),
+    "an order of numbers": (set_to("learnt", {**_ORDER, "order": [1]}), "not a text"),
+    "half an order": (set_to("learnt", {"order": None}), "keys order, late"),
+    "no JSON": (None, "is not JSON"),
+}
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_hostile_record(folder: CheckpointFolder, name: str) -> None:
+    """It is refused with its file, and nothing else of the step is."""
+    change, message = RECORDS[name]
+    path = folder.step_path(20)
+    forge_record(path, 1, change)
+    manifest = read_step(path)
+    file = path / "rank-00001.safetensors"
+    with pytest.raises(CheckpointError, match=message) as caught:
+        fragments_of(path, manifest, file.name)
+    assert f"the record of {file} " in str(caught.value)
+    assert verify(path, manifest) == read_back(path, manifest) == [str(caught.value)]
+    assert fragments_of(path, manifest, "rank-00000.safetensors")
+
+
+def test_a_record_of_other_models(folder: CheckpointFolder) -> None:
+    path = folder.step_path(20)
+    text = (path / "manifest.json").read_bytes()
+    change = set_to("layout", {"models": {"a": {}, "b": {}}})
+    manifest = Manifest.from_json(forged(text, change))
+    with pytest.raises(CheckpointError, match="learnt: not of the models in layout"):
+        fragments_of(path, manifest)
+
+
+def test_two_fragments_of_one_key(tmp_path: Path) -> None:
+    """No rank writes them; nor is such a step believed."""
+    value = torch.zeros(3)
+    folder = CheckpointFolder(tmp_path)
+    tmp = folder.begin(1)
+    infos = [
+        TensorInfo(
+            "c", (3,), (1,), "float32", "param", (), {}, {"value": "float32", "a/b": "bool"}
+        ),
+        TensorInfo(
+            "b/c", (3,), (1,), "float32", "param", (), {}, {"value": "float32", "x": "bool"}
+        ),
+    ]
+    items = [
+        WriteItem(info.name, state, 0, 3, value.to(getattr(torch, dtype)))
+        for info in infos
+        for state, dtype in info.states.items()
+    ]
+    folder.commit(tmp, write_files(tmp, 1, [items], infos))
+    path = folder.step_path(1)
+    text = (path / "manifest.json").read_bytes()
+    rename = set_to("tensors", 1, "states", {"value": "float32", "a": "bool"})
+    with pytest.raises(CheckpointError, match="two fragments have the key a/b/c"):
+        fragments_of(path, Manifest.from_json(forged(text, rename)))
+    items[-1] = replace(items[-1], state="a")
+    with pytest.raises(SaveError, match="two tensors have the same key"):
+        write_files(folder.begin(2), 2, [items], infos)
+
+
+def test_a_record_that_is_damaged_or_cut(folder: CheckpointFolder) -> None:
+    path = folder.step_path(20)
+    manifest = read_step(path)
+    file = path / "rank-00001.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-5] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(CheckpointError, match="the checksum of its record is wrong"):
+        fragments_of(path, manifest)
+    os.truncate(file, len(content) - 1)
+    with pytest.raises(CheckpointError, match=f"{file} has {len(content) - 1} bytes, not"):
+        fragments_of(path, manifest)
+    file.unlink()
+    with pytest.raises(CheckpointError, match=f"{file} is missing"):
+        fragments_of(path, manifest)
 
 
 @pytest.mark.parametrize(
@@ -543,9 +653,9 @@ def test_manifest_fuzz(
         accepted += 1
         (path / "manifest.json").write_bytes(text)
         found = folder.scan()[0]
-        assert (
-            found.manifest is None or verify(path, manifest) == []
-        )  # what is left to change does no harm
+        if found.manifest is not None:  # what is left to change does no harm, or the record tells
+            wrong = verify(path, manifest)
+            assert all("record of" in each or "its record" in each for each in wrong)
     LISTENING[0] = False
     assert 0 < accepted < 1000
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - resident < 200 * 1024  # KiB

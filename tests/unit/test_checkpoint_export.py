@@ -13,13 +13,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_toys import rank_states
+from checkpoint_toys import write_files
 from safetensors.torch import load_file
 
+from zrun_core.checkpoint.divisions import part_start
 from zrun_core.checkpoint.export import export
 from zrun_core.checkpoint.folder import CheckpointFolder
-from zrun_core.checkpoint.manifest import Manifest, TensorInfo
-from zrun_core.checkpoint.shard_file import DTYPES, WriteItem, write_shard
+from zrun_core.checkpoint.manifest import Manifest
+from zrun_core.checkpoint.manifest_parts import TensorInfo
+from zrun_core.checkpoint.shard_file import DTYPES, WriteItem
 from zrun_core.errors import CheckpointError, JobError, SaveError
 
 
@@ -60,29 +62,15 @@ def save_model(
                 kind,
                 tuple(aliases),
                 {},
+                {"value": DTYPES[tensor.dtype]} if tensor.numel() else {},
             )
         )
         for rank in range(ranks):
-            start, stop = (tensor.numel() * each // ranks for each in (rank, rank + 1))
+            start, stop = (part_start(tensor.numel(), 1, ranks, each) for each in (rank, rank + 1))
             if start < stop:
                 parts[rank].append(WriteItem(name, "value", start, stop, memory[start:stop]))
     tmp = folder.begin(7)
-    shards = [
-        write_shard(tmp / f"rank-{rank:05d}.safetensors", part) for rank, part in enumerate(parts)
-    ]
-    manifest = Manifest(
-        step=7,
-        run_id="run-1",
-        versions={},
-        job={},
-        world_size=ranks,
-        layout={},
-        progress={},
-        files=[info for info, _ in shards],
-        tensors=infos,
-        fragments=[each for _, fragments in shards for each in fragments],
-        rank_states=rank_states(ranks),
-    )
+    manifest = write_files(tmp, 7, parts, infos)
     folder.commit(tmp, manifest)
     return folder.step_path(7), manifest
 

@@ -21,12 +21,20 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_toys import rank_states, toy_infos, toy_parts, toy_state, write_step
+from checkpoint_toys import (
+    fragments_of,
+    rank_state,
+    toy_infos,
+    toy_parts,
+    toy_state,
+    write_files,
+    write_step,
+)
 from recorded_disk import Disk, recording
 
 from zrun_core.checkpoint import folder as store
 from zrun_core.checkpoint.folder import CheckpointFolder
-from zrun_core.checkpoint.manifest import Manifest
+from zrun_core.checkpoint.manifest_parts import Fragment, TensorInfo
 from zrun_core.checkpoint.shard_file import WriteItem, read_fragment, write_shard
 from zrun_core.checkpoint.verify import verify
 from zrun_core.errors import CheckpointError, SaveError
@@ -48,26 +56,8 @@ def save(folder: CheckpointFolder, step: int) -> None:
     state = toy_state(step, scale=8)
     tmp = folder.begin(step)
     try:
-        shards = [
-            write_shard(tmp / f"rank-{rank:05d}.safetensors", toy_parts(state, rank, 2))
-            for rank in (0, 1)
-        ]
-        folder.commit(
-            tmp,
-            Manifest(
-                step=step,
-                run_id="run-1",
-                versions={},
-                job={},
-                world_size=2,
-                layout={},
-                progress={},
-                files=[info for info, _ in shards],
-                tensors=toy_infos(state),
-                fragments=[each for _, fragments in shards for each in fragments],
-                rank_states=rank_states(2),
-            ),
-        )
+        parts = [toy_parts(state, rank, 2) for rank in (0, 1)]
+        folder.commit(tmp, write_files(tmp, step, parts, toy_infos(state)))
     except SaveError:
         folder.discard(tmp)
         raise
@@ -136,7 +126,7 @@ def test_only_the_last_of_many_blocks_fails(
     data = torch.ones(11 * 2**20)
     failing_after(monkeypatch, data.nbytes - 1, errno.EIO, in_thread=True)
     with pytest.raises(SaveError, match="Input/output error"):
-        write_shard(tmp_path / "a", [WriteItem("a", "value", 0, data.numel(), data)])
+        write_shard(tmp_path / "a", [WriteItem("a", "value", 0, data.numel(), data)], rank_state(0))
     assert not (tmp_path / "a").exists()
 
 
@@ -148,7 +138,7 @@ def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(os, "pwrite", half)
     data = torch.randn(3 * 2**20)
-    _, (fragment,) = write_shard(tmp_path / "a", [WriteItem("a", "value", 0, data.numel(), data)])
+    fragment = write_one(tmp_path, data)
     read = torch.empty_like(data)
     read_fragment(tmp_path, fragment, read)
     assert torch.equal(read, data)
@@ -181,7 +171,7 @@ def test_a_write_of_nothing_is_an_error(
 
 def test_short_reads_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = torch.randn(2**20)
-    _, (fragment,) = write_shard(tmp_path / "a", [WriteItem("a", "value", 0, data.numel(), data)])
+    fragment = write_one(tmp_path, data)
     real = os.preadv
     monkeypatch.setattr(
         os, "preadv", lambda file, views, offset: real(file, [views[0][:100_001]], offset)
@@ -192,6 +182,13 @@ def test_short_reads_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(os, "preadv", raising(errno.EIO))
     with pytest.raises(CheckpointError, match="Input/output error"):
         read_fragment(tmp_path, fragment, read)
+
+
+def write_one(path: Path, data: torch.Tensor) -> Fragment:
+    info = TensorInfo("a", (data.numel(),), (1,), "float32", "param", (), {}, {"value": "float32"})
+    item = WriteItem("a", "value", 0, data.numel(), data)
+    (fragment,) = fragments_of(path, write_files(path, 1, [[item]], [info]))
+    return fragment
 
 
 def raising(error: int) -> Callable[..., Any]:

@@ -11,7 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_toys import read_step_state, toy_state, write_step
+from checkpoint_toys import (
+    fragments_of,
+    rank_state,
+    read_step_state,
+    toy_state,
+    write_files,
+    write_step,
+)
 from safetensors import safe_open
 
 from zrun_core.checkpoint import folder as store
@@ -20,10 +27,10 @@ from zrun_core.checkpoint.folder import CheckpointFolder, read_step
 from zrun_core.checkpoint.folder_lock import hold, release
 from zrun_core.checkpoint.manifest import Manifest
 from zrun_core.checkpoint.manifest_fields import ITEM_BYTES
+from zrun_core.checkpoint.manifest_parts import TensorInfo
 from zrun_core.checkpoint.shard_file import (
     DTYPES,
     WriteItem,
-    check_header,
     read_fragment,
     write_shard,
 )
@@ -57,8 +64,8 @@ def test_safetensors_opens_our_files(folder: CheckpointFolder) -> None:
     manifest = write_step(folder, 50, ranks=2)
     for info in manifest.files:
         with safe_open(folder.step_path(50) / info.name, framework="pt") as file:
-            fragments = manifest.fragments_of(info.name)
-            assert set(file.keys()) == {fragment.key for fragment in fragments}
+            fragments = fragments_of(folder.step_path(50), manifest, info.name)
+            assert set(file.keys()) == {*(fragment.key for fragment in fragments), "record"}
             for fragment in fragments:
                 tensor = torch.empty(
                     fragment.stop - fragment.start, dtype=getattr(torch, fragment.dtype)
@@ -74,16 +81,17 @@ def test_every_dtype(tmp_path: Path, name: str) -> None:
     data = (
         torch.arange(64, dtype=torch.uint8).remainder(2).view(dtype)
     )  # 0 and 1 are what a bool can be
-    info, (fragment,) = write_shard(
-        tmp_path / "a.safetensors", [WriteItem("a", "value", 0, data.numel(), data)]
-    )
+    item = WriteItem("a", "value", 0, data.numel(), data)
+    info = TensorInfo("a", (data.numel(),), (1,), name, "param", (), {}, {"value": name})
+    manifest = write_files(tmp_path, 1, [[item]], [info])
+    (fragment,) = fragments_of(tmp_path, manifest)
     assert fragment.dtype == DTYPES[dtype] == name
-    with safe_open(tmp_path / "a.safetensors", framework="pt") as file:
+    with safe_open(tmp_path / fragment.file, framework="pt") as file:
         assert torch.equal(file.get_tensor("value/a").view(torch.uint8), data.view(torch.uint8))
     read = torch.empty_like(data)
     read_fragment(tmp_path, fragment, read)
     assert torch.equal(read.view(torch.uint8), data.view(torch.uint8))
-    check_header(tmp_path, info)
+    assert verify(tmp_path, manifest) == []
 
 
 @pytest.mark.parametrize(
@@ -92,15 +100,15 @@ def test_every_dtype(tmp_path: Path, name: str) -> None:
 def test_sizes_around_blocks(tmp_path: Path, num_bytes: int) -> None:
     data = torch.arange(num_bytes, dtype=torch.int32).to(torch.uint8)
     parts = [
-        WriteItem("a", "value", 0, num_bytes, data),
-        WriteItem("b", "value", 3, 6, torch.tensor([1, 2, 3])),
+        WriteItem("rng/0/a", "rank", 0, num_bytes, data),
+        WriteItem("rng/0/b", "rank", 0, 3, torch.tensor([1, 2, 3])),
     ]
-    info, fragments = write_shard(tmp_path / "a.safetensors", parts)
-    assert info.num_bytes == os.stat(tmp_path / "a.safetensors").st_size
-    assert [fragment.key for fragment in fragments] == [
-        "value/b@3",
-        "value/a",
-    ]  # the wider format first
+    manifest = write_files(tmp_path, 1, [parts], [], divisions=[])
+    (info,) = manifest.files
+    assert info.num_bytes == os.stat(tmp_path / info.name).st_size
+    fragments = fragments_of(tmp_path, manifest)
+    # The wider format first.
+    assert [fragment.key for fragment in fragments] == ["rank/rng/0/b", "rank/rng/0/a"]
     read = torch.empty_like(data)
     read_fragment(tmp_path, fragments[1], read)
     assert torch.equal(read, data)
@@ -153,7 +161,7 @@ def test_no_step_is_overwritten(folder: CheckpointFolder) -> None:
 def test_a_file_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("mine")
     with pytest.raises(SaveError, match="File exists"):
-        write_shard(tmp_path / "a", [])
+        write_shard(tmp_path / "a", [], rank_state(0))
     assert (tmp_path / "a").read_text() == "mine"
 
 
@@ -168,7 +176,7 @@ def test_commit_refuses_what_would_not_be_read(folder: CheckpointFolder, damage:
     elif damage == "short":
         os.truncate(tmp / manifest.files[0].name, 5000)
     else:
-        manifest.fragments.append(manifest.fragments[0])
+        manifest.divisions.append(manifest.divisions[0])
     with pytest.raises(SaveError, match="cannot save step"):
         folder.commit(tmp, Manifest(**{**manifest.__dict__, "step": 6}))
     folder.discard(tmp)

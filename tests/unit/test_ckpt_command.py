@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from checkpoint_toys import write_step
+from checkpoint_toys import toy_infos, toy_parts, toy_state, write_files, write_step
 from safetensors.torch import load_file
 
 from zrun import cli
@@ -22,7 +22,7 @@ from zrun.watch.console import print_table
 from zrun_core.checkpoint.best import Best
 from zrun_core.checkpoint.folder import CheckpointFolder, SavedStep, read_step
 from zrun_core.checkpoint.folder_lock import held
-from zrun_core.checkpoint.manifest import ModelInfo
+from zrun_core.checkpoint.manifest_parts import ModelInfo, TensorInfo, UnitInfo
 from zrun_core.checkpoint.names import before_name
 
 Ckpt = Callable[..., tuple[int, str, str]]
@@ -207,16 +207,12 @@ def test_names_are_no_markup(ckpt: Ckpt, run: Path) -> None:
     forged = replace(
         manifest,
         tensors=[
-            replace(each, name="z[/b]") if each.name == "layer.bias" else each
+            _with_odd_names(each) if each.name == "layer.bias" else each
             for each in manifest.tensors
         ],
-        fragments=[
-            replace(
-                each, tensor="z[/b]", state={"value": "value"}.get(each.state, f"{each.state}[/i]")
-            )
-            if each.tensor == "layer.bias"
-            else each
-            for each in manifest.fragments
+        divisions=[
+            replace(each, units=[_renamed(unit, "layer.bias", "z[/b]") for unit in each.units])
+            for each in manifest.divisions
         ],
     )
     (path / "manifest.json").write_bytes(forged.to_json())
@@ -224,6 +220,16 @@ def test_names_are_no_markup(ckpt: Ckpt, run: Path) -> None:
     assert (code, err) == (0, "")
     assert "z[/b]" in out
     assert "exp_avg[/i]" in out
+
+
+def _with_odd_names(info: TensorInfo) -> TensorInfo:
+    states = {key if key == "value" else f"{key}[/i]": each for key, each in info.states.items()}
+    return replace(info, name="z[/b]", states=states)
+
+
+def _renamed(unit: UnitInfo, old: str, new: str) -> UnitInfo:
+    runs = [replace(run, tensor=new) if run.tensor == old else run for run in unit.runs]
+    return replace(unit, runs=runs)
 
 
 def test_verify(ckpt: Ckpt, run: Path) -> None:
@@ -254,35 +260,37 @@ def test_export(ckpt: Ckpt, run: Path, tmp_path: Path) -> None:
     assert ckpt("export", run, tmp_path / "other", "--step", "30")[0] == 9
 
 
-def test_one_of_several_models_is_shown_and_exported(ckpt: Ckpt, run: Path, tmp_path: Path) -> None:
-    path = run / "checkpoints" / "step-00000020"
-    manifest = read_step(path)
+def test_one_of_several_models_is_shown_and_exported(ckpt: Ckpt, tmp_path: Path) -> None:
     layouts = {"net": {"stage": 3, "optimizer": "adam"}, "mean": {"stage": 1, "optimizer": None}}
+    state = toy_state(20)
     name_of = {
-        info.name: f"mean.{info.name}" if info.name == "layer.bias" else f"net.{info.name}"
-        for info in manifest.tensors
+        name: f"mean.{name}" if name == "layer.bias" else f"net.{name}" for name in toy_state(20)
     }
-    several = replace(
-        manifest,
-        layout={"models": layouts},
-        tensors=[
+    folder = CheckpointFolder(tmp_path / "several")
+    tmp = folder.begin(20)
+    several = write_files(
+        tmp,
+        20,
+        [
+            [
+                replace(item, tensor=name_of.get(item.tensor, item.tensor))
+                for item in toy_parts(state, rank, 2)
+            ]
+            for rank in range(2)
+        ],
+        [
             replace(
                 info,
                 name=name_of[info.name],
                 aliases=tuple(f"net.{alias}" for alias in info.aliases),
             )
-            for info in manifest.tensors
+            for info in toy_infos(state)
         ],
-        fragments=[
-            replace(each, tensor=name_of.get(each.tensor, each.tensor))
-            for each in manifest.fragments
-        ],
-        rank_states=[
-            replace(each, learnt={key: {"order": None, "late": []} for key in layouts})
-            for each in manifest.rank_states
-        ],
+        learnt={key: {"order": None, "late": []} for key in layouts},
+        layout={"models": layouts},
     )
-    (path / "manifest.json").write_bytes(several.to_json())
+    folder.commit(tmp, several)
+    path = folder.step_path(20)
     code, out, _ = ckpt("inspect", path)
     assert code == 0
     rows = dict(line.split("  ", 1) for line in out.splitlines() if "  " in line)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_toys import write_step
+from checkpoint_toys import fragments_of, write_step
 
 from zrun_core.checkpoint.folder import CheckpointFolder, read_step
 from zrun_core.checkpoint.initial_weights import Weights, open_weights
@@ -97,7 +97,8 @@ def test_a_damaged_newest_step_is_no_reason_to_begin_with_older_weights(tmp_path
     fill(open_weights(tmp_path / "run", ALONE))
     shard = folder.step_path(30) / "rank-00001.safetensors"
     content = bytearray(shard.read_bytes())
-    held = read_step(folder.step_path(30)).fragments_of(shard.name)
+    step = folder.step_path(30)
+    held = fragments_of(step, read_step(step), shard.name)
     content[
         next(each.offset for each in held if (each.tensor, each.state) == ("layer.weight", "value"))
     ] ^= 1

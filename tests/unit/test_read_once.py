@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from checkpoint_toys import Reads, toy_infos, toy_parts
+from checkpoint_toys import Reads, fragments_of, toy_infos, toy_parts, write_files
 
 from zrun_core.checkpoint.folder import CheckpointFolder
 from zrun_core.checkpoint.initial_weights import open_weights
-from zrun_core.checkpoint.manifest import Manifest, SavedRank
+from zrun_core.checkpoint.manifest import Manifest
 from zrun_core.checkpoint.reader import Reader, Target
-from zrun_core.checkpoint.shard_file import write_shard
+from zrun_core.checkpoint.step_index import open_index
 from zrun_core.distributed.transport import Group
 from zrun_core.memory.tensors import Shape
 
@@ -37,23 +37,8 @@ def state() -> dict[str, torch.Tensor]:
 def save(path: Path, ranks: int) -> tuple[Path, Manifest]:
     folder, tensors = CheckpointFolder(path), state()
     tmp = folder.begin(1)
-    files = []
-    for rank in range(ranks):
-        path = tmp / f"rank-{rank:05d}.safetensors"
-        files.append(write_shard(path, toy_parts(tensors, rank, ranks)))
-    manifest = Manifest(
-        step=1,
-        run_id="run-1",
-        versions={},
-        job={},
-        world_size=ranks,
-        layout={},
-        progress={},
-        files=[info for info, _ in files],
-        tensors=toy_infos(tensors),
-        fragments=[each for _, fragments in files for each in fragments],
-        rank_states=[SavedRank(rank, {}, {"order": None, "late": []}) for rank in range(ranks)],
-    )
+    parts = [toy_parts(tensors, rank, ranks) for rank in range(ranks)]
+    manifest = write_files(tmp, 1, parts, toy_infos(tensors))
     folder.commit(tmp, manifest)
     return folder.step_path(1), manifest
 
@@ -84,11 +69,14 @@ def test_a_rank_reads_each_byte_once(tmp_path, monkeypatch, ranks, order, num_pi
     shape = tuple(weight.shape)
     targets = {name: cut_up(shape, ORDERS[order], name, num_pieces) for name in STATES}
     reads = Reads(monkeypatch)
-    Reader(path, manifest, ALONE).fill([each for of_state in targets.values() for each in of_state])
+    Reader(open_index(path, manifest), ALONE).fill(
+        [each for of_state in targets.values() for each in of_state]
+    )
     for plus, name in enumerate(STATES):
         assert torch.equal(whole_of(targets[name]), weight + plus)
     assert reads.most == 1
-    assert reads.num_bytes == 3 * weight.nbytes
+    records = sum(file.record_bytes for file in manifest.files)
+    assert reads.num_bytes == 3 * weight.nbytes + records
 
 
 def test_a_rank_reads_only_the_fragments_of_which_it_needs_something(tmp_path, monkeypatch):
@@ -101,10 +89,11 @@ def test_a_rank_reads_only_the_fragments_of_which_it_needs_something(tmp_path, m
         for start in range(16, weight.numel(), 24)
     ]
     reads = Reads(monkeypatch)
-    Reader(path, manifest, ALONE).fill(targets)
+    Reader(open_index(path, manifest), ALONE).fill(targets)
     found = torch.stack([target.memory for target in targets], 1)
     assert torch.equal(found, weight[16:].permute(0, 3, 2, 1).flatten(1))
-    assert reads.num_bytes == weight.nbytes // 3
+    records = sum(file.record_bytes for file in manifest.files[4:])
+    assert reads.num_bytes == weight.nbytes // 3 + records
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -126,11 +115,12 @@ def test_weights_of_others_are_read_once_too(tmp_path, monkeypatch, order, num_p
 
 def test_a_part_that_is_damaged_is_refused_in_whatever_order_it_is_wanted(tmp_path):
     path, manifest = save(tmp_path, 2)
-    fragment = next(each for each in manifest.fragments if each.state == "value")
+    fragments = fragments_of(path, manifest)
+    fragment = next(each for each in fragments if each.key == "value/layer.weight")
     with (path / fragment.file).open("r+b") as file:
         file.seek(fragment.offset)
         file.write(b"\xff")
     for order in ORDERS.values():
         targets = cut_up((24, 6, 5, 5), order, "value", 3)
         with pytest.raises(Exception, match="is damaged: the checksum of value/layer"):
-            Reader(path, manifest, ALONE).fill(targets)
+            Reader(open_index(path, manifest), ALONE).fill(targets)

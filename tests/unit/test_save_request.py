@@ -22,8 +22,9 @@ from zrun.runs.rundir import RunDir
 from zrun_core.checkpoint import checkpointer as module
 from zrun_core.checkpoint import rank_save
 from zrun_core.checkpoint.checkpointer import Checkpointer, SaveConsensus
+from zrun_core.checkpoint.divisions import Share
 from zrun_core.checkpoint.folder import CheckpointFolder
-from zrun_core.checkpoint.manifest import TensorInfo
+from zrun_core.checkpoint.manifest_parts import TensorInfo, UnitInfo, UnitRun
 from zrun_core.checkpoint.model_files import ModelFiles
 from zrun_core.checkpoint.rank_save import RunInfo
 from zrun_core.checkpoint.shard_file import WriteItem
@@ -181,6 +182,9 @@ class OneTensor:
     def write_items(self) -> list[WriteItem]:
         return [WriteItem("w", "value", 0, 4, torch.zeros(4))]
 
+    def shares(self) -> list[Share]:
+        return [Share(1, 1, 0, (UnitInfo("all", 4, [UnitRun("w", 0, 0, 4)]),))]
+
     def scalars(self) -> dict[str, Any]:
         return {}
 
@@ -212,6 +216,8 @@ class Rank:
         comm: Any = SimpleNamespace(
             device=torch.device("cpu"),
             all_gather_bytes=lambda data, group, name: [data],
+            gather_bytes=lambda data, group, name: [data],
+            share_bytes=lambda data, group, name: data,
             all_reduce_small=lambda numbers, group, name: numbers,
             read=torch.Tensor.tolist,
         )

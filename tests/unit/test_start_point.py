@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from checkpoint_toys import rank_states
+from checkpoint_toys import write_files
 
 from zrun.runs import rundir
 from zrun.runs.rundir import EarlierRun, RunDir, set_checkpoints_aside
@@ -17,7 +17,6 @@ from zrun.runs.start_point import StartPoint, choose_restart, choose_start, choo
 from zrun_core.checkpoint.best import Best
 from zrun_core.checkpoint.folder import CheckpointFolder
 from zrun_core.checkpoint.folder_lock import held
-from zrun_core.checkpoint.manifest import Manifest
 from zrun_core.errors import CheckpointError, JobError
 from zrun_core.spine.config import JobConfig
 from zrun_core.spine.spec import ResumeSpec
@@ -46,9 +45,10 @@ def save(folder: Path, *steps: int, **progress: Any) -> None:
             "dataset_samples": 400,
             **progress,
         }
-        manifest = Manifest(step, "run", {}, {}, 1, {}, content, [], [], [], rank_states(1))
         store = CheckpointFolder(folder)
-        store.commit(store.begin(step), manifest)
+        tmp = store.begin(step)
+        fields = {"run_id": "run", "progress": content, "divisions": []}
+        store.commit(tmp, write_files(tmp, step, [[]], [], **fields))
 
 
 def make_run(path: Path, *steps: int) -> Path:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from rich import box
@@ -136,36 +136,37 @@ def _pairs(facts: dict[str, Any]) -> str:
 
 def states_table(manifest: Manifest) -> Table:
     """Return a row per kind of state, with the bytes that it takes."""
+    from zrun_core.checkpoint.manifest_fields import ITEM_BYTES, RANK
+
     num_bytes: Counter[tuple[str, str]] = Counter()
-    tensors: dict[tuple[str, str], set[str]] = {}
-    for fragment in manifest.fragments:
-        key = (fragment.state, fragment.dtype)
-        num_bytes[key] += fragment.num_bytes
-        tensors.setdefault(key, set()).add(fragment.tensor)
+    tensors: Counter[tuple[str, str]] = Counter()
+    for info in manifest.tensors:
+        for key in info.states.items():
+            num_bytes[key] += info.numel * ITEM_BYTES[key[1]]
+            tensors[key] += 1
     table = _table("state", "format", "tensors", "size", right=("tensors", "size"))
     for key, total in num_bytes.most_common():
-        table.add_row(Text(printable(key[0])), key[1], str(len(tensors[key])), format_size(total))
+        table.add_row(Text(printable(key[0])), key[1], str(tensors[key]), format_size(total))
+    own_bytes = sum(file.own_bytes for file in manifest.files)
+    table.add_row(RANK, "", "", format_size(own_bytes))  # of every rank: random numbers, buffers
     return table
 
 
 def tensors_table(manifest: Manifest) -> Table:
     """Return a row per tensor of the model, with the states that are kept of it."""
-    states: dict[str, dict[str, None]] = {}
-    for fragment in manifest.fragments:
-        states.setdefault(fragment.tensor, {})[fragment.state] = None
     table = _table("tensor", "shape", "format", "kind", "states")
     for tensor in manifest.tensors:
         names = "\n".join((tensor.name, *(f"= {alias}" for alias in tensor.aliases)))
         shape = " x ".join(map(str, tensor.shape)) or "scalar"
-        kept = Text(printable(" ".join(states.get(tensor.name, ()))))
+        kept = Text(printable(" ".join(tensor.states)))
         table.add_row(Text(printable(names)), shape, tensor.dtype, tensor.kind, kept)
     return table
 
 
 def inspect_facts(found: SavedStep, manifest: Manifest) -> dict[str, Any]:
-    """Return everything in a manifest but its fragments, for JSON."""
-    facts = asdict(manifest)
-    del facts["fragments"]
+    """Return everything in a manifest but how units lie in files, for JSON."""
+    facts = asdict(replace(manifest, divisions=[], source=None))
+    del facts["divisions"], facts["source"]
     return {"path": str(found.path), **facts}
 
 

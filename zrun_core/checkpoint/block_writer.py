@@ -10,7 +10,7 @@ import errno
 import mmap
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,7 +31,11 @@ _ALIGNMENT = 4096
 
 
 def write_file(
-    path: Path, num_bytes: int, pieces: Iterable[Bytes | Iterator[Bytes]], mode: int = 0o600
+    path: Path,
+    num_bytes: int,
+    pieces: Iterable[Bytes | Iterator[Bytes]],
+    mode: int = 0o600,
+    last: Callable[[Sequence[str]], Bytes] | None = None,
 ) -> list[str]:
     """Create a file, and wait until it is on the disk.
 
@@ -40,9 +44,10 @@ def write_file(
         num_bytes: of all pieces; reserved before any byte is written.
         pieces: the content, each in memory, or in parts that come one after the other.
         mode: of the file, less the umask.
+        last: makes one more piece of the digests of these.
 
     Returns:
-        The digest of each piece.
+        The digest of each piece, the last one too.
 
     Raises:
         SaveError: the file exists, or the disk is full, read-only or fails. Nothing is left of the
@@ -56,6 +61,8 @@ def write_file(
             with ThreadPoolExecutor(_BLOCKS - 1, thread_name_prefix="zrun-write") as pool:
                 blocks = _Blocks(file, pool)
                 digests = list(map(blocks.add, pieces))  # keeps no piece while the next is made
+                if last is not None:
+                    digests.append(blocks.add(last(digests)))
                 written = blocks.finish()
                 if written != num_bytes:
                     raise ValueError(f"{written} bytes in a file of {num_bytes}")

@@ -10,7 +10,7 @@
         |   message of the step:           |
         |   written += 1  <----------------+ fsync
     step 53: all have written
-      reports exchanged  -----------------------------------------> manifest.json, fsync
+      rank 0 has their reports  ----------------------------------> manifest.json, fsync
     step 54                                                         rename: step-50 is there
         |   message of the step:                                      |
         |   settled = 1   <-------------------------------------------+ latest, best
@@ -30,11 +30,10 @@ import json
 import sys
 import threading
 import time
-from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,12 +42,13 @@ import torch
 from zrun_core.checkpoint.best import Best
 from zrun_core.checkpoint.best_saves import BestSaves, find_best, point_best
 from zrun_core.checkpoint.folder import CheckpointFolder
-from zrun_core.checkpoint.manifest import SavedRank, TensorInfo
-from zrun_core.checkpoint.manifest_fields import RANK
+from zrun_core.checkpoint.manifest_fields import RANK, rank_file
+from zrun_core.checkpoint.manifest_parts import SavedRank
 from zrun_core.checkpoint.model_files import ModelFiles
 from zrun_core.checkpoint.model_state import CheckpointState
 from zrun_core.checkpoint.pruner import Pruner
 from zrun_core.checkpoint.rank_save import (
+    RankPart,
     RankSave,
     RunInfo,
     commit_step,
@@ -330,9 +330,9 @@ class Checkpointer:
         if current is None:
             return
         start = time.monotonic()
-        if current.reports is None:
+        if not current.is_written:
             if consensus.written == self._world.size:
-                self._exchange_reports(current)
+                self._gather_reports(current)
                 current.stall_s += time.monotonic() - start
         elif consensus.settled > 0:
             self._end(current, "")
@@ -349,9 +349,9 @@ class Checkpointer:
         if current is None:
             return
         start = time.monotonic()
-        if current.reports is None:
+        if not current.is_written:
             self._wait_for_all(current.step, current.writing)
-            self._exchange_reports(current)
+            self._gather_reports(current)
         if self._current is None:  # it failed, and the job goes on
             return
         self._wait_for_all(current.step, current.committing)
@@ -387,34 +387,23 @@ class Checkpointer:
         if opened is None:
             return
         late = LateCopies()
-        layout: dict[str, Any] = {}
-        tensors: Sequence[TensorInfo] = ()
         rank = self._world.index
         try:
-            if self.state.describes_part:
-                layout = self.state.layout
-                tensors = self.state.tensors()
-            items, own = self._collect(opened.buffers)
-            report: dict[str, Any] = {"scalars": self.state.scalars(), "own": asdict(own)}
-            if self.state.describes_part and rank:  # the first rank writes the manifest itself
-                report["layout"] = layout
-                report["tensors"] = [asdict(info) for info in tensors]
+            part = self._collect(opened.buffers)
             if copy:
-                items, late = self._snapshot.take(items)
+                items, late = self._snapshot.take(part.items)
+                part = replace(part, items=items)
                 self._warn_of_snapshot()
         except Exception as error:  # such as too little memory: the others learn of it by reports
             writing: Future[bytes] = Future()
             writing.set_result(describe_error(error).encode())
         else:
-            path = opened.tmp / f"rank-{rank:05d}.safetensors"
-            writing = self._pool.submit(write_rank, path, items, report, late)
+            writing = self._pool.submit(write_rank, opened.tmp / rank_file(rank), part, late)
         current = RankSave(
             step=step,
             reason=reason,
             tmp=opened.tmp,
             progress=progress,
-            layout=layout,
-            tensors=tensors,
             order=self.state.order,
             start=start,
             writing=writing,
@@ -428,18 +417,23 @@ class Checkpointer:
             self.state.before_update(lambda: self._wait_for_copies(current, late.made))
         current.stall_s = time.monotonic() - start
 
-    def _collect(self, buffers: Mapping[str, str]) -> tuple[list[WriteItem], SavedRank]:
-        """Return what this rank writes, and what it reports of itself.
+    def _collect(self, buffers: Mapping[str, str]) -> RankPart:
+        """Return what this rank writes, and what it reports of that.
 
         Args:
             buffers: the digests of all buffers, as other ranks save them.
         """
         rank = self._world.index
-        items = [*self.state.write_items(), *self.state.own_buffers(buffers)]
+        state = self.state
+        items = [*state.write_items(), *state.own_buffers(buffers)]
         streams, numbers = self._streams.capture()
         for key, data in streams.items():
             items.append(WriteItem(f"rng/{rank}/{key}", RANK, 0, data.numel(), data))
-        return items, SavedRank(rank, numbers, self.state.reducer_state())
+        saved = SavedRank(rank, numbers, state.reducer_state())
+        part = RankPart(items, saved, state.shares(), state.scalars())
+        if state.describes_part:
+            part = replace(part, layout=state.layout, tensors=state.tensors())
+        return part
 
     def _open_step(self, step: int, reason: str) -> _Opened | None:
         """Make the folder of a step, with all ranks; None: one could not, and the job goes on."""
@@ -457,30 +451,37 @@ class Checkpointer:
                 opening["buffers"] = self.state.buffer_digests()
         except Exception as error:
             opening["error"] = describe_error(error)
-        openings = [json.loads(each) for each in self._all_gather(json.dumps(opening).encode())]
-        for rank, each in enumerate(openings):
-            if "error" in each:
-                if making is not None and making.exception() is None:
-                    self.folder.discard(making.result())
-                self._fail(step, reason, rank, each["error"])
-                return None
-        buffers = ChainMap(*(each.get("buffers", {}) for each in openings))  # the first one's
-        return _Opened(Path(openings[0]["tmp"]), dict(buffers), beside)
+        told = self._comm.gather_bytes(json.dumps(opening).encode(), self._world, name="save")
+        agreed = self._comm.share_bytes(_agreement(told), self._world, name="save")
+        answer = json.loads(agreed)
+        if "error" in answer:
+            if making is not None and making.exception() is None:
+                self.folder.discard(making.result())
+            self._fail(step, reason, answer["rank"], answer["error"])
+            return None
+        return _Opened(Path(answer["tmp"]), answer["buffers"], beside)
 
-    def _exchange_reports(self, current: RankSave) -> None:
-        """Exchange the reports of all ranks; rank 0 begins to commit, if all have written."""
-        current.reports = self._all_gather(current.writing.result())
-        for rank, report in enumerate(current.reports):
-            if not report.startswith(b"{"):  # in words: why there is no file
-                self._current = None
-                self.last_step = None
-                if self._world.index == 0:
-                    self.folder.discard(current.tmp)
-                self._fail(current.step, current.reason, rank, report.decode())
-                return
+    def _gather_reports(self, current: RankSave) -> None:
+        """Tell rank 0 what was written; it begins to commit, if all have written."""
+        report = current.writing.result()
+        failed = torch.zeros(self._world.size, dtype=torch.float64)
+        failed[self._world.index] = not report.startswith(b"{")  # in words: why there is no file
+        reports = self._comm.gather_bytes(report, self._world, name="save")
+        summed = self._comm.all_reduce_small(failed.to(self._comm.device), self._world, name="save")
+        has_failed = self._comm.read(summed)
+        if any(has_failed):
+            rank = has_failed.index(1.0)
+            problem = reports[rank] if reports else report  # others than the two only stop
+            self._current = None
+            self.last_step = None
+            if self._world.index == 0:
+                self.folder.discard(current.tmp)
+            self._fail(current.step, current.reason, rank, problem.decode())
+            return
+        current.is_written = True
         if self._world.index == 0:
             current.committing = self._pool.submit(
-                commit_step, current, current.reports, self.folder, self._run
+                commit_step, current, reports, self.folder, self._run
             )
 
     def _gather_error(self, current: RankSave) -> str:
@@ -592,6 +593,22 @@ class Checkpointer:
     def _warn(self, text: str, **fields: Any) -> None:
         if self._world.index == 0:
             self._tell(warning=text, **fields)
+
+
+def _agreement(openings: Sequence[bytes]) -> bytes:
+    """Return what all ranks need of the beginning of a step, on rank 0: JSON.
+
+    Args:
+        openings: of all ranks; none on the other ranks.
+    """
+    buffers: dict[str, str] = {}
+    told: dict[str, Any] = {}
+    for rank, opening in enumerate(map(json.loads, openings)):
+        if "error" in opening:
+            return json.dumps({"rank": rank, "error": opening["error"]}).encode()
+        buffers = opening.get("buffers", {}) | buffers  # the first one's
+        told |= {"tmp": opening["tmp"]} if "tmp" in opening else {}
+    return json.dumps(told | {"buffers": buffers}).encode()
 
 
 def _is_same(folder: Path, other: Path) -> bool:

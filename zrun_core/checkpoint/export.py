@@ -19,16 +19,14 @@ import numpy as np
 import torch
 
 from zrun_core.checkpoint.block_writer import Bytes, save_error, write_file
-from zrun_core.checkpoint.manifest import Fragment, Manifest, TensorInfo
+from zrun_core.checkpoint.manifest import Manifest
 from zrun_core.checkpoint.manifest_fields import ITEM_BYTES, VALUE
+from zrun_core.checkpoint.manifest_parts import TensorInfo
 from zrun_core.checkpoint.model_files import CONFIG
-from zrun_core.checkpoint.shard_file import (
-    Entry,
-    as_bytes,
-    check_header,
-    encode_header,
-    read_fragment,
-)
+from zrun_core.checkpoint.reader import Reader, Target
+from zrun_core.checkpoint.shard_file import Entry, as_bytes, check_header, encode_header
+from zrun_core.checkpoint.step_index import StepIndex, open_index
+from zrun_core.distributed.transport import Group
 from zrun_core.errors import JobError, SaveError
 
 DTYPES = {"keep": None, "fp32": "float32", "bf16": "bfloat16"}
@@ -37,32 +35,35 @@ _METADATA = {"format": "pt"}  # transformers refuses a file without
 _MODE = 0o666  # less the umask: made to be handed on
 
 
+_ALONE = Group("world", (0,), 0, None)
+
+
 @dataclass(frozen=True)
 class _Item:
     """A tensor to export, under its own name or one that is tied to it."""
 
     name: str
     info: TensorInfo
-    fragments: Sequence[Fragment]
     dtype: str
 
     @property
     def num_bytes(self) -> int:
         return self.info.numel * ITEM_BYTES[self.dtype]
 
-    def load(self, step: Path) -> torch.Tensor:
-        """Return the tensor, contiguous, from the folder `step`.
+    def load(self, step: Reader) -> torch.Tensor:
+        """Return the tensor, contiguous.
 
         Held meanwhile: its elements as stored, and as exported if that differs.
         """
-        stored = _stored_dtype(self.info, self.fragments)
-        flat = torch.empty(self.info.numel, dtype=getattr(torch, stored))
-        for fragment in self.fragments:
-            read_fragment(step, fragment, flat[fragment.start : fragment.stop])
-        tensor = flat.as_strided(self.info.shape, self.info.stride)
+        info = self.info
+        stored = _stored_dtype(info)
+        flat = torch.empty(info.numel, dtype=getattr(torch, stored))
+        if info.numel:
+            step.fill([Target((info.name,), VALUE, info.shape, info.stride, 0, flat)])
+        tensor = flat.as_strided(info.shape, info.stride)
         if tensor.is_contiguous() and stored == self.dtype:
             return tensor
-        return torch.empty(self.info.shape, dtype=getattr(torch, self.dtype)).copy_(tensor)
+        return torch.empty(info.shape, dtype=getattr(torch, self.dtype)).copy_(tensor)
 
 
 def export(
@@ -91,17 +92,19 @@ def export(
     if os.path.lexists(out):
         raise JobError(f"{out} exists: choose another name, or remove it")
     items = _items(manifest, DTYPES[dtype])
+    index = open_index(step, manifest)
+    reader = Reader(index, _ALONE)
     tmp = out.with_name(f".{out.name}.tmp-{secrets.token_hex(8)}")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         if out.suffix in (".pt", ".pth"):
-            _write_state_dict(tmp, step, items)
+            _write_state_dict(tmp, reader, items)
         elif out.suffix == ".safetensors":
-            _write_safetensors(tmp, step, items)
+            _write_safetensors(tmp, reader, items)
         else:
             tmp.mkdir()
-            _write_folder(tmp, step, _as_in_library(manifest, items), max_shard_bytes)
-            _write_model_files(tmp, step, manifest, items)
+            _write_folder(tmp, reader, _as_in_library(manifest, items), max_shard_bytes)
+            _write_model_files(tmp, index, items)
         os.rename(tmp, out)
     except OSError as error:
         raise save_error(out, error) from error
@@ -111,25 +114,20 @@ def export(
 
 
 def _items(manifest: Manifest, dtype: str | None) -> list[_Item]:
-    values: dict[str, list[Fragment]] = {}
-    for fragment in manifest.fragments:
-        if fragment.state == VALUE:
-            values.setdefault(fragment.tensor, []).append(fragment)
     items = []
     for info in manifest.tensors:
-        fragments = values.get(info.name, [])
-        target = _stored_dtype(info, fragments)
+        target = _stored_dtype(info)
         if dtype is not None and target in _FLOATING:
             target = dtype
-        items += [_Item(name, info, fragments, target) for name in (info.name, *info.aliases)]
+        items += [_Item(name, info, target) for name in (info.name, *info.aliases)]
     return items
 
 
-def _stored_dtype(info: TensorInfo, fragments: Sequence[Fragment]) -> str:
-    return fragments[0].dtype if fragments else info.dtype  # without elements, without fragments
+def _stored_dtype(info: TensorInfo) -> str:
+    return info.states.get(VALUE, info.dtype)  # without elements, without a value
 
 
-def _write_safetensors(path: Path, step: Path, items: Sequence[_Item]) -> dict[str, int]:
+def _write_safetensors(path: Path, step: Reader, items: Sequence[_Item]) -> dict[str, int]:
     """Write one file; return the offset of each tensor in it."""
     items = sorted(items, key=lambda item: -ITEM_BYTES[item.dtype])
     entries = [Entry(each.name, each.dtype, each.info.shape, each.num_bytes) for each in items]
@@ -149,7 +147,7 @@ def _write_safetensors(path: Path, step: Path, items: Sequence[_Item]) -> dict[s
     return offsets
 
 
-def _write_folder(folder: Path, step: Path, items: Sequence[_Item], max_shard_bytes: int) -> None:
+def _write_folder(folder: Path, step: Reader, items: Sequence[_Item], max_shard_bytes: int) -> None:
     shards: list[list[_Item]] = [[]]
     filled = 0
     for item in items:
@@ -181,15 +179,13 @@ def _as_in_library(manifest: Manifest, items: Sequence[_Item]) -> Sequence[_Item
     return [replace(item, name=item.name.removeprefix(model.prefix)) for item in items]
 
 
-def _write_model_files(
-    folder: Path, step: Path, manifest: Manifest, items: Sequence[_Item]
-) -> None:
+def _write_model_files(folder: Path, step: StepIndex, items: Sequence[_Item]) -> None:
     """Copy config and tokenizer from the step; the config gets the format of the tensors."""
     # All are floating; frozen parameters may be narrower than the masters of the others.
     formats = [item.dtype for item in items if item.info.kind != "buffer"]
     widest = max(formats, key=lambda dtype: ITEM_BYTES[dtype], default=None)
-    for file in manifest.files_beside:
-        content = check_header(step, file)
+    for file in step.manifest.files_beside:
+        content = check_header(step.folder, file, step.content(file.name).header_digest)
         if file.name == CONFIG:
             config = {**json.loads(content), "dtype": widest}
             content = f"{json.dumps(config, indent=2, sort_keys=True)}\n".encode()
@@ -197,7 +193,7 @@ def _write_model_files(
         write_file(folder / file.name, len(content), pieces, _MODE)
 
 
-def _write_state_dict(path: Path, step: Path, items: Sequence[_Item]) -> None:
+def _write_state_dict(path: Path, step: Reader, items: Sequence[_Item]) -> None:
     """Write what `torch.load` returns as a dict of tensors; tied names share their memory.
 
     The tensors lie in a file meanwhile, from which torch reads them through the page cache: none is

@@ -18,8 +18,8 @@ from pathlib import Path
 from zrun_core.checkpoint.best import Best
 from zrun_core.checkpoint.block_writer import save_error
 from zrun_core.checkpoint.digest import opened
-from zrun_core.checkpoint.manifest import MAX_BYTES, Manifest
-from zrun_core.checkpoint.manifest_fields import MANIFEST
+from zrun_core.checkpoint.manifest import Manifest
+from zrun_core.checkpoint.manifest_fields import MANIFEST, MAX_BYTES
 from zrun_core.checkpoint.names import (
     BEST,
     LATEST,
@@ -365,8 +365,12 @@ class CheckpointFolder:
         return sorted(names)
 
 
-def read_step(path: Path) -> Manifest:
+def read_step(path: Path, sizes: slice = slice(None)) -> Manifest:
     """Return the manifest of the step folder `path`; its files exist, as long as it says.
+
+    Args:
+        path: of the folder.
+        sizes: the files whose sizes are compared, where others look at the others.
 
     Raises:
         CheckpointError: it is not one, or not complete.
@@ -388,7 +392,7 @@ def read_step(path: Path) -> Manifest:
         manifest = Manifest.from_json(text)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
-    for info in manifest.files:
+    for info in manifest.files[sizes]:
         check_size(path, info)
     return manifest
 

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Protocol
 
 from zrun_core.checkpoint.folder import CheckpointFolder, read_step
-from zrun_core.checkpoint.manifest import TensorInfo
 from zrun_core.checkpoint.manifest_fields import MANIFEST
+from zrun_core.checkpoint.manifest_parts import TensorInfo
 from zrun_core.checkpoint.model_state import ModelState
 from zrun_core.checkpoint.reader import Reader, Target, by_name
+from zrun_core.checkpoint.step_index import open_index
 from zrun_core.checkpoint.weight_files import SafetensorsFiles, StateDictFile
 from zrun_core.distributed.transport import Group
 from zrun_core.errors import CheckpointError
@@ -253,7 +254,7 @@ class _ZrunStep:
         """
         manifest = read_step(path)
         self._advice = advice
-        self._reader = Reader(path, manifest, world)
+        self._reader = Reader(open_index(path, manifest), world)
         known = by_name(manifest.tensors)
         self.shapes = {name: info.shape for name, info in known.items()}
 

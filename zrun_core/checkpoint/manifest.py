@@ -5,207 +5,70 @@ believed only after `Manifest.from_json` has found it whole:
 
     its digest           is that of all the bytes before it
     every value          is of its type and in its range (`manifest_fields`)
-    fragments            tile every file, and every state of every tensor (`manifest_checks`)
+    units                tile every tensor, and fragments every file (`manifest_checks`)
 
-Nothing is allocated or opened for that, however large the numbers in it are.
+Nothing is allocated or opened for that, however large the numbers in it are. Each unit is described
+once, and who has written what of it follows (`divisions`); digests and what is a rank's own lie in
+the records of the ranks (`record`). So its size hardly grows with the number of ranks.
+
+That is format 2. Format 1 lists every fragment: `format_one` reads it.
 """
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from functools import cache
 from itertools import chain
-from operator import attrgetter
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
-from pydantic import FailFast, TypeAdapter
+from pydantic import FailFast, SkipValidation, TypeAdapter
 
+from zrun_core.checkpoint import format_one
 from zrun_core.checkpoint.best import Best
-from zrun_core.checkpoint.digest import combined, digest
-from zrun_core.checkpoint.manifest_checks import check_consistency
+from zrun_core.checkpoint.digest import digest
+from zrun_core.checkpoint.format_one import ListedManifest, read_listed
+from zrun_core.checkpoint.manifest_checks import check_parts
 from zrun_core.checkpoint.manifest_fields import (
+    MAX_BYTES,
     Count,
-    Digest,
-    Dtype,
-    Kind,
     Name,
     NonZero,
-    Number,
-    Options,
-    PositiveNumber,
-    SampleNumber,
     Text,
     Tree,
-    any_keys,
     exact_keys,
-    matching,
+    parse_json,
     read,
     refuse,
 )
+from zrun_core.checkpoint.manifest_parts import (
+    OTHERS,
+    Division,
+    EarlyStop,
+    FileInfo,
+    Layout,
+    ModelInfo,
+    Progress,
+    Scaler,
+    TensorInfo,
+    UnitInfo,
+    UnitRun,
+)
 
-FORMAT = 1
-OTHERS = "others"  # in a layout: how the parts of other ranks were cut
-MAX_BYTES = 2**28  # of a manifest: a million fragments
+FORMAT = 2
 
 _TAIL = b',\n"digest":"%s"}\n'
 _TAIL_BYTES = len(_TAIL % (b"0" * 32))
+_NOT_IN_JSON = ("digest", "source")
 
 
-@exact_keys
 @dataclass(frozen=True)
-class TensorInfo:
-    """One parameter or buffer of the model.
+class PartOf:
+    """The manifest of several models, of which another is the part that is about one of them."""
 
-    Attributes:
-        name: as in the state_dict; the first of its tied names.
-        stride: its memory order, in which the ranges of fragments count.
-        dtype: of the model as it runs.
-        aliases: the other tied names.
-        scalars: optimizer state that is one number per parameter.
-    """
-
-    name: Text
-    shape: tuple[Count, ...]
-    stride: tuple[Count, ...]
-    dtype: Dtype
-    kind: Kind
-    aliases: tuple[Text, ...]
-    scalars: dict[str, Number]
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-
-@exact_keys
-@dataclass(frozen=True)
-class Fragment:
-    """A flat range of one state of one tensor, contiguous in one file.
-
-    Attributes:
-        state: VALUE, a key of the optimizer's state, or RANK.
-        start, stop: elements, in the memory order of the tensor.
-        key: in the safetensors header.
-        offset: bytes, from the beginning of the file.
-    """
-
-    tensor: Text
-    state: Text
-    start: Count
-    stop: Count
-    dtype: Dtype
-    file: Name
-    key: Text
-    offset: Count
-    num_bytes: Count
-    digest: Digest
-
-
-@exact_keys
-@dataclass(frozen=True)
-class FileInfo:
-    """One file: a safetensors header, then the fragments; one without tensors is all header.
-
-    Attributes:
-        digest: of the digests of header and fragments, in the order of the file.
-    """
-
-    name: Name
-    num_bytes: Count
-    header_bytes: Count
-    header_digest: Digest
-    digest: Digest
-
-    @staticmethod
-    def digest_of(header_digest: str, fragments: Iterable[Fragment]) -> str:
-        return combined([header_digest, *(fragment.digest for fragment in fragments)])
-
-
-@exact_keys
-@dataclass(frozen=True)
-class SavedRank:
-    """The state of a rank, beside the fragments of state RANK.
-
-    Attributes:
-        rng: as `rng.Streams.capture` returns it.
-        learnt: the order of its reductions, as `ReduceOrder.state_dict` returns it; of several
-            models by name.
-    """
-
-    rank: Count
-    rng: Tree
-    learnt: Tree
-
-
-@exact_keys
-@dataclass(frozen=True)
-class ModelInfo:
-    """The model as transformers knows it, which builds models from a config.
-
-    Attributes:
-        class_name: with its module; of the part that is a model of transformers, if any is.
-        prefix: of the names of all tensors, where that model is inside of the user's own.
-        obstacle: why transformers cannot load it; None: the step holds its config.
-    """
-
-    class_name: Text
-    prefix: Text | None
-    obstacle: Text | None
-
-
-@exact_keys
-@dataclass(frozen=True)
-class _Scaler:
-    scale: PositiveNumber
-    good: Count
-    bad: Count
-
-
-@exact_keys
-@dataclass(frozen=True)
-class _EarlyStop:
-    best: Best | None
-    num_worse: Count
-
-
-@any_keys
-@dataclass(frozen=True)
-class _Progress:
-    """The progress of a job or a script.
-
-    Any key may be missing, its reader asks for those it needs.
-    """
-
-    steps: Count = 0
-    updates: Count = 0
-    micro_batches: Count = 0
-    skips: Count = 0
-    skips_in_a_row: Count = 0
-    helpless_skips: Count = 0
-    samples: Count = 0
-    tokens: Count = 0
-    cursor: Count = 0
-    loss: Number | None = None
-    first_loss: Number | None = None
-    seconds: Number | None = None
-    dataset_samples: NonZero | None = None
-    scaler: _Scaler | None = None
-    groups: dict[str, list[Options]] = field(default_factory=dict)  # of every optimizer
-    extra: dict[str, Any] = field(default_factory=dict)
-    marks: dict[SampleNumber, Digest] = field(default_factory=dict)
-    ended: Text | None = None
-    early_stop: _EarlyStop | None = None
-    best: Best | None = None
-
-
-@any_keys
-@dataclass(frozen=True)
-class _Layout:
-    models: dict[str, dict[str, Any]] = field(default_factory=dict)
-    others: list[dict[str, Any]] = field(default_factory=list)
+    whole: Manifest
+    model: str
 
 
 @exact_keys
@@ -220,8 +83,11 @@ class Manifest:
             depend on it.
         progress: of a job: counters, data cursor, scaler; of a script: options of the optimizers,
             extras.
-        rank_states: of every rank.
+        files: those of the ranks in their order, then those without tensors.
+        divisions: none in format 1.
         model: None: several models, or an older zrun has saved it.
+        digest: of its text, where it was read.
+        source: where its fragments are known from; None: from `divisions`.
     """
 
     step: Count
@@ -229,14 +95,15 @@ class Manifest:
     versions: dict[str, Text]
     job: Tree
     world_size: NonZero
-    layout: Annotated[Tree, matching(_Layout)]
-    progress: Annotated[Tree, matching(_Progress)]
+    layout: Layout
+    progress: Progress
     files: Annotated[list[FileInfo], FailFast()]
     tensors: Annotated[list[TensorInfo], FailFast()]
-    fragments: Annotated[list[Fragment], FailFast()]
-    rank_states: Annotated[list[SavedRank], FailFast()]
+    divisions: Annotated[list[Division], FailFast()]
     model: ModelInfo | None = None
     format: Count = FORMAT
+    digest: str = field(default="", compare=False)
+    source: SkipValidation[ListedManifest | PartOf | None] = field(default=None, compare=False)
 
     @property
     def num_bytes(self) -> int:
@@ -260,24 +127,20 @@ class Manifest:
         """Return the files without tensors: what transformers needs beside them."""
         return [file for file in self.files if not file.name.endswith(".safetensors")]
 
-    def rank_state(self, rank: int) -> SavedRank | None:
-        """Return what belongs to a rank, if there was such a rank."""
-        return next((each for each in self.rank_states if each.rank == rank), None)
-
-    def fragments_of(self, name: str) -> list[Fragment]:
-        """Return the fragments of a file, in its order."""
-        return sorted(
-            (each for each in self.fragments if each.file == name),
-            key=attrgetter("offset", "num_bytes"),
-        )
-
     def to_json(self) -> bytes:
         """Return a line per key of the manifest, and per element of its lists.
 
         The last line holds the digest of all before.
+
+        Raises:
+            ValueError: it is of an older format.
         """
+        if self.format != FORMAT:
+            raise ValueError(f"format {self.format} is read only")
         lines = []
         for each in fields(self):
+            if each.name in _NOT_IN_JSON:
+                continue
             value = getattr(self, each.name)
             if isinstance(value, list):
                 items = ",\n".join(_dump(_plain(item)) for item in value)
@@ -302,13 +165,43 @@ class Manifest:
             refuse("is not complete: it does not end with its digest")
         if tail != _TAIL % digest(body).encode():
             refuse("is damaged: its checksum is wrong")
-        raw = _parse(body + b"}")
+        raw = parse_json(body + b"}")
+        found = tail[_TAIL.index(b"%s") :][:32].decode()
+        if raw.get("format") == format_one.FORMAT:
+            return _of_listed(read_listed(raw), found)
         if raw.get("format") != FORMAT:
-            found = str(raw.get("format"))[:20]
-            refuse(f"has format {found}; this version of zrun reads format {FORMAT}")
-        manifest = read(_manifest_adapter(), raw, "the manifest", _KINDS)
-        check_consistency(manifest)
+            shown = str(raw.get("format"))[:20]
+            refuse(f"has format {shown}; this version of zrun reads formats 1 and {FORMAT}")
+        if not raw.keys().isdisjoint(_NOT_IN_JSON):
+            refuse(f"is not consistent: it has a key {' or '.join(_NOT_IN_JSON)}")
+        manifest = read(_manifest_adapter(), raw | {"digest": found}, "the manifest", _KINDS)
+        check_parts(manifest.files, manifest.tensors, manifest.divisions, manifest.world_size)
         return manifest
+
+
+def _of_listed(listed: ListedManifest, found: str) -> Manifest:
+    """Return a manifest of format 1 as one of today.
+
+    Args:
+        listed: what it says.
+        found: its digest.
+    """
+    return Manifest(
+        step=listed.step,
+        run_id=listed.run_id,
+        versions=listed.versions,
+        job=listed.job,
+        world_size=listed.world_size,
+        layout=listed.layout,
+        progress=listed.progress,
+        files=listed.file_infos(),
+        tensors=listed.tensor_infos(),
+        divisions=[],
+        model=listed.model,
+        format=listed.format,
+        digest=found,
+        source=listed,
+    )
 
 
 def tensors_from_json(raw: Any) -> list[TensorInfo]:
@@ -318,6 +211,15 @@ def tensors_from_json(raw: Any) -> list[TensorInfo]:
         CheckpointError: they are something else.
     """
     return read(_tensors_adapter(), raw, "tensors", _KINDS)
+
+
+def divisions_from_json(raw: Any) -> list[Division]:
+    """Return the divisions that ranks have told as JSON.
+
+    Raises:
+        CheckpointError: they are something else.
+    """
+    return read(_divisions_adapter(), raw, "divisions", _KINDS)
 
 
 def merge_tensors(
@@ -346,6 +248,11 @@ def _manifest_adapter() -> TypeAdapter[Manifest]:
 
 
 @cache
+def _divisions_adapter() -> TypeAdapter[list[Division]]:
+    return TypeAdapter(list[Division])
+
+
+@cache
 def _tensors_adapter() -> TypeAdapter[list[TensorInfo]]:
     return TypeAdapter(list[TensorInfo])
 
@@ -354,11 +261,12 @@ _KINDS: Mapping[str, type] = {  # by the field that holds them
     "the manifest": Manifest,
     "files": FileInfo,
     "tensors": TensorInfo,
-    "fragments": Fragment,
-    "rank_states": SavedRank,
+    "divisions": Division,
+    "units": UnitInfo,
+    "runs": UnitRun,
     "model": ModelInfo,
-    "scaler": _Scaler,
-    "early_stop": _EarlyStop,
+    "scaler": Scaler,
+    "early_stop": EarlyStop,
     "best": Best,
 }
 
@@ -371,24 +279,3 @@ def _plain(item: Any) -> Any:
     if is_dataclass(item) and not isinstance(item, type):
         return asdict(item)
     return item
-
-
-def _parse(text: bytes) -> dict[str, Any]:
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
-            raise ValueError("a key twice")
-        return found
-
-    def refuse_constant(constant: str) -> NoReturn:
-        raise ValueError(f"{constant} is no number")
-
-    try:
-        raw = json.loads(
-            text.decode("utf-8"), object_pairs_hook=unique, parse_constant=refuse_constant
-        )
-    except (ValueError, RecursionError) as error:
-        refuse(f"is not JSON: {str(error)[:100]}")
-    if not isinstance(raw, dict):
-        refuse("is not a JSON object")
-    return raw

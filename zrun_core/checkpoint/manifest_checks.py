@@ -1,105 +1,93 @@
 """The checks that the parts of a manifest do not contradict each other, once each is of its type.
 
-Fragments tile every file, and every state of every tensor:
+What units have of tensors tiles each of them, and the parts of a division tile its units:
 
-    file     | header | fragment | fragment | fragment |
-             0   header_bytes                      num_bytes
+    tensor   | run of one unit | run of another |
+             0                                  numel
 
-    state    | fragment of rank 0 | of rank 1 | of rank 2 |
-             0                                          numel
+    unit     | of rank 0 | of rank 2 | of rank 1 | ...
+             0                                  numel
 
-So whatever is read later lies in a file that is listed, and no element is missing or there twice.
+So each element of each state has been written by one rank, however many ranks there are, without
+looking at every fragment. Each file is as long as its header, the fragments that follow from that,
+what is the rank's own, and its record: nothing lies between or behind them.
 """
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from operator import attrgetter
-from typing import TYPE_CHECKING, NoReturn
 
-from pydantic import TypeAdapter
-
+from zrun_core.checkpoint.divisions import bytes_by_rank
 from zrun_core.checkpoint.manifest_fields import (
     ITEM_BYTES,
     LARGEST,
     MANIFEST,
+    MAX_BYTES,
     RANK,
     VALUE,
-    Text,
-    exact_keys,
+    contradict,
+    first_twice,
     number_class,
-    read,
-    refuse,
+    rank_file,
 )
-
-if TYPE_CHECKING:
-    from zrun_core.checkpoint.manifest import Fragment, Manifest, TensorInfo
+from zrun_core.checkpoint.manifest_parts import Division, FileInfo, TensorInfo, UnitInfo, UnitRun
 
 _MAX_DIMS = 64
-_OF_RANK = re.compile(r"(?:rng|buffer)/(0|[1-9]\d{0,9})/(.+)")
 
 
-@exact_keys
-@dataclass(frozen=True)
-class _LearntOrder:
-    """The order of the reductions of one model, as its reducer saves it."""
+def check_parts(
+    files: Sequence[FileInfo],
+    tensors: Sequence[TensorInfo],
+    divisions: Sequence[Division],
+    world_size: int,
+) -> None:
+    """Refuse what a manifest consists of, if it contradicts itself.
 
-    order: list[Text] | None
-    late: list[Text]
-
-
-@cache
-def _order_adapter() -> TypeAdapter[_LearntOrder]:
-    return TypeAdapter(_LearntOrder)
-
-
-def check_consistency(manifest: Manifest) -> None:
-    """Refuse a manifest whose parts contradict each other.
+    Args:
+        files: those of the ranks in their order, then those without tensors.
+        tensors: of the model.
+        divisions: of its units.
+        world_size: ranks that have saved.
 
     Raises:
         CheckpointError: the message names the first contradiction.
     """
-    _check_names(manifest)
-    for tensor in manifest.tensors:
-        _check_dense(tensor)
-    for fragment in manifest.fragments:
-        num_bytes = (fragment.stop - fragment.start) * ITEM_BYTES[fragment.dtype]
-        if fragment.start > fragment.stop or num_bytes != fragment.num_bytes:
-            _contradict(f"{_in_words(fragment)} is said to have {fragment.num_bytes} bytes")
-    _check_ranks(manifest)
-    _check_files(manifest)
-    _check_states(manifest)
+    check_file_names([file.name for file in files])
+    check_tensors(tensors)
+    _check_formats(tensors)
+    known = {tensor.name: tensor for tensor in tensors}
+    for division in divisions:
+        _check_division(division, known, world_size)
+    _check_tiles(tensors, divisions)
+    _check_files(files, tensors, divisions, world_size)
 
 
-def _contradict(problem: str) -> NoReturn:
-    refuse(f"is not consistent: {problem}")
+def check_file_names(names: Sequence[str]) -> None:
+    """Check that no file is there twice, and that the manifest is none of them.
 
-
-def _check_names(manifest: Manifest) -> None:
-    """Check that no file and no tensor is there twice."""
-    names = [file.name for file in manifest.files]
+    Raises:
+        CheckpointError: one is.
+    """
     if MANIFEST in names:
-        _contradict(f"it lists {MANIFEST} as a file of tensors")
-    twice = _first_twice(names)
+        contradict(f"it lists {MANIFEST} as a file of tensors")
+    twice = first_twice(names)
     if twice is not None:
-        _contradict(f"it lists the file {twice} twice")
-    twice = _first_twice(name for info in manifest.tensors for name in (info.name, *info.aliases))
-    if twice is not None:
-        _contradict(f"it names the tensor {twice[:200]} twice")
+        contradict(f"it lists the file {twice} twice")
 
 
-def _first_twice(names: Iterable[str]) -> str | None:
-    seen: set[str] = set()
-    for name in names:
-        if name in seen:
-            return name
-        seen.add(name)
-    return None
+def check_tensors(tensors: Sequence[TensorInfo]) -> None:
+    """Check that no tensor is there twice, and that its elements fill its memory.
+
+    Raises:
+        CheckpointError: one is, or they do not.
+    """
+    twice = first_twice(name for info in tensors for name in (info.name, *info.aliases))
+    if twice is not None:
+        contradict(f"it names the tensor {twice[:200]} twice")
+    for tensor in tensors:
+        _check_dense(tensor)
 
 
 def _check_dense(tensor: TensorInfo) -> None:
@@ -109,7 +97,7 @@ def _check_dense(tensor: TensorInfo) -> None:
     """
     num_dims = len(tensor.shape)
     if num_dims != len(tensor.stride) or num_dims > _MAX_DIMS or tensor.numel > LARGEST:
-        _contradict(f"the tensor {tensor.name[:200]} has no possible shape")
+        contradict(f"the tensor {tensor.name[:200]} has no possible shape")
     if tensor.numel == 0:
         return
     expected = 1
@@ -117,125 +105,95 @@ def _check_dense(tensor: TensorInfo) -> None:
         if size == 1:
             continue
         if stride != expected:
-            _contradict(f"the strides of {tensor.name[:200]} leave gaps or overlap")
+            contradict(f"the strides of {tensor.name[:200]} leave gaps or overlap")
         expected *= size
 
 
-def _check_ranks(manifest: Manifest) -> None:
-    """Check that every rank has a state, with the orders of the models that there are."""
-    found = sorted(each.rank for each in manifest.rank_states)
-    # The lengths first: a range of what a forger has written may be huge.
-    if len(found) != manifest.world_size or found != list(range(len(found))):
-        _contradict(f"it does not have the states of {manifest.world_size} ranks")
-    models = manifest.layout.get("models")
-    for each in manifest.rank_states:
-        where = f"rank_states of rank {each.rank}, learnt"
-        orders = [each.learnt]
-        if models is not None:
-            if each.learnt.keys() != models.keys():
-                _contradict(f"{where}: not of the models in layout")
-            orders = list(each.learnt.values())
-        for order in orders:
-            read(_order_adapter(), order, where, {where: _LearntOrder})
+def _check_formats(tensors: Sequence[TensorInfo]) -> None:
+    """Check that the value of every tensor is there, in a format that keeps its meaning."""
+    for tensor in tensors:
+        name = tensor.name[:200]
+        if RANK in tensor.states:
+            contradict(f"{RANK} is no state of {name}")
+        dtype = tensor.states.get(VALUE)
+        if dtype is None and (tensor.numel or tensor.states):
+            contradict(f"there is no value of {name}")
+        if dtype is not None and number_class(dtype) != number_class(tensor.dtype):
+            contradict(f"the value of {name} is {dtype}, and the tensor {tensor.dtype}")
 
 
-def _check_files(manifest: Manifest) -> None:
-    """Check that every byte of every file belongs to the header or to one fragment."""
-    by_file: dict[str, list[Fragment]] = defaultdict(list)
-    for fragment in manifest.fragments:
-        by_file[fragment.file].append(fragment)
-    for file in manifest.files:
-        fragments = sorted(by_file.pop(file.name, ()), key=attrgetter("offset", "num_bytes"))
-        end = file.header_bytes
-        for fragment in fragments:
-            if fragment.offset < end:
-                where = f"overlaps with the one before it in {file.name}"
-                _contradict(f"{_in_words(fragment)} {where}")
-            if fragment.offset > end:
-                _contradict(f"{_in_words(fragment)} leaves a gap before it in {file.name}")
-            end += fragment.num_bytes
-        if end != file.num_bytes:
-            _contradict(f"{file.name} has {file.num_bytes} bytes, its parts {end}")
-        twice = _first_twice(fragment.key for fragment in fragments)
-        if twice is not None:
-            _contradict(f"{file.name} has the key {twice[:200]} twice")
-        if file.digest != file.digest_of(file.header_digest, fragments):
-            _contradict(f"the digest of {file.name} is not that of its parts")
-    for name in by_file:
-        _contradict(f"fragments lie in {name}, which it does not list")
+def _check_division(division: Division, tensors: Mapping[str, TensorInfo], world_size: int) -> None:
+    """Check that ranks divide whole units, and that runs lie in units and in tensors."""
+    ranks = division.ranks
+    if not ranks or max(ranks) >= world_size or len(set(ranks)) != len(ranks):
+        contradict(f"the ranks of a division are not some of {world_size}, each once")
+    if len(ranks) % division.copies:
+        contradict(f"{division.copies} copies do not divide {len(ranks)} ranks of a division")
+    shards = len(ranks) // division.copies
+    for unit in division.units:
+        name = unit.name[:200]
+        if unit.numel % shards:
+            contradict(f"{shards} shards do not divide the {unit.numel} elements of {name}")
+        if not unit.runs:
+            contradict(f"the unit {name} has nothing of any tensor")
+        end = 0
+        for run in unit.runs:
+            if run.place < end:
+                contradict(f"{_in_words(run, unit)} overlaps with what is before it in {name}")
+            end = run.place + run.numel
+            tensor = tensors.get(run.tensor)
+            if tensor is None:
+                contradict(f"{_in_words(run, unit)} is of a tensor that it does not list")
+            if run.first + run.numel > tensor.numel:
+                contradict(f"{_in_words(run, unit)} is more than its {tensor.numel} elements")
+        if end > unit.numel:
+            contradict(f"{_in_words(unit.runs[-1], unit)} is beyond the end of the unit")
 
 
-def _check_states(manifest: Manifest) -> None:
-    """Check that every state of a tensor is there from its first element to its last, once."""
-    tensors = {tensor.name: tensor for tensor in manifest.tensors}
-    by_state: dict[tuple[str, str], list[Fragment]] = defaultdict(list)
-    for fragment in manifest.fragments:
-        if fragment.state != RANK and fragment.tensor not in tensors:
-            _contradict(f"{_in_words(fragment)} is of a tensor that it does not list")
-        by_state[fragment.tensor, fragment.state].append(fragment)
-    for (name, state), fragments in by_state.items():
-        fragments.sort(key=attrgetter("start", "stop"))
-        if state == RANK:
-            _check_rank_tensor(manifest, fragments, tensors)
-            continue
-        _check_tiles(fragments, tensors[name].numel)
-        if state == VALUE:
-            _check_class(fragments[0], tensors[name])
-    for tensor in manifest.tensors:
-        if tensor.numel and (tensor.name, VALUE) not in by_state:
-            _contradict(f"there is no value of {tensor.name[:200]}")
+def _check_tiles(tensors: Sequence[TensorInfo], divisions: Sequence[Division]) -> None:
+    """Check that units have every element of every tensor once."""
+    runs: dict[str, list[tuple[UnitRun, UnitInfo]]] = defaultdict(list)
+    for division in divisions:
+        for unit in division.units:
+            for run in unit.runs:
+                runs[run.tensor].append((run, unit))
+    for tensor in tensors:
+        found = sorted(runs[tensor.name], key=lambda each: each[0].first)
+        if sum(run.numel for run, _ in found) != tensor.numel:
+            contradict(f"units do not have the {tensor.numel} elements of {tensor.name[:200]}")
+        for (before, _), (after, unit) in pairwise(found):
+            if after.first < before.first + before.numel:
+                contradict(f"{_in_words(after, unit)} overlaps with what another run has of it")
 
 
-def _check_tiles(fragments: Sequence[Fragment], numel: int) -> None:
-    """Check that `fragments`, by start, are of one format and tile the range from 0 to `numel`."""
-    first = fragments[0]
-    if first.start != 0 or fragments[-1].stop != numel:
-        _contradict(f"{_in_words(first)} and what follows are not {numel} elements")
-    for before, after in pairwise(fragments):
-        if after.start < before.stop:
-            where = f"overlaps with the end of the one before, {before.stop}"
-            _contradict(f"{_in_words(after)} {where}")
-        if after.start > before.stop:
-            where = f"does not begin at the end of the one before, {before.stop}"
-            _contradict(f"{_in_words(after)} {where}")
-        if after.dtype != before.dtype:
-            formats = f"is {after.dtype}, the one before it {before.dtype}"
-            _contradict(f"{_in_words(after)} {formats}")
-
-
-def _check_rank_tensor(
-    manifest: Manifest, fragments: Sequence[Fragment], tensors: Mapping[str, TensorInfo]
+def _check_files(
+    files: Sequence[FileInfo],
+    tensors: Sequence[TensorInfo],
+    divisions: Sequence[Division],
+    world_size: int,
 ) -> None:
-    """Check a stream of a rank, or a buffer that differs from the first rank's: it is not divided.
-
-    Args:
-        manifest: what both are of.
-        fragments: all of one name and of state RANK.
-        tensors: those of the model by name, of which a buffer is one.
-    """
-    first = fragments[0]
-    match = _OF_RANK.fullmatch(first.tensor)
-    if match is None or int(match[1]) >= manifest.world_size:
-        _contradict(f"{first.tensor[:200]} belongs to no rank")
-    if len(fragments) > 1:
-        _contradict(f"{first.tensor[:200]} is there in parts")
-    numel = first.stop
-    if first.tensor.startswith("buffer/"):
-        info = tensors.get(match[2])
-        if info is None:
-            _contradict(f"{first.tensor[:200]} is of a tensor that it does not list")
-        _check_class(first, info)
-        numel = info.numel
-    _check_tiles(fragments, numel)
-
-
-def _check_class(fragment: Fragment, info: TensorInfo) -> None:
-    """Check that the numbers of a fragment are of the same class as those of its tensor."""
-    if number_class(fragment.dtype) != number_class(info.dtype):
-        _contradict(f"{_in_words(fragment)} is {fragment.dtype}, and the tensor {info.dtype}")
+    """Check that every byte of every file belongs to its header, a fragment or its record."""
+    if len(files) < world_size:
+        contradict(f"it does not have the files of {world_size} ranks")
+    widths = {info.name: sum(map(ITEM_BYTES.__getitem__, info.states.values())) for info in tensors}
+    if sum(info.numel * widths[info.name] for info in tensors) > LARGEST:
+        contradict("its tensors have more bytes than any disk")
+    of_model = bytes_by_rank(divisions, widths, world_size).tolist()
+    for rank, (file, num_bytes) in enumerate(zip(files, of_model, strict=False)):
+        if file.name != rank_file(rank):
+            contradict(f"file {rank} is {file.name}, not {rank_file(rank)}")
+        if not 0 < file.record_bytes <= MAX_BYTES:
+            contradict(f"{file.name} has a record of {file.record_bytes} bytes")
+        end = file.header_bytes + num_bytes + file.own_bytes + file.record_bytes
+        if end != file.num_bytes:
+            contradict(f"{file.name} has {file.num_bytes} bytes, its parts {end}")
+    for file in files[world_size:]:
+        if file.name.endswith(".safetensors"):
+            contradict(f"{file.name} is the file of no rank")
+        if file.header_bytes != file.num_bytes or file.own_bytes or file.record_bytes:
+            contradict(f"{file.name} has {file.num_bytes} bytes, and parts")
 
 
-def _in_words(fragment: Fragment) -> str:
-    state = fragment.state[:200]
-    tensor = fragment.tensor[:200]
-    return f"{state} of {tensor}, elements {fragment.start} to {fragment.stop}"
+def _in_words(run: UnitRun, unit: UnitInfo) -> str:
+    last = run.first + run.numel
+    return f"{run.tensor[:200]}, elements {run.first} to {last}, in the unit {unit.name[:200]}"

@@ -7,8 +7,9 @@ kind of each.
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import fields
 from functools import cache
 from typing import Annotated, Any, NoReturn, TypeVar
@@ -28,6 +29,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 from zrun_core.errors import CheckpointError
 
 MANIFEST = "manifest.json"
+MAX_BYTES = 2**28  # of a manifest, and of the record of a rank
 VALUE = "value"  # the state that is the tensor itself, in the format of its master copy
 RANK = "rank"  # what belongs to a rank, not to a tensor of the model: `<kind>/<rank>/<name>`
 KINDS = ("param", "frozen", "buffer")
@@ -78,9 +80,29 @@ def number_class(dtype: str) -> str:
     return _NUMBER_CLASSES[kind[0]]
 
 
-def refuse(problem: str) -> NoReturn:
-    """Raise the `CheckpointError` that says what is wrong with the manifest."""
-    raise CheckpointError(f"{MANIFEST} {problem}")
+def rank_file(rank: int) -> str:
+    """Return the name of the file of a rank."""
+    return f"rank-{rank:05d}.safetensors"
+
+
+def refuse(problem: str, what: str = MANIFEST) -> NoReturn:
+    """Raise the `CheckpointError` that says what is wrong with the manifest, or with `what`."""
+    raise CheckpointError(f"{what} {problem}")
+
+
+def contradict(problem: str, what: str = MANIFEST) -> NoReturn:
+    """Raise the `CheckpointError` that says which parts of it contradict each other."""
+    refuse(f"is not consistent: {problem}", what)
+
+
+def first_twice(names: Iterable[str]) -> str | None:
+    """Return the first name that is there a second time."""
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            return name
+        seen.add(name)
+    return None
 
 
 # Checks of single values
@@ -186,7 +208,44 @@ def matching(kind: type) -> AfterValidator:
 T = TypeVar("T")
 
 
-def read(adapter: TypeAdapter[T], raw: Any, where: str, kinds: Mapping[str, type]) -> T:
+def parse_json(text: bytes, what: str = MANIFEST) -> dict[str, Any]:
+    """Return the JSON object that `text` is; numbers are finite, and no key is there twice.
+
+    Args:
+        text: in UTF-8.
+        what: it is, for the message.
+
+    Raises:
+        CheckpointError: it is none.
+    """
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            raise ValueError("a key twice")
+        return found
+
+    def refuse_constant(constant: str) -> NoReturn:
+        raise ValueError(f"{constant} is no number")
+
+    try:
+        raw = json.loads(
+            text.decode("utf-8"), object_pairs_hook=unique, parse_constant=refuse_constant
+        )
+    except (ValueError, RecursionError) as error:
+        refuse(f"is not JSON: {str(error)[:100]}", what)
+    if not isinstance(raw, dict):
+        refuse("is not a JSON object", what)
+    return raw
+
+
+def read(
+    adapter: TypeAdapter[T],
+    raw: Any,
+    where: str,
+    kinds: Mapping[str, type],
+    what: str = MANIFEST,
+) -> T:
     """Return what `adapter` makes of JSON.
 
     Args:
@@ -195,6 +254,7 @@ def read(adapter: TypeAdapter[T], raw: Any, where: str, kinds: Mapping[str, type
         where: what `raw` is, for the message.
         kinds: the dataclasses that are inside, by the field that holds them; `where` is that of
             the outermost.
+        what: all of it is, for the message.
 
     Raises:
         CheckpointError: a value is not of its type or not in its range; the message says which.
@@ -203,7 +263,7 @@ def read(adapter: TypeAdapter[T], raw: Any, where: str, kinds: Mapping[str, type
         return adapter.validate_python(raw)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
-    refuse(f"is not consistent: {_in_words(first, where, kinds)}")
+    contradict(_in_words(first, where, kinds), what)
 
 
 # By the type of pydantic's error.
@@ -240,7 +300,8 @@ def _in_words(error: ErrorDetails, where: str, kinds: Mapping[str, type]) -> str
             holder = part[:_SHOWN]
             place += f", {holder}"
     if kind in _WRONG_KEYS:
-        keys = ", ".join(field.name for field in fields(kinds[holder]))
+        # What is not compared is not in the JSON either.
+        keys = ", ".join(field.name for field in fields(kinds[holder]) if field.compare)
         return f"{place} does not have the keys {keys}"
     if kind in _PROBLEMS:
         return f"{place}: {_PROBLEMS[kind]}"

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from torch import nn
 
-from zrun_core.checkpoint.manifest import ModelInfo
 from zrun_core.checkpoint.manifest_fields import is_name
+from zrun_core.checkpoint.manifest_parts import ModelInfo
 from zrun_core.user_code.pretrained import config_of, outermost
 from zrun_core.zero.tiled_linear import TiledLinear
 

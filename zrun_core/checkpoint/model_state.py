@@ -5,7 +5,7 @@ ranks that hold equal copies of it, so that every rank writes about 1/N of every
 
     a unit of 12 elements, 4 ranks, shard group of 2 (ranks 0 and 1; 2 and 3)
     held        0 0 0 0 0 0 1 1 1 1 1 1      by rank 0 and, the same, by rank 2; by ranks 1 and 3
-    written     0 0 0 2 2 2 1 1 1 3 3 3      half of its range by each of the two
+    written     0 0 0 2 2 2 1 1 1 3 3 3      half of its range by each of the two: see `divisions`
 
 Loading is the intersection of what files have with what a rank holds now: stage, number of ranks,
 shard group, bucket and precision may all be others. Values are saved as fp32 masters where there
@@ -18,17 +18,18 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import cache, partial
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from zrun_core.checkpoint.digest import digest
-from zrun_core.checkpoint.manifest import Manifest, TensorInfo, merge_tensors, tensors_from_json
+from zrun_core.checkpoint.divisions import Share, part_start, single_unit
+from zrun_core.checkpoint.manifest import Manifest, merge_tensors, tensors_from_json
 from zrun_core.checkpoint.manifest_fields import RANK, VALUE, number_class
+from zrun_core.checkpoint.manifest_parts import TensorInfo, UnitInfo, UnitRun
 from zrun_core.checkpoint.model_files import ModelFiles, describe, tokenizer_files
 from zrun_core.checkpoint.optimizer_state import (
     check_same,
@@ -39,7 +40,7 @@ from zrun_core.checkpoint.optimizer_state import (
 )
 from zrun_core.checkpoint.reader import Reader, Target, by_name
 from zrun_core.checkpoint.shard_file import DTYPES, WriteItem, as_bytes
-from zrun_core.distributed.collectives import slice_start
+from zrun_core.checkpoint.step_index import StepIndex
 from zrun_core.errors import CheckpointError
 from zrun_core.memory.layout import ParamSlot, Piece, TensorRange, dense_stride
 from zrun_core.tiers.stored import Stored
@@ -59,6 +60,7 @@ class CheckpointState(Protocol):
     def order(self) -> Sequence[str]: ...
     def tensors(self) -> list[TensorInfo]: ...
     def write_items(self) -> list[WriteItem]: ...
+    def shares(self) -> list[Share]: ...
     def scalars(self) -> dict[str, dict[str, float]]: ...
     def reducer_state(self) -> dict[str, Any]: ...
     def model_files(self) -> ModelFiles: ...
@@ -66,7 +68,16 @@ class CheckpointState(Protocol):
     def own_buffers(self, first: Mapping[str, str]) -> list[WriteItem]: ...
     def before_update(self, call: Callable[[], None]) -> None: ...
     def check(self, manifest: Manifest) -> None: ...
-    def load(self, folder: Path, manifest: Manifest) -> None: ...
+    def load(self, step: StepIndex) -> None: ...
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A rank's part of a unit: see `Share`."""
+
+    copies: int
+    shards: int
+    index: int
 
 
 class ModelState:
@@ -215,7 +226,7 @@ class ModelState:
                 for each in unit.layout.tensor_ranges(low, high):
                     data = tensor[low + each.start - held : low + each.stop - held]
                     found.append(_part(each, key, data))
-        if self.describes_part and self._sharded.mesh.tensor.index == 0:
+        if self._writes_buffers:
             for name, buffer in self._saved_buffers().items():
                 if buffer.numel():
                     found.append(WriteItem(name, VALUE, 0, buffer.numel(), flat(buffer)))
@@ -234,18 +245,64 @@ class ModelState:
             found[piece.slot.part.tensor] = numbers
         return found
 
+    def shares(self) -> list[Share]:
+        """Return what this rank writes, as parts of units that it divides with others."""
+        found: dict[tuple[_Part, tuple[str, ...]], list[UnitInfo]] = defaultdict(list)
+        for unit in self._sharded.units:
+            layout = unit.layout
+            runs = [
+                UnitRun(each.part.tensor, each.first, each.start, each.stop - each.start)
+                for each in layout.tensor_ranges(0, layout.padded_numel)
+            ]
+            part = self._part_of(unit)
+            if runs and part is not None:
+                # By the axes too: other ranks tell apart what is one part on this one.
+                key = part, self._copied_over(unit)
+                found[key].append(UnitInfo(unit.name, layout.padded_numel, runs))
+        shares = [
+            Share(part.copies, part.shards, part.index, tuple(units))
+            for (part, _), units in found.items()
+        ]
+        if self._writes_buffers:
+            buffers = self._saved_buffers().items()
+            unit_of_all = single_unit("buffers", ((name, each.numel()) for name, each in buffers))
+            if unit_of_all is not None:
+                shares.append(Share(1, 1, 0, (unit_of_all,)))
+        return shares
+
+    @property
+    def _writes_buffers(self) -> bool:
+        """Return whether this rank writes the buffers, for all that have the same layers."""
+        return self.describes_part and self._sharded.mesh.tensor.index == 0
+
+    def _copied_over(self, unit: FlatUnit) -> tuple[str, ...]:
+        """Return the axes of the mesh along which ranks hold the same elements of a unit."""
+        of_updates = unit.exchange.updated_replicated_over(unit.layout)
+        return (*unit.layout.replicated_over, *of_updates)
+
+    def _part_of(self, unit: FlatUnit) -> _Part | None:
+        """Return this rank's part of a unit; None: it writes nothing."""
+        start, stop = unit.updated_range
+        if start == stop:
+            return None
+        copies, index = self._sharded.mesh.along(self._copied_over(unit))
+        shards = unit.layout.padded_numel // (stop - start)
+        return _Part(copies, shards, start // (stop - start) * copies + index)
+
     def _written(self, unit: FlatUnit) -> tuple[int, int]:
         """Return the first element of the unit that this rank writes, and the one after the last.
 
         That is its shard, divided among the ranks that hold the same.
         """
-        start, stop = unit.updated_range
-        copies, index = self._sharded.mesh.along(
-            [*unit.layout.replicated_over, *unit.exchange.updated_replicated_over(unit.layout)]
+        part = self._part_of(unit)
+        if part is None:
+            return 0, 0
+        numel = unit.layout.padded_numel
+        low, high = (
+            part_start(numel, part.shards, part.copies, index)
+            for index in (part.index, part.index + 1)
         )
-        low = slice_start(stop - start, copies, index)
-        high = slice_start(stop - start, copies, index + 1)
-        return start + low, start + high
+        return low, high
 
     def _optimizer_states(self) -> Iterator[tuple[FlatUnit, Piece, dict[str, Any]]]:
         """Yield (unit, part of a parameter in its owned range, state) of what has been updated."""
@@ -311,7 +368,7 @@ class ModelState:
             state = state_once_updated(spec, self._sharded.comm.device)
             check_same(manifest, self.layout["optimizer"], state)
 
-    def load(self, folder: Path, manifest: Manifest) -> None:
+    def load(self, step: StepIndex) -> None:
         """Fill this rank's part of the model and of the optimizer from a checkpoint.
 
         The foreign parts of units are stale afterwards, as after an update. Where the model is cut
@@ -319,22 +376,20 @@ class ModelState:
         is taken for one fragment per thread.
 
         Args:
-            folder: of the step.
-            manifest: that `check` has passed.
+            step: whose manifest `check` has passed.
 
         Raises:
             CheckpointError: a file is missing or damaged, or what it says of this rank cannot be.
                 The model may hold anything then.
         """
         world = self._sharded.mesh.world
+        manifest = step.manifest
         with torch.no_grad():
-            reader = Reader(folder, manifest, world)
+            reader = Reader(step, world)
             if not self._weights_only:
                 is_cut_alike = self.layout in manifest.layouts and manifest.world_size == world.size
-                own = manifest.rank_state(world.index)
-                learnt = None
-                if is_cut_alike and own is not None:
-                    learnt = own.learnt
+                own = reader.rank_state(world.index) if is_cut_alike else None
+                learnt = None if own is None else own.learnt
                 self._sharded.reducer.order.load_state_dict(learnt)
                 self._sharded.updates.num_made = manifest.step
                 self.fill(reader.fill, self._states_of(manifest))
@@ -429,10 +484,6 @@ class ModelState:
         These are scalars, and memory to be filled, which is returned.
         """
         known = by_name(manifest.tensors)
-        saved: dict[str, set[str]] = defaultdict(set)
-        for fragment in manifest.fragments:
-            if fragment.state not in (VALUE, RANK):
-                saved[fragment.tensor].add(fragment.state)
         state_on = cache(partial(state_once_updated, self._sharded.settings.optimizer))
 
         def states_of(unit: FlatUnit) -> list[Target]:
@@ -444,7 +495,7 @@ class ModelState:
             for piece in update.pieces:
                 info = _first_known(self._names_of(piece.slot), known)
                 assert info is not None  # `check` has passed
-                if not saved[info.name] and not info.scalars:
+                if not info.states.keys() - {VALUE} and not info.scalars:
                     update.set_state(piece, None)  # it had not been updated then
                     continue
                 state = dict(state_on(unit.update_device))
@@ -488,8 +539,9 @@ class ModelState:
         return found
 
     def _load_own_buffers(self, reader: Reader) -> None:
-        prefix = f"buffer/{self._sharded.mesh.world.index}/"
-        for tensor, data in reader.rank_tensors(prefix).items():
+        rank = self._sharded.mesh.world.index
+        prefix = f"buffer/{rank}/"
+        for tensor, data in reader.rank_tensors(rank, prefix).items():
             buffer = self.buffers.get(tensor.removeprefix(prefix))
             if buffer is not None:
                 memory = flat(buffer)

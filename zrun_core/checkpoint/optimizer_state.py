@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 from torch import nn
 
 from zrun_core.checkpoint.manifest import Manifest
-from zrun_core.checkpoint.manifest_fields import RANK, VALUE, number_class
+from zrun_core.checkpoint.manifest_fields import VALUE, number_class
 from zrun_core.checkpoint.reader import by_name
 from zrun_core.checkpoint.shard_file import DTYPES
 from zrun_core.errors import CheckpointError, SaveError
@@ -55,12 +54,9 @@ def check_same(manifest: Manifest, asked: str | None, state: Mapping[str, Any]) 
             f"write optim.name: {used}, or start from its weights alone with init_from"
         )
     expected = {key: _kind(value) for key, value in state.items() if value is not None}
-    states: dict[str, dict[str, str]] = defaultdict(dict)  # of a tensor: class by key
-    for fragment in manifest.fragments:
-        if fragment.state not in (VALUE, RANK):
-            states[fragment.tensor][fragment.state] = number_class(fragment.dtype)
     for name, info in by_name(manifest.tensors).items():
-        kept = states[info.name] | dict.fromkeys(info.scalars, _SCALAR)
+        kept = {key: number_class(dtype) for key, dtype in info.states.items() if key != VALUE}
+        kept |= dict.fromkeys(info.scalars, _SCALAR)
         if kept and kept != expected:
             keeps = ", ".join(sorted(expected)) or "nothing"
             raise CheckpointError(

@@ -7,23 +7,23 @@ same, and else a few boxes, which are copied as strided views. No tensor is ever
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 
-from zrun_core.checkpoint.manifest import Fragment, Manifest, TensorInfo
-from zrun_core.checkpoint.manifest_fields import RANK
+from zrun_core.checkpoint.manifest_parts import Fragment, SavedRank, TensorInfo
 from zrun_core.checkpoint.shard_file import DTYPES, check_header, read_fragment
+from zrun_core.checkpoint.step_index import StepIndex
 from zrun_core.distributed.transport import Group
 from zrun_core.errors import CheckpointError
 from zrun_core.memory.tensors import Extent, Overlap, overlaps
 
 _READERS = 4  # threads; reading and digesting hold no lock
+_AHEAD = 256  # fragments that wait for a thread
 _TORCH = {name: dtype for dtype, name in DTYPES.items()}
 
 
@@ -73,23 +73,26 @@ def _box(flat: torch.Tensor, box: Overlap, side: int) -> torch.Tensor:
 class Reader:
     """Fills flat ranges from the fragments of one checkpoint, each verified while it is read."""
 
-    def __init__(self, folder: Path, manifest: Manifest, world: Group) -> None:
-        self._folder = folder
-        self._manifest = manifest
+    def __init__(self, step: StepIndex, world: Group) -> None:
+        """
+        Args:
+            step: to read.
+            world: the ranks that divide the work of verifying what none needs.
+        """
+        self._folder = step.folder
+        self._manifest = step.manifest
         self._world = world
-        self._known = by_name(manifest.tensors)
-        self._fragments: dict[tuple[str, str], list[Fragment]] = defaultdict(list)
-        for fragment in manifest.fragments:
-            self._fragments[fragment.tensor, fragment.state].append(fragment)
+        self._known = by_name(step.manifest.tensors)
+        self._index = step
 
     def check_files(self) -> None:
-        """Verify the headers of all files, which no rank needs. Ranks divide the work.
+        """Verify sizes, headers and records of all files. Ranks divide the work.
 
         Raises:
             CheckpointError: one is damaged.
         """
         for file in self._manifest.files[self._world.index :: self._world.size]:
-            check_header(self._folder, file)
+            check_header(self._folder, file, self._index.content(file.name).header_digest)
 
     def check_of_ranks(self, kind: str, first: int = 0) -> None:
         """Verify what ranks from `first` on had, and none needs. Ranks divide the work.
@@ -100,14 +103,9 @@ class Reader:
         Raises:
             CheckpointError: something is damaged.
         """
-        found = [
-            fragment
-            for fragment in self._manifest.fragments
-            if fragment.state == RANK and fragment.tensor.startswith(kind)
-            if int(fragment.tensor.split("/")[1]) >= first
-        ]
-        for fragment in found[self._world.index :: self._world.size]:
-            self._read(fragment)
+        ranks = range(first, self._manifest.world_size)
+        for rank in ranks[self._world.index :: self._world.size]:
+            self.rank_tensors(rank, kind)
 
     def fill(self, targets: Sequence[Target]) -> None:
         """Fill the memory of all `targets`.
@@ -118,29 +116,72 @@ class Reader:
         by_state: dict[tuple[str, str], list[Target]] = defaultdict(list)
         for target in targets:
             info = next((self._known[name] for name in target.names if name in self._known), None)
-            if info is None or (info.name, target.state) not in self._fragments:
+            if info is None or target.state not in info.states:
                 raise CheckpointError(f"the checkpoint has no {target.state} of {target.names[0]}")
             by_state[info.name, target.state].append(target)
-        tasks: list[Callable[[], None]] = []
-        for (name, state), wanted in by_state.items():
-            extents = [(target, target.extent) for target in wanted]
-            for fragment in self._fragments[name, state]:
-                has = self._extent(fragment)
-                into = [target for target, extent in extents if any(overlaps(has, extent))]
-                if into:
-                    tasks.append(partial(self._read_for, fragment, into))
+        pending: deque[Future[None]] = deque()
         with ThreadPoolExecutor(_READERS, thread_name_prefix="zrun-load") as pool:
-            for done in [pool.submit(task) for task in tasks]:
+            for task in self._tasks(by_state):
+                pending.append(pool.submit(task))
+                if len(pending) > _AHEAD:
+                    pending.popleft().result()
+            for done in pending:
                 done.result()
 
-    def rank_tensors(self, prefix: str) -> dict[str, torch.Tensor]:
-        """Return the tensors of a rank's own whose names begin with `prefix`."""
-        found = [
-            each
-            for each in self._manifest.fragments
-            if each.state == RANK and each.tensor.startswith(prefix)
-        ]
-        return {fragment.tensor: self._read(fragment) for fragment in found}
+    def _tasks(self, by_state: dict[tuple[str, str], list[Target]]) -> Iterator[Callable[[], None]]:
+        """Yield what reads one fragment, for each that has something for a target.
+
+        Args:
+            by_state: targets by tensor and state.
+        """
+        by_file: dict[str, dict[tuple[str, str], list[Target]]] = {}
+        for (name, state), targets in by_state.items():
+            for target in targets:
+                for file in self._files_for(name, target):
+                    wanted = by_file.setdefault(file, {}).setdefault((name, state), [])
+                    if not wanted or wanted[-1] is not target:
+                        wanted.append(target)
+        for file, wanted_of in sorted(by_file.items()):
+            for fragment in self._index.content(file).fragments:
+                has = None
+                into = []
+                for target in wanted_of.get((fragment.tensor, fragment.state), ()):
+                    has = has or self._extent(fragment)
+                    if any(overlaps(has, target.extent)):
+                        into.append(target)
+                if into:
+                    yield partial(self._read_for, fragment, into)
+
+    def _files_for(self, name: str, target: Target) -> Iterator[str]:
+        """Yield the files that have something of tensor `name` for a target."""
+        info = self._known[name]
+        extent = target.extent
+        whole = Extent(info.shape, info.stride, 0, info.numel)
+        if whole.order == extent.order:
+            for span in self._index.spans(name, target.state, extent.start, extent.stop):
+                yield span.file
+            return
+        for span in self._index.spans(name, target.state, 0, info.numel):
+            has = Extent(info.shape, info.stride, span.start, span.stop)
+            if any(overlaps(has, extent)):
+                yield span.file
+
+    def rank_state(self, rank: int) -> SavedRank | None:
+        """Return what belongs to a rank, if there was such a rank.
+
+        Raises:
+            CheckpointError: it cannot be read.
+        """
+        return self._index.rank_state(rank)
+
+    def rank_tensors(self, rank: int, prefix: str) -> dict[str, torch.Tensor]:
+        """Return the tensors of a rank's own whose names begin with `prefix`.
+
+        Raises:
+            CheckpointError: one is damaged.
+        """
+        found = self._index.own_fragments(rank)
+        return {each.tensor: self._read(each) for each in found if each.tensor.startswith(prefix)}
 
     def _read(self, fragment: Fragment) -> torch.Tensor:
         data = torch.empty(fragment.stop - fragment.start, dtype=_TORCH[fragment.dtype])

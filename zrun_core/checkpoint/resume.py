@@ -15,6 +15,7 @@ from zrun_core.checkpoint.folder import CheckpointFolder, read_step
 from zrun_core.checkpoint.manifest import Manifest
 from zrun_core.checkpoint.model_state import CheckpointState
 from zrun_core.checkpoint.reader import Reader
+from zrun_core.checkpoint.step_index import StepIndex, open_index
 from zrun_core.distributed import rng
 from zrun_core.distributed.comm import Comm
 from zrun_core.distributed.transport import Group
@@ -115,6 +116,7 @@ class _Candidate:
     """
 
     manifest: Manifest
+    _index: StepIndex
 
     def __init__(
         self, path: Path, state: CheckpointState, world: Group, device: torch.device
@@ -126,16 +128,22 @@ class _Candidate:
         self._device = device
 
     def look(self) -> str:
-        """Read the manifest; return its digest, which must be the same on every rank."""
-        self.manifest = read_step(self.path)
-        return self.manifest.to_json()[-40:].decode()
+        """Read the manifest, and this rank's part of the records: all of them together, once.
+
+        Returns:
+            The digest of the manifest, which must be the same on every rank.
+        """
+        own = slice(self._world.index, None, self._world.size)
+        self.manifest = read_step(self.path, own)
+        self._index = open_index(self.path, self.manifest)
+        Reader(self._index, self._world).check_files()
+        return self.manifest.digest
 
     def load(self) -> str:
         """Fill the model, and verify what no rank needs."""
-        reader = Reader(self.path, self.manifest, self._world)
-        reader.check_files()
+        reader = Reader(self._index, self._world)
         self.streams = _own_streams(reader, self.manifest, self._world, self._device)
-        self._state.load(self.path, self.manifest)
+        self._state.load(self._index)
         return ""
 
 
@@ -151,11 +159,11 @@ def _own_streams(
         CheckpointError: it cannot be read, or is not what a rank draws from.
     """
     reader.check_of_ranks("rng/", first=world.size)
-    own = manifest.rank_state(world.index)
+    own = reader.rank_state(world.index)
     if own is None:
         return None
     prefix = f"rng/{world.index}/"
-    tensors = reader.rank_tensors(prefix)
+    tensors = reader.rank_tensors(world.index, prefix)
     named = {name.removeprefix(prefix): data for name, data in tensors.items()}
     streams = SavedStreams(named, own.rng)
     rng.check(*streams, device)

@@ -9,14 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from zrun_core.checkpoint.manifest import Manifest, TensorInfo
-from zrun_core.checkpoint.manifest_fields import RANK
+from zrun_core.checkpoint.divisions import Share
+from zrun_core.checkpoint.manifest import Manifest, PartOf
+from zrun_core.checkpoint.manifest_parts import TensorInfo
 from zrun_core.checkpoint.model_files import ModelFiles
+from zrun_core.checkpoint.model_names import is_of, join, join_of_rank, strip
 from zrun_core.checkpoint.model_state import ModelState
 from zrun_core.checkpoint.shard_file import WriteItem
+from zrun_core.checkpoint.step_index import OneModel, StepIndex
 from zrun_core.errors import CheckpointError
 from zrun_core.zero.sharded_model import ShardedModel
 
@@ -59,28 +61,35 @@ class SeveralModels:
 
     def tensors(self) -> list[TensorInfo]:
         return [
-            _renamed(info, partial(_join, name))
+            _renamed(info, partial(join, name))
             for name, state in self._states.items()
             for info in state.tensors()
         ]
 
     def write_items(self) -> list[WriteItem]:
         return [
-            replace(part, tensor=_join(name, part.tensor))
+            replace(part, tensor=join(name, part.tensor))
             for name, state in self._states.items()
             for part in state.write_items()
         ]
 
+    def shares(self) -> list[Share]:
+        return [
+            share.renamed(partial(join, name))
+            for name, state in self._states.items()
+            for share in state.shares()
+        ]
+
     def scalars(self) -> dict[str, dict[str, float]]:
         return {
-            _join(name, tensor): scalars
+            join(name, tensor): scalars
             for name, state in self._states.items()
             for tensor, scalars in state.scalars().items()
         }
 
     def buffer_digests(self) -> dict[str, str]:
         return {
-            _join(name, buffer): digest
+            join(name, buffer): digest
             for name, state in self._states.items()
             for buffer, digest in state.buffer_digests().items()
         }
@@ -88,9 +97,10 @@ class SeveralModels:
     def own_buffers(self, first: Mapping[str, str]) -> list[WriteItem]:
         found = []
         for name, state in self._states.items():
-            own = {_strip(name, key): digest for key, digest in first.items() if _is_of(name, key)}
+            own = {strip(name, key): digest for key, digest in first.items() if is_of(name, key)}
             found += [
-                replace(part, tensor=_rejoin(name, part.tensor)) for part in state.own_buffers(own)
+                replace(part, tensor=join_of_rank(name, part.tensor))
+                for part in state.own_buffers(own)
             ]
         return found
 
@@ -127,30 +137,25 @@ class SeveralModels:
                 _check_optimizer(name, saved[name].get("optimizer"), state.layout["optimizer"])
             state.check_optimizer(part)
 
-    def load(self, folder: Path, manifest: Manifest) -> None:
+    def load(self, step: StepIndex) -> None:
         for name, state in self._states.items():
-            state.load(folder, part_of(manifest, name))
+            state.load(OneModel(step, part_of(step.manifest, name), name) if name else step)
 
 
 def part_of(manifest: Manifest, name: str) -> Manifest:
     """Return what a manifest says of the model `name`, with the model's own tensor names."""
     if not name:
         return manifest
-    fragments = []
-    for fragment in manifest.fragments:
-        own = _own_name(name, fragment.tensor, is_rank_state=fragment.state == RANK)
-        if own is not None:
-            fragments.append(replace(fragment, tensor=own))
     return replace(
         manifest,
         layout=manifest.models[name],
         tensors=[
-            _renamed(info, partial(_strip, name))
+            _renamed(info, partial(strip, name))
             for info in manifest.tensors
-            if _is_of(name, info.name)
+            if is_of(name, info.name)
         ],
-        fragments=fragments,
-        rank_states=[replace(each, learnt=each.learnt[name]) for each in manifest.rank_states],
+        divisions=[],
+        source=PartOf(manifest, name),
     )
 
 
@@ -180,38 +185,6 @@ def _check_optimizer(name: str, saved: str | None, here: str | None) -> None:
 
 def _renamed(info: TensorInfo, rename: Callable[[str], str]) -> TensorInfo:
     return replace(info, name=rename(info.name), aliases=tuple(map(rename, info.aliases)))
-
-
-def _own_name(name: str, tensor: str, *, is_rank_state: bool) -> str | None:
-    """Return the model's own name of a fragment's tensor; None if it is another model's."""
-    if not is_rank_state:
-        if not _is_of(name, tensor):
-            return None
-        return _strip(name, tensor)
-    kind, rank, rest = tensor.split("/", 2)
-    if kind != "buffer":  # of a rank, not of a model
-        return tensor
-    if not _is_of(name, rest):
-        return None
-    return f"{kind}/{rank}/{_strip(name, rest)}"
-
-
-def _join(name: str, tensor: str) -> str:
-    return f"{name}.{tensor}" if name else tensor
-
-
-def _rejoin(name: str, tensor: str) -> str:
-    """Return the name of a model's `buffer/<rank>/<name>` among those of several models."""
-    kind, rank, rest = tensor.split("/", 2)
-    return f"{kind}/{rank}/{_join(name, rest)}"
-
-
-def _is_of(name: str, tensor: str) -> bool:
-    return not name or tensor.startswith(f"{name}.")
-
-
-def _strip(name: str, tensor: str) -> str:
-    return tensor.removeprefix(f"{name}.") if name else tensor
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -1,4 +1,8 @@
-"""The file of one rank: safetensors, written from memory and read straight back into it."""
+"""The file of one rank: safetensors, written from memory and read straight back into it.
+
+Wide formats come first, so that every tensor is aligned to its format, and those of one width in
+the order of their keys. The rank's record is the last, see `record`.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +16,9 @@ import torch
 
 from zrun_core.checkpoint.block_writer import Bytes, write_file
 from zrun_core.checkpoint.digest import opened, read_into
-from zrun_core.checkpoint.manifest import FileInfo, Fragment
-from zrun_core.checkpoint.manifest_fields import ITEM_BYTES
+from zrun_core.checkpoint.manifest_fields import ITEM_BYTES, RANK
+from zrun_core.checkpoint.manifest_parts import FileInfo, Fragment, SavedRank, key_of
+from zrun_core.checkpoint.record import DIGEST_BYTES, KEY, OwnTensor, RankRecord
 from zrun_core.checkpoint.verify import check_size
 from zrun_core.errors import CheckpointError, SaveError
 from zrun_core.tiers.stored import BlockReader, Stored
@@ -52,8 +57,7 @@ class WriteItem:
 
     @property
     def key(self) -> str:
-        key = f"{self.state}/{self.tensor}"
-        return f"{key}@{self.start}" if self.start else key
+        return key_of(self.tensor, self.state, self.start)
 
 
 @dataclass(frozen=True)
@@ -67,58 +71,51 @@ class Entry:
 
 
 def write_shard(
-    path: Path, parts: Sequence[WriteItem], when_read: Callable[[], None] = lambda: None
-) -> tuple[FileInfo, list[Fragment]]:
-    """Write `parts` as a new file, with their digests, and wait until it is on the disk.
+    path: Path,
+    parts: Sequence[WriteItem],
+    state: SavedRank,
+    when_read: Callable[[], None] = lambda: None,
+) -> FileInfo:
+    """Write the file of a rank, with its record, and wait until it is on the disk.
 
     Args:
         path: of the file.
         parts: its content.
+        state: of the rank, for the record.
         when_read: called when the data of the parts is no longer needed.
-
-    Returns:
-        The file, and its fragments in its order.
 
     Raises:
         SaveError: the file exists, or the disk is full, read-only or fails; the file is removed.
     """
-    # As the safetensors library does: wider formats first, so that every tensor is aligned to its
-    # format.
-    parts = sorted(parts, key=lambda part: -part.data.dtype.itemsize)
+    parts = sorted(parts, key=lambda part: (-part.data.dtype.itemsize, part.key))
     entries = [_entry(part) for part in parts]
     if len({entry.key for entry in entries}) != len(entries):
         raise SaveError(f"cannot save {path}: two tensors have the same key in it; rename a module")
-    header = encode_header(entries)
-    num_bytes = len(header) + sum(entry.num_bytes for entry in entries)
+    own = [
+        OwnTensor(part.tensor, entry.dtype, part.stop)
+        for part, entry in zip(parts, entries, strict=True)
+        if part.state == RANK
+    ]
+
+    def record(digests: Sequence[str]) -> Bytes:
+        header_digest, *fragments = digests
+        made = RankRecord(state.rng, state.learnt, own, header_digest, fragments)
+        return np.frombuffer(made.to_json(), dtype=np.uint8)
+
+    num_record = len(record(["0" * DIGEST_BYTES] * (1 + len(entries))))
+    header = encode_header([*entries, Entry(KEY, "uint8", (num_record,), num_record)])
+    num_bytes = len(header) + sum(entry.num_bytes for entry in entries) + num_record
     with BlockReader() as reader:
         pieces = _pieces(header, parts, reader, when_read)
-        header_digest, *digests = write_file(path, num_bytes, pieces)
-    offset = len(header)
-    fragments = []
-    for part, entry, found in zip(parts, entries, digests, strict=True):
-        fragments.append(
-            Fragment(
-                part.tensor,
-                part.state,
-                part.start,
-                part.stop,
-                entry.dtype,
-                path.name,
-                entry.key,
-                offset,
-                entry.num_bytes,
-                found,
-            )
-        )
-        offset += entry.num_bytes
-    info = FileInfo(
-        path.name,
-        num_bytes,
-        len(header),
-        header_digest,
-        FileInfo.digest_of(header_digest, fragments),
+        *_, digest = write_file(path, num_bytes, pieces, last=record)
+    return FileInfo(
+        name=path.name,
+        num_bytes=num_bytes,
+        header_bytes=len(header),
+        own_bytes=sum(each.num_bytes for each in own),
+        record_bytes=num_record,
+        digest=digest,
     )
-    return info, fragments
 
 
 def _pieces(
@@ -145,7 +142,7 @@ def write_plain(path: Path, content: bytes) -> FileInfo:
         SaveError: as `write_shard`.
     """
     (found,) = write_file(path, len(content), [np.frombuffer(content, dtype=np.uint8)])
-    return FileInfo(path.name, len(content), len(content), found, FileInfo.digest_of(found, ()))
+    return FileInfo(path.name, len(content), len(content), 0, 0, found)
 
 
 def _entry(part: WriteItem) -> Entry:
@@ -216,8 +213,13 @@ def read_fragment(folder: Path, fragment: Fragment, into: torch.Tensor) -> None:
         raise CheckpointError(f"{path} is damaged: the checksum of {fragment.key} is wrong")
 
 
-def check_header(folder: Path, file: FileInfo) -> bytes:
+def check_header(folder: Path, file: FileInfo, digest: str) -> bytes:
     """Compare size and header of a file with the manifest.
+
+    Args:
+        folder: of the step.
+        file: that is read.
+        digest: of its header.
 
     Returns:
         The header: all of a file without tensors.
@@ -230,6 +232,6 @@ def check_header(folder: Path, file: FileInfo) -> bytes:
     with opened(folder, file.name) as opened_file:
         header = bytearray(file.header_bytes)
         found = read_into(opened_file, path, 0, memoryview(header))
-    if found != file.header_digest:
+    if found != digest:
         raise CheckpointError(f"{path} is damaged: the checksum of its header is wrong")
     return bytes(header)

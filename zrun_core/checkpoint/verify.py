@@ -14,7 +14,9 @@ from typing import NamedTuple
 import xxhash
 
 from zrun_core.checkpoint.digest import digest_of_range, opened
-from zrun_core.checkpoint.manifest import FileInfo, Manifest
+from zrun_core.checkpoint.manifest import Manifest
+from zrun_core.checkpoint.manifest_parts import FileInfo
+from zrun_core.checkpoint.step_index import StepIndex, open_index
 from zrun_core.errors import CheckpointError
 from zrun_core.spine.direct_io import past_the_cache
 
@@ -38,7 +40,7 @@ def check_size(folder: Path, info: FileInfo) -> None:
 
 
 class _FileRange(NamedTuple):
-    """A part of a file that has a digest: its header, or a fragment."""
+    """A part of a file that has a digest: its header, a fragment, or its record."""
 
     file: str
     name: str
@@ -47,14 +49,22 @@ class _FileRange(NamedTuple):
     digest: str
 
 
-def _ranges(info: FileInfo, manifest: Manifest) -> list[_FileRange]:
-    """Return the parts of a file, in its order."""
-    header = _FileRange(info.name, "its header", 0, info.header_bytes, info.header_digest)
-    fragments = [
+def _ranges(info: FileInfo, index: StepIndex) -> list[_FileRange]:
+    """Return the parts of a file, in its order.
+
+    Raises:
+        CheckpointError: its record is damaged.
+    """
+    content = index.content(info.name)
+    found = [_FileRange(info.name, "its header", 0, info.header_bytes, content.header_digest)]
+    found += [
         _FileRange(info.name, each.key, each.offset, each.num_bytes, each.digest)
-        for each in manifest.fragments_of(info.name)
+        for each in content.fragments
     ]
-    return [header, *fragments]
+    if info.record_bytes:
+        offset = info.num_bytes - info.record_bytes
+        found.append(_FileRange(info.name, "its record", offset, info.record_bytes, info.digest))
+    return found
 
 
 def _damage(folder: Path, part: _FileRange) -> str:
@@ -64,7 +74,7 @@ def _damage(folder: Path, part: _FileRange) -> str:
 def verify(folder: Path, manifest: Manifest, threads: int | None = None) -> list[str]:
     """Read the files of a step and return what is wrong with them.
 
-    Memory is constant: a block per thread.
+    Memory is constant: a block per thread, and the fragments of a file.
 
     Args:
         folder: of the step.
@@ -88,17 +98,18 @@ def verify(folder: Path, manifest: Manifest, threads: int | None = None) -> list
             return str(error)
         return None if found == part.digest else _damage(folder, part)
 
+    index = open_index(folder, manifest)
     problems: list[str] = []
-    parts: list[_FileRange] = []
-    for info in manifest.files:
-        try:
-            check_size(folder, info)
-            parts += _ranges(info, manifest)
-        except CheckpointError as error:
-            problems.append(str(error))
     threads = threads or min(8, os.cpu_count() or 1)
     with ThreadPoolExecutor(threads, thread_name_prefix="zrun-verify") as pool:
-        problems += filter(None, pool.map(look, parts))
+        for info in manifest.files:
+            try:
+                check_size(folder, info)
+                parts = _ranges(info, index)
+            except CheckpointError as error:
+                problems.append(str(error))
+            else:
+                problems += filter(None, pool.map(look, parts))
     return problems
 
 
@@ -111,12 +122,13 @@ def read_back(folder: Path, manifest: Manifest) -> list[str]:
         folder: of the step.
         manifest: of the step.
     """
+    index = open_index(folder, manifest)
     problems: list[str] = []
     block = memoryview(mmap.mmap(-1, _BLOCK))
     for info in manifest.files:
-        parts = _ranges(info, manifest)
         try:
             check_size(folder, info)
+            parts = _ranges(info, index)
             with opened(folder, info.name) as file:
                 digests = _digests(file, folder / info.name, parts, block)
                 for part, found in zip(parts, digests, strict=True):

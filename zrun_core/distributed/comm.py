@@ -59,9 +59,7 @@ from zrun_core.hardware.clock import Unpassed, Waits
 from zrun_core.spine.flight_recorder import FlightRecorder, listed
 
 DIRECT_MAX_RANKS = 8
-_VALUE_BYTES = (
-    4 * 2**20
-)  # of one in the store of the process group: torch's takes no more than 8 MiB
+_VALUE_BYTES = 4 << 20  # of one in the store of the process group: torch's takes 8 MiB at most
 
 
 def direct_up_to(device: str) -> int:
@@ -676,13 +674,11 @@ def terms_agree(summed: torch.Tensor, num_ranks: int) -> torch.Tensor:
 
 def _put(store: dist.distributed_c10d.Store, key: str, payload: bytes) -> None:
     """Put bytes of any length into a store, in as many values as they need."""
-    pieces = [payload[at : at + _VALUE_BYTES] for at in range(0, len(payload), _VALUE_BYTES)] or [
-        b""
-    ]
-    values: dict[str, Any] = {f"{key}/{place}": piece for place, piece in enumerate(pieces)}
-    values[f"{key}/0"] = b"%d\n%b" % (len(pieces), pieces[0])
-    for name, value in values.items():
-        store.set(name, value)
+    starts = range(0, max(1, len(payload)), _VALUE_BYTES)
+    for place, start in enumerate(starts):
+        piece = payload[start : start + _VALUE_BYTES]
+        value: Any = piece if place else b"%d\n%b" % (len(starts), piece)  # torch says str
+        store.set(f"{key}/{place}", value)
 
 
 def _get(store: dist.distributed_c10d.Store, key: str) -> bytes:

@@ -23,6 +23,7 @@ from zrun_core.activations.kv_cache import refuse_cache
 from zrun_core.activations.offloaded_inputs import OffloadedInputs
 from zrun_core.activations.recomputed_call import RecomputedForward
 from zrun_core.errors import JobError
+from zrun_core.hardware.spans import Spans
 from zrun_core.spine.sections.activations import ActivationsConfig
 from zrun_core.zero.auto_wrap import repeated_blocks
 
@@ -36,6 +37,7 @@ def apply_checkpointing(
     inputs: OffloadedInputs | None = None,
     *,
     compiles: bool = False,
+    spans: Spans | None = None,
 ) -> ExitStack:
     """Have the repeated blocks of `model` recompute as `config` asks, not as the model would.
 
@@ -45,6 +47,7 @@ def apply_checkpointing(
         inputs: moves what they are recomputed from; None: it stays on the device.
         compiles: blocks are compiled with their recomputation, and what they change beside their
             outputs is part of the graph.
+        spans: name recomputations for a profile; None: there is none.
 
     Returns:
         a stack that undoes it when it is closed.
@@ -72,6 +75,8 @@ def apply_checkpointing(
         own = {key: value for key, value in vars(block).items() if key == "forward"}
         undo.callback(_put_back, block, own)
         forward = RecomputedForward(block, block.forward, options)
+        if spans is not None:
+            forward.named = functools.partial(spans.named, name, "recompute")
         if inputs is not None:
             block.forward = inputs.checkpointed(name, forward)
         elif compiles:

@@ -13,7 +13,7 @@ import copy
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from zrun_core.data.batch import map_tensors
 from zrun_core.errors import JobError
+from zrun_core.hardware.spans import NOTHING
 from zrun_core.sizes import format_size
 from zrun_core.user_code.trial import Attributes, AttributesCopy
 
@@ -33,17 +34,24 @@ class RecomputedForward:
 
     Attributes:
         options: of torch's `checkpoint`.
+        named: returns what names a recomputation, for a profile.
     """
 
     def __init__(
-        self, block: nn.Module, forward: Callable[..., Any], options: Mapping[str, Any]
+        self,
+        block: nn.Module,
+        forward: Callable[..., Any],
+        options: Mapping[str, Any],
+        named: Callable[[], AbstractContextManager[object]] = lambda: NOTHING,
     ) -> None:
         """
         Args:
             block: whose forward it is.
             forward: of the block.
             options: of torch's `checkpoint`.
+            named: returns what names a recomputation, for a profile.
         """
+        self.named = named
         self._block = block
         self._forward = forward
         self.options = options
@@ -58,7 +66,7 @@ class RecomputedForward:
         """Return the block's forward for one call: it knows the first run from the second."""
         if self._state is None:
             self._state = BlockState(self._block)
-        return _Call(self._forward, self._state)
+        return _Call(self._forward, self._state, self.named)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RecomputedForward:
         """Return that of the copied block."""
@@ -69,8 +77,14 @@ class RecomputedForward:
 class _Call:
     """One call of a block."""
 
-    def __init__(self, forward: Callable[..., Any], state: BlockState) -> None:
+    def __init__(
+        self,
+        forward: Callable[..., Any],
+        state: BlockState,
+        named: Callable[[], AbstractContextManager[object]],
+    ) -> None:
         self._forward = forward
+        self._named = named
         self._state = state
         self._begun: _Begun | None = None
 
@@ -86,7 +100,7 @@ class _Call:
                 made[id(tensor)] = tensor.detach().requires_grad_(tensor.requires_grad)
             return made[id(tensor)]
 
-        with self._state.as_of(self._begun):
+        with self._named(), self._state.as_of(self._begun):
             return self._forward(*map_tensors(own, args), **map_tensors(own, kwargs))
 
 

@@ -56,6 +56,7 @@ from zrun_core.distributed.transport import (
 from zrun_core.errors import PEER_IS_GONE, HangError, PeerError
 from zrun_core.hardware import accelerator
 from zrun_core.hardware.clock import Unpassed, Waits
+from zrun_core.hardware.spans import NOTHING, Issued, Spans
 from zrun_core.spine.flight_recorder import FlightRecorder, listed
 
 DIRECT_MAX_RANKS = 8
@@ -111,6 +112,7 @@ class Comm:
         calls: how often, by `TrafficKey`.
         waits: of the device for other ranks, until somebody takes them.
         device_waits: those of them that the device has not passed, which the host may have.
+        spans: names what this rank does, while a profile is taken.
     """
 
     def __init__(self, device: torch.device, flight_recorder: FlightRecorder | None = None) -> None:
@@ -121,6 +123,7 @@ class Comm:
         self.calls: Counter[TrafficKey] = Counter()
         self.device_waits = Unpassed()
         self.waits = Waits(device, self.device_waits)
+        self.spans = Spans(device)
         self._flight_recorder = flight_recorder
         self._process_groups = ProcessGroupTransport()
         self._within_host: Transport = self._process_groups
@@ -201,8 +204,17 @@ class Comm:
 
     # Waiting and counting
 
-    def wait_for(self, works: Sequence[Work]) -> None:
+    @property
+    def in_words(self) -> Issued | None:
+        """What is being issued, in words; None where no profile is taken."""
+        return self.spans.issued
+
+    def wait_for(self, works: Sequence[Work], issued: Issued | None = None) -> None:
         """Wait for other ranks; on CUDA this only makes the compute stream wait.
+
+        Args:
+            works: what is waited for.
+            issued: the same in words, if a profile is taken.
 
         Raises:
             PeerError: one of them has ended, or the time limit of the process group is over.
@@ -212,10 +224,15 @@ class Comm:
             return
         self._is_counted = True
         try:
-            with self.waiting(), self.waits.counting():
+            with self._named_wait(issued), self.waiting(), self.waits.counting():
                 self._wait_for(works)
         finally:
             self._is_counted = False
+
+    def _named_wait(self, issued: Issued | None) -> AbstractContextManager[None]:
+        if not self.spans.is_on:
+            return NOTHING
+        return self.spans.waiting(issued, self.phase.value)
 
     def _wait_for(self, works: Sequence[Work]) -> None:
         try:
@@ -287,7 +304,7 @@ class Comm:
         self.sent_bytes = Counter()
         return counted
 
-    def _count(
+    def _issuing(
         self,
         kind: str,
         group: Group | _Pair,
@@ -295,8 +312,12 @@ class Comm:
         *,
         sent: int,
         received: int,
-    ) -> None:
-        """Count bytes that are about to move, and record them in flight."""
+    ) -> AbstractContextManager[None]:
+        """Count bytes that are about to move, and record them in flight.
+
+        Returns:
+            What names the issue that follows inside, if a profile is taken.
+        """
         key = TrafficKey(kind, group.axis, self.phase)
         self.calls[key] += 1
         self.sent_bytes[key] += sent
@@ -304,6 +325,10 @@ class Comm:
         if self._flight_recorder is not None:
             in_order = isinstance(group, Group) and self._is_in_order(kind, group)
             self._flight_recorder.issue(kind, group, name, sent or received, in_order=in_order)
+        if not self.spans.is_on:
+            return NOTHING
+        shown = "message" if kind == "small" else kind
+        return self.spans.issuing(shown, name, self.phase.value, group.axis)
 
     def _is_in_order(self, kind: str, group: Group) -> bool:
         """Return whether backends pair up what ranks issue by its order alone."""
@@ -326,8 +351,8 @@ class Comm:
         if group.size == 1 or not full.numel():
             return Handle(self, [])
         num_bytes = (group.size - 1) * shard.nbytes
-        self._count("all_gather", group, name, sent=num_bytes, received=num_bytes)
-        return self._collectives(group).all_gather(full, shard, group, tag)
+        with self._issuing("all_gather", group, name, sent=num_bytes, received=num_bytes):
+            return self._collectives(group).all_gather(full, shard, group, tag)
 
     def reduce_scatter(
         self,
@@ -353,10 +378,10 @@ class Comm:
         if group.size == 1:
             return Handle(self, [], lambda: store_sum([full.view(-1)], into, accumulate))
         num_bytes = (group.size - 1) * (full.nbytes // group.size)
-        self._count("reduce_scatter", group, name, sent=num_bytes, received=num_bytes)
-        return self._collectives(group).reduce_scatter(
-            full, recv_buffer, into, group, accumulate=accumulate, tag=tag
-        )
+        with self._issuing("reduce_scatter", group, name, sent=num_bytes, received=num_bytes):
+            return self._collectives(group).reduce_scatter(
+                full, recv_buffer, into, group, accumulate=accumulate, tag=tag
+            )
 
     def all_reduce(
         self, full: torch.Tensor, recv_buffer: torch.Tensor, group: Group, *, tag: int, name: str
@@ -376,8 +401,8 @@ class Comm:
         slice_numel = -(-numel // size)
         own_numel = min(slice_numel, max(0, numel - group.index * slice_numel))
         num_bytes = full.nbytes + (size - 2) * own_numel * full.element_size()
-        self._count("all_reduce", group, name, sent=num_bytes, received=num_bytes)
-        return self._collectives(group).all_reduce(full, recv_buffer, group, tag)
+        with self._issuing("all_reduce", group, name, sent=num_bytes, received=num_bytes):
+            return self._collectives(group).all_reduce(full, recv_buffer, group, tag)
 
     def all_reduce_small(self, values: torch.Tensor, group: Group, *, name: str) -> torch.Tensor:
         """Return the sum of a short vector over `group`, the same bits on every rank.
@@ -389,8 +414,8 @@ class Comm:
         if group.size == 1:
             return values
         num_bytes = (group.size - 1) * values.nbytes
-        self._count("small", group, name, sent=num_bytes, received=num_bytes)
-        return self._collectives(group).all_reduce_small(values, group)
+        with self._issuing("small", group, name, sent=num_bytes, received=num_bytes):
+            return self._collectives(group).all_reduce_small(values, group)
 
     def all_gather_bytes(self, payload: bytes, group: Group, *, name: str) -> list[bytes]:
         """Return every rank's `payload`, in the order of the group.
@@ -413,8 +438,8 @@ class Comm:
         rows = torch.empty(size, longest, dtype=torch.uint8, device=self.device)
         rows[group.index] = _padded(payload, longest)
         num_bytes = (size - 1) * longest
-        self._count("small", group, name, sent=num_bytes, received=num_bytes)
-        self._collectives(group).all_gather_rows(rows, group)
+        with self._issuing("small", group, name, sent=num_bytes, received=num_bytes):
+            self._collectives(group).all_gather_rows(rows, group)
         with self.waiting():
             on_host = rows.cpu()
         return [row[:count].numpy().tobytes() for row, count in zip(on_host, counts, strict=True)]
@@ -502,12 +527,12 @@ class Comm:
         if group.size == 1:
             return
         num_bytes = tensor.numel() * tensor.element_size()
+        sent, received = 0, num_bytes
         if group.index == source:
-            self._count("broadcast", group, name, sent=(group.size - 1) * num_bytes, received=0)
-        else:
-            self._count("broadcast", group, name, sent=0, received=num_bytes)
+            sent, received = (group.size - 1) * num_bytes, 0
         payload = tensor.contiguous()
-        self._backend.broadcast(payload, source, group)
+        with self._issuing("broadcast", group, name, sent=sent, received=received):
+            self._backend.broadcast(payload, source, group)
         if not tensor.is_contiguous():
             # An expanded dimension has stride 0: its elements share memory, and are written once.
             once = tuple(slice(1) if stride == 0 else slice(None) for stride in tensor.stride())
@@ -578,8 +603,8 @@ class Comm:
         """
         pair = _Pair(group.axis, (group.ranks[group.index], group.ranks[peer]))
         tag = message_tag(number)
-        self._count("send", pair, name, sent=tensor.nbytes, received=0)
-        return Handle(self, [self.transport(pair.ranks, tag).send(tensor, group, peer, tag)])
+        with self._issuing("send", pair, name, sent=tensor.nbytes, received=0):
+            return Handle(self, [self.transport(pair.ranks, tag).send(tensor, group, peer, tag)])
 
     def receive(
         self,
@@ -600,8 +625,9 @@ class Comm:
         """
         pair = _Pair(group.axis, (group.ranks[peer], group.ranks[group.index]))
         tag = message_tag(number)
-        self._count("receive", pair, name, sent=0, received=tensor.nbytes)
-        return Handle(self, [self.transport(pair.ranks, tag).receive(tensor, group, peer, tag)])
+        transport = self.transport(pair.ranks, tag)
+        with self._issuing("receive", pair, name, sent=0, received=tensor.nbytes):
+            return Handle(self, [transport.receive(tensor, group, peer, tag)])
 
     # Between the first rank of a group and each other one: a parameter server
     # (Li et al. 2014, "Scaling Distributed Machine Learning with the Parameter Server")
@@ -622,12 +648,13 @@ class Comm:
             return Handle(self, [])
         transport = self.transport(group.ranks, tag)
         if group.index > 0:
-            self._count("push", group, name, sent=full.nbytes, received=0)
-            return Handle(self, [transport.send(full, group, 0, tag)])
-        self._count("push", group, name, sent=0, received=(size - 1) * full.nbytes)
+            with self._issuing("push", group, name, sent=full.nbytes, received=0):
+                return Handle(self, [transport.send(full, group, 0, tag)])
         received = list(recv_buffer.view(size - 1, -1).unbind())
-        works = [transport.receive(part, group, peer, tag) for peer, part in enumerate(received, 1)]
-        return Handle(self, works, lambda: store_sum([full, *received], full, accumulate=False))
+        peers = enumerate(received, 1)
+        with self._issuing("push", group, name, sent=0, received=(size - 1) * full.nbytes):
+            works = [transport.receive(part, group, peer, tag) for peer, part in peers]
+            return Handle(self, works, lambda: store_sum([full, *received], full, accumulate=False))
 
     def pull(self, tensor: torch.Tensor, group: Group, *, tag: int, name: str) -> Handle:
         """Overwrite a tensor on every rank with that of the first one, which sends it to each.
@@ -642,11 +669,11 @@ class Comm:
             return Handle(self, [])
         transport = self.transport(group.ranks, tag)
         if group.index > 0:
-            self._count("pull", group, name, sent=0, received=tensor.nbytes)
-            return Handle(self, [transport.receive(tensor, group, 0, tag)])
-        self._count("pull", group, name, sent=(size - 1) * tensor.nbytes, received=0)
-        works = [transport.send(tensor, group, peer, tag) for peer in range(1, size)]
-        return Handle(self, works)
+            with self._issuing("pull", group, name, sent=0, received=tensor.nbytes):
+                return Handle(self, [transport.receive(tensor, group, 0, tag)])
+        with self._issuing("pull", group, name, sent=(size - 1) * tensor.nbytes, received=0):
+            works = [transport.send(tensor, group, peer, tag) for peer in range(1, size)]
+            return Handle(self, works)
 
 
 NUM_EQUALITY_TERMS = 2  # numbers that `equality_terms` adds to a message

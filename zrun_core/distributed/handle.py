@@ -37,12 +37,16 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from zrun_core.distributed.transport import Group, Work
+from zrun_core.hardware.spans import Issued
 
 
 class Waiter(Protocol):
     """The part of `Comm` that a handle needs."""
 
-    def wait_for(self, works: Sequence[Work]) -> None: ...
+    @property
+    def in_words(self) -> Issued | None: ...
+
+    def wait_for(self, works: Sequence[Work], issued: Issued | None = None) -> None: ...
 
     def observes_completion(self, group: Group) -> bool: ...
 
@@ -81,6 +85,7 @@ class Handle:
             then: called once they are over, at any time on each rank.
         """
         self._comm = comm
+        self._issued = comm.in_words  # for a profile
         self.num_moves = 0
         self._works = list(works)
         self._steps: deque[_Step] = deque()
@@ -159,12 +164,13 @@ class Handle:
             works = self._works
             self._works = []
             if works:
-                self._comm.wait_for(works)
+                self._comm.wait_for(works, self._issued)
             if not self._steps:
                 return
             following = self._steps.popleft().start()
             if following is not None:
                 self._works = following._works
+                self._issued = following._issued or self._issued
                 self._steps.extendleft(reversed(following._steps))
         finally:
             self._is_moving = False

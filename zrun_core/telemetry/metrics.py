@@ -13,6 +13,7 @@ import torch
 
 from zrun_core.hardware import accelerator, catalogue
 from zrun_core.hardware.clock import Mark, Waits, mark, seconds_between
+from zrun_core.hardware.spans import Spans
 from zrun_core.spine import memory_limits
 from zrun_core.telemetry.peak_memory import peak_before
 
@@ -51,8 +52,14 @@ class StepClock:
     read together with the step's totals, so that measuring never makes anything wait.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, names: Spans | None = None) -> None:
+        """
+        Args:
+            device: that trains.
+            names: of what the rank does, for a profile; None: there are none.
+        """
         self._device = device
+        self._names = names or Spans(device)
         self._spans: list[tuple[StepPhase, Mark, Mark]] = []
         self._start = mark(device)
 
@@ -60,7 +67,8 @@ class StepClock:
     def during(self, phase: StepPhase) -> Iterator[None]:
         """Count the time inside towards `phase`."""
         start = mark(self._device)
-        yield
+        with self._names.named(phase.value):
+            yield
         self._spans.append((phase, start, mark(self._device)))
 
     def restart(self) -> StepMarks:

@@ -34,7 +34,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
@@ -44,6 +44,7 @@ import torch
 import xxhash
 
 from zrun_core.errors import OffloadError, PreflightError
+from zrun_core.hardware.spans import Spans
 from zrun_core.memory.layout import PAGE_BYTES, whole_pages
 from zrun_core.sizes import format_size
 from zrun_core.spine.direct_io import (
@@ -179,7 +180,13 @@ class SwapFile:
     """
 
     def __init__(
-        self, folder: Path, num_bytes: int, *, num_threads: int = 4, block_bytes: int = 8 << 20
+        self,
+        folder: Path,
+        num_bytes: int,
+        *,
+        num_threads: int = 4,
+        block_bytes: int = 8 << 20,
+        spans: Spans | None = None,
     ) -> None:
         """Make the file, with all of its space, and start its threads.
 
@@ -188,6 +195,7 @@ class SwapFile:
             num_bytes: that extents will need.
             num_threads: blocks that are under way at a time.
             block_bytes: of one read or write, whole pages.
+            spans: name each of them for a profile; None: there is none.
 
         Raises:
             PreflightError: no such file can be made here.
@@ -197,6 +205,7 @@ class SwapFile:
         self.folder = folder
         self.num_bytes = whole_pages(num_bytes)
         self.trace: list[Span] | None = None
+        self._spans = spans
         self.read_bytes = 0
         self.written_bytes = 0
         self._block_bytes = block_bytes
@@ -325,11 +334,13 @@ class SwapFile:
         begin = 0.0 if trace is None else time.perf_counter()
         verb = "write" if task.is_write else "read"
         what = f"{verb} {task.extent.name}"
+        named = nullcontext() if self._spans is None else self._spans.named(what)
         try:
-            if task.is_write:
-                self._write(task)
-            else:
-                self._read(task)
+            with named:
+                if task.is_write:
+                    self._write(task)
+                else:
+                    self._read(task)
         except OSError as error:
             return _in_words(f"cannot {what}", self.folder, error)
         except OffloadError as error:

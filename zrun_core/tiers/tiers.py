@@ -22,6 +22,7 @@ import torch
 
 from zrun_core.hardware.accelerator import Stream, current_stream, is_accelerator
 from zrun_core.hardware.clock import Waits
+from zrun_core.hardware.spans import Spans
 from zrun_core.memory.buffers import Buffer, Kind, Tier
 from zrun_core.memory.layout import whole_pages
 from zrun_core.memory.state_policy import DISK_SLOTS, STAGING_SLOTS, SlotSizes
@@ -128,6 +129,7 @@ class Tiers:
         gradients_down: host memory for gradients on their way from the device.
         parameters_up: host memory for updated parameters on their way to it.
         worker: does what the host computes.
+        spans: name what happens here, while a profile is taken.
         counts: of steps, since `take_counts`.
     """
 
@@ -140,6 +142,7 @@ class Tiers:
         *,
         apart: Copier | None = None,
         board: FlightRecorder | None = None,
+        spans: Spans | None = None,
     ) -> None:
         """Reserve all of it.
 
@@ -150,6 +153,7 @@ class Tiers:
             folder: for the file, if there are buffers on disk.
             apart: copies between a CPU and a host tier that is apart from it.
             board: shows what this rank waits for.
+            spans: name it for a profile; None: there is none.
 
         Raises:
             PreflightError: there is no room.
@@ -160,6 +164,7 @@ class Tiers:
         self.counts = TierCounts(device)
         self._lock = threading.Lock()  # of the counts
         self._board = board
+        self.spans = spans or Spans(device)
         self._is_waiting = False
         self._trace: list[Span] | None = None
         self._lent: dict[int, Slots] = {}  # of the memory at an address: in the thread of a save
@@ -183,7 +188,7 @@ class Tiers:
         if not num_bytes:
             return None
         assert self._folder is not None, "states on disk need a folder"
-        return SwapFile(self._folder, num_bytes)
+        return SwapFile(self._folder, num_bytes, spans=self.spans)
 
     def _slots(self, number: int, num_bytes: int) -> Slots:
         if not num_bytes:
@@ -241,12 +246,14 @@ class Tiers:
     def copy_up(self, source: torch.Tensor, target: torch.Tensor, kind: Kind) -> Transfer:
         """Begin to copy host memory to the device."""
         self._count(Move(Tier.HOST, Direction.READ, kind), source.nbytes)
-        return _Watched(self._copies.up(source, target), Tier.HOST, self)
+        with self.spans.named("copy up", kind.value):
+            return _Watched(self._copies.up(source, target), Tier.HOST, self)
 
     def copy_down(self, source: torch.Tensor, target: torch.Tensor, kind: Kind) -> Transfer:
         """Begin to copy memory of the device to the host."""
         self._count(Move(Tier.HOST, Direction.WRITTEN, kind), source.nbytes)
-        return _Watched(self._copies.down(source, target), Tier.HOST, self)
+        with self.spans.named("copy down", kind.value):
+            return _Watched(self._copies.down(source, target), Tier.HOST, self)
 
     @property
     def _copies(self) -> Copier:
@@ -257,7 +264,8 @@ class Tiers:
         """Begin to read the beginning of an extent into `target`, uint8 in whole pages."""
         assert self._file is not None
         self._count(Move(Tier.DISK, Direction.READ, kind), target.nbytes)
-        return _Watched(self._file.read(extent, target), Tier.DISK, self)
+        with self.spans.named("begin to read", extent.name):
+            return _Watched(self._file.read(extent, target), Tier.DISK, self)
 
     def read_to_device(
         self, read: Transfer, slot: torch.Tensor, target: torch.Tensor, kind: Kind
@@ -291,7 +299,8 @@ class Tiers:
     def write_counted(self, extent: Extent, source: torch.Tensor, kind: Kind) -> Transfer:
         """Begin to write like `write`, what was counted before."""
         assert self._file is not None
-        return _Watched(self._file.write(extent, source), Tier.DISK, self)
+        with self.spans.named("begin to write", extent.name):
+            return _Watched(self._file.write(extent, source), Tier.DISK, self)
 
     def submit(self, task: Callable[[], None]) -> Transfer:
         """Have the worker run `task` after those before it."""
@@ -372,7 +381,7 @@ class Tiers:
     def _timed(self, tier: Tier) -> Iterator[None]:
         """Show and time a wait of the thread that trains, once where one is part of another."""
         if self.worker.is_current or self._is_waiting:
-            with self.traced(_WAIT):
+            with self.traced(_WAIT), self.spans.named("wait for the", tier.value):
                 yield
             return
         with self._counted(self.counts.waits[tier]), self.traced(_WAIT), self._shown(tier):
@@ -400,8 +409,9 @@ class Tiers:
     def _shown(self, tier: Tier) -> Iterator[None]:
         what = "its host memory" if tier is Tier.HOST else f"its disk ({self._folder})"
         self._is_waiting = True
+        shown = nullcontext() if self._board is None else self._board.wait_for_tier(what)
         try:
-            with nullcontext() if self._board is None else self._board.wait_for_tier(what):
+            with shown, self.spans.named("wait for the", tier.value):
                 yield
         finally:
             self._is_waiting = False

@@ -134,14 +134,15 @@ class MicroBatchRunner:
             is_last = action is actions[-1]
             is_lost = False
             try:
-                if action.kind is ActionKind.FORWARD:
-                    batch = micro_batches[action.micro]
-                    with self._drawing(step, action.micro):
-                        under_way[action.micro] = self._forward(batch, sums)
-                elif action.micro in under_way:
-                    losses.append(self._backward(under_way.pop(action.micro), boundary=is_last))
-                else:  # its forward ran out of memory
-                    self._sharded.contribute_zeros(boundary=is_last)
+                with self._comm.spans.named("action", action):
+                    if action.kind is ActionKind.FORWARD:
+                        batch = micro_batches[action.micro]
+                        with self._drawing(step, action.micro):
+                            under_way[action.micro] = self._forward(batch, sums)
+                    elif action.micro in under_way:
+                        losses.append(self._backward(under_way.pop(action.micro), boundary=is_last))
+                    else:  # its forward ran out of memory
+                        self._sharded.contribute_zeros(boundary=is_last)
             except OutOfMemoryError as error:
                 self._memory.see(error, step)
                 is_lost = True
@@ -300,7 +301,8 @@ class LayerMajorRunner(MicroBatchRunner):
             for action in actions:
                 is_lost = False
                 try:
-                    self._execute(action, micro_batches, sums, shares)
+                    with self._comm.spans.named("action", action):
+                        self._execute(action, micro_batches, sums, shares)
                 except OutOfMemoryError as error:
                     self._memory.see(error, step)
                     is_lost = True

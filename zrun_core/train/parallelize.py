@@ -18,6 +18,7 @@ from zrun_core.activations.partition import Partition
 from zrun_core.distributed.comm import Comm
 from zrun_core.distributed.mesh import Mesh
 from zrun_core.errors import JobError
+from zrun_core.hardware.spans import Spans
 from zrun_core.memory.buffers import Placement, Tier, placement_of
 from zrun_core.memory.layout import NO_PARTS, UnitLayout
 from zrun_core.memory.placement import place
@@ -131,6 +132,7 @@ def parallelize(
         job.activations,
         compile=job.compile,
         inputs=inputs,
+        spans=comm.spans,
     )
     read = built.read if divided is None else divided.read(built.read)
     read = read_tiles(built.module, read)
@@ -216,6 +218,7 @@ def transform(
     *,
     compile: bool,
     inputs: OffloadedInputs | None = None,
+    spans: Spans | None = None,
 ) -> list[str]:
     """Prepare a model to be sharded, in place.
 
@@ -229,6 +232,7 @@ def transform(
         zero, precision, activations: sections of a job.
         compile: whether to compile each repeated block.
         inputs: moves what blocks are recomputed from; None: it stays on the device.
+        spans: name recomputations for a profile; None: there is none.
 
     Returns:
         Notes for the user: what was tiled, and settings of the model's own that do not count in
@@ -254,11 +258,11 @@ def transform(
     if omit_cache(model):
         notes.append("config.use_cache is off in training; model.generate still uses it")
     if inputs is None:
-        apply_checkpointing(model, activations, compiles=compile)
+        apply_checkpointing(model, activations, compiles=compile, spans=spans)
     if compile:
         compile_blocks(model)
     if inputs is not None:
-        apply_checkpointing(model, activations, inputs)
+        apply_checkpointing(model, activations, inputs, spans=spans)
     return notes
 
 

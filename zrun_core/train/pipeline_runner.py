@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from zrun_core.data.batch import MicroBatch, copied
+from zrun_core.distributed.comm import CommPhase
 from zrun_core.distributed.named_vector import NamedVector
 from zrun_core.hardware.clock import mark
 from zrun_core.pipeline.actions import Action, ActionKind
@@ -85,7 +86,8 @@ class PipelineRunner(MicroBatchRunner):
         self._links.waits.take()
         begin = mark(self._comm.device)
         for action in actions:
-            share = self._execute(action, micro_batches, sums)
+            with self._comm.spans.named("action", action):
+                share = self._execute(action, micro_batches, sums)
             if share is not None:
                 losses.append(share)
             end = mark(self._comm.device)
@@ -166,6 +168,7 @@ class PipelineRunner(MicroBatchRunner):
         chunk, number = action.chunk, action.micro
         micro, passed, share, sent = self._under_way.pop((chunk, number))
         self._phase.enter("backward")
+        self._comm.phase = CommPhase.BACKWARD  # gradients are received before the pass begins
         timed = self._clock.during(StepPhase.BACKWARD)
         with timed, user_code("backward failed"), pointing_at_forward():
             roots: list[Any] = []

@@ -58,6 +58,7 @@ class Gatherer:
         active: something runs; only then may access to a parameter gather its unit.
         is_all_unsharded: inside of `all_unsharded`.
         update_order: returns the trainable units in the order in which they are updated.
+        spans: names what this rank does, while a profile is taken.
         num_refreshes: training forwards that found units stale, and gathered them.
         schedule_hash: digest of what was unsharded since the step began, to compare between ranks.
     """
@@ -92,6 +93,7 @@ class Gatherer:
         self.update_order: Callable[[], Sequence[FlatUnit]] = tuple
         self.micro = MicroPass()
         self.active = False
+        self.spans = comm.spans
         self.is_all_unsharded = False
         self.num_refreshes = 0
         self.schedule_hash = 0
@@ -109,6 +111,11 @@ class Gatherer:
     def in_forward(self) -> bool:
         """True while a training forward has begun, and nothing after it."""
         return self.active and self._kind is PassKind.FORWARD
+
+    @property
+    def in_words(self) -> str:
+        """Return what a module that runs now does, for a profile."""
+        return "recompute" if self.in_backward else self._kind.value
 
     def in_backward_of(self, micro: MicroPass) -> bool:
         """Return whether the backward of `micro` runs."""

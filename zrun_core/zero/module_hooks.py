@@ -21,6 +21,7 @@ import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from enum import Enum
 from typing import Any
 
@@ -111,6 +112,7 @@ class ModuleHooks:
         leaf: bool,
         gatherer: Gatherer,
         reducer: Reducer,
+        name: str,
     ) -> None:
         """Register the hooks.
 
@@ -120,7 +122,11 @@ class ModuleHooks:
             leaf: gathered and reduced as a whole, whatever runs inside.
             gatherer: of the model.
             reducer: of the model.
+            name: of the module, for a profile.
         """
+        self._name = name
+        self._spans = gatherer.spans
+        self._entered: list[AbstractContextManager[object]] = []  # calls that a profile names
         self._units = list(units)
         self._resharded = [unit for unit in units if unit.reshard_after_use]
         self._leaf = leaf
@@ -138,6 +144,7 @@ class ModuleHooks:
         hooks = copy.copy(self)
         hooks._units = []
         hooks._resharded = []
+        hooks._entered = []
         return hooks
 
     def _pre_forward(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
@@ -149,10 +156,18 @@ class ModuleHooks:
                 "its model's forward: call the model itself, or enter zrun_core.forward(model); "
                 "in a hook or to generate, enter gathered()"
             )
+        if self._spans.is_on:
+            self._enter_call()
         for unit in self._units:
             gatherer.pre_forward(unit)
         if self._ends_with_inputs and torch.is_grad_enabled() and not gatherer.in_backward:
             self._watch_inputs((args, kwargs))
+
+    def _enter_call(self) -> None:
+        """Name what happens until the module ends, for a profile."""
+        call = self._spans.named(self._name, self._gatherer.in_words)
+        call.__enter__()
+        self._entered.append(call)
 
     def _watch_inputs(self, inputs: Any) -> None:
         """Notice the end of this call's backward: the gradients of all its inputs are there."""
@@ -185,6 +200,7 @@ class ModuleHooks:
             if unit.trainable:
                 self._reducer.mark_complete(micro, unit)
             self._gatherer.post_backward(unit)
+        self._spans.mark()
 
     def _post_forward(
         self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any
@@ -198,6 +214,17 @@ class ModuleHooks:
                 self._watch_outputs(output)
         for unit in self._units:
             self._gatherer.post_forward(unit)
+        if self._entered:
+            self._end_call(output)
+
+    def _end_call(self, output: Any) -> None:
+        """End what `_enter_call` began, and have the backward of the call be marked."""
+        if torch.is_grad_enabled() and not self._gatherer.in_backward:
+            begins = functools.partial(self._spans.mark, self._name, "backward")
+            for tensor in tensors_in(output):
+                if tensor.requires_grad and tensor.grad_fn is not None:
+                    on_gradient(tensor, begins)  # called before the units are gathered for it
+        self._entered.pop().__exit__(None, None, None)
 
     def _pin_handed_out(self, output: Any) -> None:
         """Pin the units of which `output` has a parameter, or a view of one."""
@@ -280,8 +307,10 @@ def install(
         reducer: of the model.
         watched: modules where access to a parameter is noticed; not those that are compiled.
     """
+    names = {id(module): name or type(model).__name__ for name, module in model.named_modules()}
     for module, indices, leaf in hooked:
-        ModuleHooks(module, [units[i] for i in indices], leaf, gatherer, reducer)
+        needed = [units[i] for i in indices]
+        ModuleHooks(module, needed, leaf, gatherer, reducer, names.get(id(module), "model"))
     model.register_forward_hook(lambda *_: gatherer.reshard_idle(), always_call=True)
     for unit in units:
         if unit.trainable:
@@ -333,3 +362,4 @@ def _post_accumulate_grad(
     if has_all and not unit.leaf:
         reducer.mark_complete(micro, unit)
         gatherer.post_backward(unit)
+        gatherer.spans.mark()

@@ -305,7 +305,8 @@ class ShardedModel:
         self.updates.wait()  # for those of the step before, where they are delayed
         elsewhere = self.grad.has_grad_elsewhere(self.reducer.sum_shared())
         has_grad = self.grad.has_grad_here()
-        norm_here = self.grad.square_norm()
+        with self.comm.spans.named("norm of the gradient"):
+            norm_here = self.grad.square_norm()
         schedule = self.gatherer.schedule_hash
         own = StepContribution(sums, norm_here, schedule, has_grad, elsewhere)
         reduced = all_reduce_step(own, self.mesh.data, self.mesh.world, self.comm)

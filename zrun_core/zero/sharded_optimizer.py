@@ -155,7 +155,8 @@ class ShardedOptimizer:
             before: UpdateSide | None = None
             for update, of_unit in updates:
                 if not update.unit.update_side.is_elsewhere:
-                    _update(update, of_unit, lr, grad_scale, found_inf)
+                    with self._comm.spans.named("update", update.unit.name):
+                        _update(update, of_unit, lr, grad_scale, found_inf)
                     if before is not None:
                         before.wait_for_arrival()
                     before = update.unit.update_side
@@ -268,7 +269,8 @@ class ShardedOptimizer:
             for unit in later[1:]:
                 unit.update_side.read_ahead()
 
-        with tiers.traced(f"update {update.unit.layout.name}"), torch.no_grad():
+        named = self._comm.spans.named("update", update.unit.name)
+        with tiers.traced(f"update {update.unit.name}"), named, torch.no_grad():
             _update(
                 update,
                 has_grad,
@@ -329,7 +331,8 @@ class ShardedOptimizer:
             if scratch is not None:
                 borrowed.append(scratch)
             scale = scale_on_host if grad.device.type == "cpu" else grad_scale
-            norms = update.propose(grad, of_unit, lr=lr, grad_scale=scale, found_inf=found_inf)
+            with self._comm.spans.named("propose", update.unit.name):
+                norms = update.propose(grad, of_unit, lr=lr, grad_scale=scale, found_inf=found_inf)
             is_replicated = self._tensor.axis in update.unit.layout.replicated_over
             if self._tensor.index == 0 or not is_replicated:
                 counted.append(norms.to(self._comm.device))
@@ -343,9 +346,11 @@ class ShardedOptimizer:
             ratios_elsewhere = torch.tensor(self._comm.read(torch.stack(list(ratios)))).unbind()
         for update, _ in updates:
             is_elsewhere = update.unit.update_side.is_elsewhere
-            update.apply(
-                ratios_elsewhere if is_elsewhere else ratios, out=update.unit.update_side.target()
-            )
+            with self._comm.spans.named("update", update.unit.name):
+                update.apply(
+                    ratios_elsewhere if is_elsewhere else ratios,
+                    out=update.unit.update_side.target(),
+                )
             update.unit.update_side.end()
             update.unit.settle()
         for scratch in borrowed:

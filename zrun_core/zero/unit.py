@@ -351,7 +351,9 @@ class FlatUnit:
         self.update_side.wait_to_unshard()
         self.window.acquire()
         self.state = UnitState.FETCHING
-        self._fetching = self._param_away.load(self._own_slice())
+        assert self.tiers is not None
+        with self.tiers.spans.named("fetch", self.name):
+            self._fetching = self._param_away.load(self._own_slice())
 
     def _own_slice(self) -> torch.Tensor:
         start, stop = self.layout.shard_range(self.shard.index)

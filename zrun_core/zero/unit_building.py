@@ -132,6 +132,7 @@ def _make_tiers(
         None if settings.disk_folder is None else Path(settings.disk_folder),
         apart=apart,
         board=comm.flight_recorder,
+        spans=comm.spans,
     )
 
 

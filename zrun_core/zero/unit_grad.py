@@ -108,7 +108,10 @@ class UnitGrad:
         self._wait_for_reader()
         self._norms.clear()
         look = self._keep_norms if is_last else None
-        return self._away.store(values, self._first_of(values), accumulate=accumulate, look=look)
+        assert self._unit.tiers is not None
+        with self._unit.tiers.spans.named("store gradient of", self._unit.name):
+            first = self._first_of(values)
+            return self._away.store(values, first, accumulate=accumulate, look=look)
 
     def load(self, target: torch.Tensor) -> None:
         """Copy what `store` has stored of as many elements to `target`, and wait for it."""

@@ -34,6 +34,7 @@ COMMANDS = (
     "logs",
     "stop",
     "save",
+    "profile",
     "init",
     "explain",
     "config",

@@ -18,6 +18,7 @@ from distances import distance
 from runs import job, losses, run
 from test_pipelines import assert_equal, small, whole
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from traces import names_in, read_trace
 
 from zrun_core.spine.sections.parallel import PIPEDREAMS
 
@@ -171,3 +172,25 @@ def test_a_run_that_was_cut_goes_on(ranks, tmp_path: Path) -> None:
         rest = ranks(2, device).run(run, keys, str(tmp_path / device), folder)
         assert min(losses(rest[0])) == 4
         assert_equal(whole(rest), whole(whole_run))
+
+
+@pytest.mark.covering
+def test_a_profile_names_what_threads_of_autograd_do(ranks, tmp_path):
+    """And training does not notice. Simulated kernels are none that torch's profiler traces."""
+    keys = job(zero=3, steps=4, checkpoint=None, hooks={})
+    plain = ranks(2, "cuda").run(run, keys, str(tmp_path / "plain"))
+    keys["profile"] = {"steps": [2, 3], "ranks": [0, 1]}
+    found = ranks(2, "cuda").run(run, keys, str(tmp_path / "traced"))
+    same(found, plain)
+    (event,) = [event for event in found[1]["events"] if event["type"] == "profile"]
+    events = read_trace(Path(event["path"]))
+    assert names_in(events) >= {
+        *("step 2", "step 3", "blocks.0 forward", "blocks.0 backward", "update blocks.0"),
+        *("all_gather blocks.0 (backward, shard)", "reduce_scatter blocks.0 (backward, shard)"),
+    }
+    threads = {each["tid"] for each in events if each["name"] in ("forward", "blocks.0 backward")}
+    assert len(threads) == 2
+    assert {"shard", "world"} <= event["exposed_s"].keys()
+    assert sum(part["self_s"] for part in event["parts"]) <= event["seconds"] * 1.001
+    (warning,) = [event for event in found[1]["events"] if event["type"] == "warning"]
+    assert warning["message"].startswith("the history of memory is left out: ")

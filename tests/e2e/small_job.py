@@ -1,7 +1,7 @@
 """A job that ends itself, or its agent, or its launcher, where the environment says so:
 `KILL=rank:forward:17`.
 
-Or waits until somebody asks for a save: `ASKED_AFTER=4`.
+Or waits until somebody asks for a save or a profile: `ASKED_AFTER=4`.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Vectors(torch.utils.data.Dataset[Any]):
 _hook = Fate("hook")
 _asked_after = int(
     os.environ.get("ASKED_AFTER", 0)
-)  # rank 0 waits after this step until it was asked to save
+)  # rank 0 waits after this step until it was asked to save, or for a profile
 
 
 def on_step(context: Any) -> None:
@@ -89,4 +89,4 @@ def on_step(context: Any) -> None:
 
 def is_asked() -> bool:
     handler: Any = signal.getsignal(SAVE)
-    return bool(handler.__self__._wants_save)
+    return bool(handler.__self__._wants_save or handler.__self__._wants_profile)

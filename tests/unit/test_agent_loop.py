@@ -23,9 +23,11 @@ from zrun.agent.observer import Observer
 from zrun.agent.workers import WorkerProcess
 from zrun.transport.frame_reader import FrameReader
 from zrun.transport.frames import StartRequest, StopMode, pack
+from zrun_core.spine import profile_request
 from zrun_core.spine.flight_recorder import FlightRecorder
 from zrun_core.spine.flight_view import FlightRecorderView
-from zrun_core.spine.stop_signals import SAVE
+from zrun_core.spine.profile_request import ProfileRequest
+from zrun_core.spine.stop_signals import PROFILE, SAVE
 
 PATIENCE_S = 30.0
 
@@ -43,7 +45,9 @@ class Setting:
         self.loop.orders.get(timeout=PATIENCE_S)
         heard, self.telemetry = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
         self.loop.listen(heard)
-        pid = os.posix_spawnp("sleep", ["sleep", "600"], os.environ, setsid=True, setsigdef=[SAVE])
+        pid = os.posix_spawnp(
+            "sleep", ["sleep", "600"], os.environ, setsid=True, setsigdef=[SAVE, PROFILE]
+        )
         self.worker = WorkerProcess(pid, os.pidfd_open(pid))
         observer = Observer(FlightRecorderView(folder / "board", range(rank, rank + 1)), folder)
         self.loop.watch([rank], pid, observer, {}, is_remote=is_remote, memory=memory)
@@ -224,6 +228,21 @@ def test_rank_0_alone_is_asked_to_save(folder: Path, rank: int) -> None:
         os.write(setting.control, pack({"stop": StopMode.KILL}))
     assert setting.wait() == (-signal.SIGKILL if rank else -SAVE)
     setting.loop.finish()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rank_0_alone_is_asked_for_a_profile(folder: Path, rank: int) -> None:
+    """And finds what for."""
+    setting = Setting(folder, rank=rank)
+    request = ProfileRequest("id", 3, (0, 1))
+    frame = {"profile": request.to_text(), "run_dir": str(folder / "run")}
+    os.write(setting.control, pack(frame))
+    if rank:
+        os.write(setting.control, pack({"stop": StopMode.KILL}))
+    assert setting.wait() == (-signal.SIGKILL if rank else -PROFILE)
+    setting.loop.finish()
+    if rank == 0:
+        assert profile_request.read(folder / "run") == request
 
 
 def test_who_was_asked_to_end_is_not_asked_to_save(folder: Path) -> None:

@@ -84,6 +84,7 @@ def test_when_all_wait_the_last_to_move_counts():
         (state(0, "evaluation"), 30.0, "limits.eval_s"),
         (state(2, "hook"), 7.0, "limits.eval_s"),
         (state(1, "save"), 11.0, "limits.save_s"),
+        (state(1, "profile"), 7.0, "limits.eval_s"),
         (state(1, "end"), 5.0, "limits.hang_s"),
     ],
 )

@@ -474,6 +474,7 @@ def test_form_mentions_every_key_and_loads_when_all_of_it_is_set(folder: Folder)
         "eval": None,
         "checkpoint": None,
         "init_from": None,
+        "profile": None,
     }  # shown with an example of what they require
     assert all(getattr(config, key) is not None for key in absent)
     assert config.zero.tile is not None

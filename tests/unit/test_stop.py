@@ -22,9 +22,10 @@ from zrun.system.deadlines import AwakeClock
 from zrun.system.signals import STOP_NOW, LauncherSignals, held, stoppable
 from zrun.transport.frames import Frame, StopMode
 from zrun_core.errors import RendezvousError, StoppedError
+from zrun_core.spine.profile_request import ProfileRequest
 from zrun_core.spine.sections.guards import LimitsConfig
 from zrun_core.spine.spec import LaunchPlan, RankPlace
-from zrun_core.spine.stop_signals import SAVE, StopSignals
+from zrun_core.spine.stop_signals import PROFILE, SAVE, StopSignals
 
 INT, TERM, HUP, USR1 = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1
 
@@ -370,10 +371,12 @@ def test_the_launcher_asks_once_per_level():
     assert asked == [StopMode.FINISH, StopMode.NOW, StopMode.KILL]
 
 
-def told_to(script: list[Any], signals: LauncherSignals) -> list[Frame]:
+def told_to(
+    script: list[Any], signals: LauncherSignals, run_dir: Path | None = None
+) -> list[Frame]:
     """What the launcher says to the agents, but for its heartbeat."""
     agents = ScriptedAgents([STARTED, *script, DONE], ["node"])
-    Supervisor(agents, SupervisedRun(2), signals, LimitsConfig()).watch(
+    Supervisor(agents, SupervisedRun(2), signals, LimitsConfig(), run_dir=run_dir).watch(
         lambda event, line: None, lambda: None
     )
     return [frame for frame in agents.told if "beat" not in frame]
@@ -398,6 +401,30 @@ def test_the_launcher_passes_a_request_to_save_on_once(capsys):
         ask()  # after them
     ask()  # the process is about to end
     signal.signal(SAVE, before)
+
+
+def test_the_launcher_passes_a_request_for_a_profile_on_once(tmp_path, capsys):
+    signals = LauncherSignals()
+    request = ProfileRequest("id", 3, (0, 1))
+    request.write(tmp_path)
+    before = signal.getsignal(PROFILE)
+    with stoppable(lambda: "too early"):
+        signal.raise_signal(PROFILE)  # before there are ranks
+        with signals.caught():
+            script = [TRAINS, lambda: signal.raise_signal(PROFILE), lambda: None]
+            passed_on = {"profile": request.to_text(), "run_dir": str(tmp_path)}
+            assert told_to(script, signals, tmp_path) == [passed_on]
+            assert (signals.level, signals.first) == (0, None)
+            assert "zrun profile: 3 steps, traced on rank 0, 1" in capsys.readouterr().err
+        signal.raise_signal(PROFILE)  # after them
+    signal.raise_signal(PROFILE)  # the process is about to end
+    signal.signal(PROFILE, before)
+    script = [TRAINS, lambda: signals.on_profile(PROFILE), lambda: None]
+    assert told_to(script, signals, tmp_path / "none") == []
+    assert "the request cannot be read" in capsys.readouterr().err
+    signals.on_profile(PROFILE)
+    assert told_to([lambda: None], signals, tmp_path) == []
+    assert "the run does not train" in capsys.readouterr().err
 
 
 def test_while_no_rank_trains_there_is_nothing_to_save(capsys):

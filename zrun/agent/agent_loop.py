@@ -28,6 +28,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from queue import SimpleQueue
 
 from zrun.agent.board_watch import BoardWatch, OpenMonitor
@@ -294,6 +295,9 @@ class AgentLoop:
         elif "save" in frame:
             if 0 in self._running and 0 in self._workers:
                 self._signals.save()
+        elif "profile" in frame:
+            if 0 in self._running and 0 in self._workers:
+                self._signals.profile(frame["profile"], Path(frame["run_dir"]))
         elif "testify" in frame:
             if self._observer is not None:
                 leaders = self._signals.leaders_of(sorted(self._running))

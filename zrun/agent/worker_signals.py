@@ -1,4 +1,4 @@
-"""Signals to the workers of a host: to save, to finish, to end now, and what follows.
+"""Signals to the workers of a host: to save, to profile, to finish, to end now, and what follows.
 
 StopMode.FINISH   SIGUSR1 to each worker: it ends after its step
 StopMode.NOW      SIGINT and SIGTERM, which a worker takes together for "now"; SIGKILL after 5 s
@@ -11,11 +11,14 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
 
 from zrun.system import processes
 from zrun.system.processes import Process
 from zrun.transport.frames import GRACE_S, StopMode
-from zrun_core.spine.stop_signals import SAVE
+from zrun_core.spine.profile_request import ProfileRequest
+from zrun_core.spine.stop_signals import PROFILE, SAVE
 
 _REPORT_S = 0.1  # for the workers that fail together with the first one to say why
 
@@ -88,6 +91,18 @@ class WorkerSignals:
         """
         if self.asked is None:
             processes.send([self._leaders[0]], SAVE)
+
+    def profile(self, request: str, run_dir: Path) -> None:
+        """Ask rank 0 for a profile, which tells the others.
+
+        Args:
+            request: in words.
+            run_dir: where it finds them.
+        """
+        if self.asked is None:
+            with suppress(OSError, ValueError):  # as on a full disk: it says that it finds none
+                ProfileRequest.parse(request).write(run_dir)
+            processes.send([self._leaders[0]], PROFILE)
 
     def patience_s(self, most: float) -> float:
         """Return the seconds until the next signal is due, at most `most`."""

@@ -116,6 +116,8 @@ def trial_overrides(job: JobConfig) -> list[str]:
     overrides = [each for each in overrides if not each.startswith("eval.")]
     if job.eval is not None:
         overrides.append("eval=null")
+    if job.profile is not None and "profile=null" not in overrides:
+        overrides.append("profile=null")
     return overrides
 
 

@@ -23,7 +23,7 @@ from zrun_core.spine.sections.section import Section
 _FORMATS = {"regex": "regular expression", "reference": "module:attr"}
 _WORDS = {"boolean": "true | false", "null": "null", "string": "text", None: "any value"}
 _OBVIOUS = 10_000  # a maximum from here on is told only if it is exceeded
-_JSON_NAMES = {int: "integer", str: "string"}
+_JSON_NAMES = {int: "integer", str: "string", list: "array"}
 
 
 @dataclass(frozen=True)
@@ -271,7 +271,7 @@ def _describe_plain(fragment: dict[str, Any]) -> str:
 
 
 def _most(fragment: dict[str, Any]) -> float | None:
-    for part in fragment.get("anyOf", ()):
+    for part in (*fragment.get("anyOf", ()), *fragment.get("prefixItems", ())):
         most = _most(part)
         if most is not None:
             return most

@@ -66,6 +66,8 @@ def smoke_of(job: JobConfig, steps: int) -> Smoke:
         keys["restarts"] = "0"
     if job.checkpoint is not None:
         keys["checkpoint"] = "null"
+    if job.profile is not None:
+        keys["profile"] = "null"
     told = f"smoke run in runs/{keys['name']}: {', '.join([*parts, 'no saves'])}"
     return Smoke([f"{key}={value}" for key, value in keys.items()], told)
 

@@ -325,7 +325,9 @@ def _monitor(claimed: _ClaimedRun, agents: AgentGroup) -> _Observed:
     turn = ends_with_parent(on_turn) if request.backend.kind == "env" else on_turn
     try:
         with signals.caught():
-            Supervisor(agents, run, signals, job.limits).watch(on_event, turn)
+            Supervisor(agents, run, signals, job.limits, run_dir=claimed.rundir.path).watch(
+                on_event, turn
+            )
         ignore()  # what is left are the last words
     finally:
         follower.close()

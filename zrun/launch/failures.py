@@ -57,6 +57,7 @@ BESIDE_STEPS = {
     "hook": "a hook took it: see what it makes and keeps, or raise limits.memory",
     "evaluation": "the evaluation took it: see what eval.metrics and on_eval make and keep, or "
     "raise limits.memory",
+    "profile": "the profile took it: trace fewer steps, or raise limits.memory",
     "save": "the save took it: write checkpoint: {async: false}, or raise limits.memory",
 }
 _PASSED_ON = {code for code in ExitCode if ExitCode.USAGE <= code <= ExitCode.DIVERGED}

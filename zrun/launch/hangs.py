@@ -31,7 +31,7 @@ _LOST_S = SILENCE_S + 5.0  # in which its connection has said so
 _LEAST_AUTO_S = 60.0
 _STEPS_AUTO = 5
 _TIMES_KEPT = 200
-_PAUSES = ("hook", "evaluation", "save")
+_PAUSES = ("hook", "evaluation", "save", "profile")
 _TESTIMONY_S = 4.0  # that agents get
 _NEVER = (-1, 0.0)  # progress, and when it was seen
 

@@ -16,8 +16,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
+from zrun.hosts.cluster import several
 from zrun.launch.failures import (
     Failure,
     FailureNote,
@@ -35,6 +37,7 @@ from zrun.system.output import notify
 from zrun.system.signals import LauncherSignals
 from zrun.transport.frames import BEAT_S, GRACE_S, PROGRESS_S, SILENCE_S, Frame, StopMode
 from zrun_core.errors import ExitCode, RendezvousError
+from zrun_core.spine import profile_request
 from zrun_core.spine.events import Event
 from zrun_core.spine.flight_page import RankProgress
 from zrun_core.spine.sections.guards import LimitsConfig
@@ -223,6 +226,7 @@ class Supervisor:
         signals: LauncherSignals,
         limits: LimitsConfig,
         clock: Callable[[], float] | None = None,
+        run_dir: Path | None = None,
     ) -> None:
         """Prepare to follow `agents`.
 
@@ -232,8 +236,10 @@ class Supervisor:
             signals: that the launcher gets meanwhile.
             limits: of the job.
             clock: in seconds; None: an `AwakeClock`.
+            run_dir: where `zrun profile` leaves its request; None: nobody asks.
         """
         self._agents = agents
+        self._run_dir = run_dir
         self._run = run
         self._signals = signals
         self._limits = limits
@@ -276,6 +282,7 @@ class Supervisor:
                 self._stop_after_failure(now)
                 self._stop_when_asked(now)
                 self._save_when_asked()
+                self._profile_when_asked()
                 self._pause_when_asked()
 
     def _receive(self, on_event: OnEvent) -> None:
@@ -439,6 +446,24 @@ class Supervisor:
         else:
             notify("zrun save: saving at the end of the step")
             self._agents.send({"save": True})
+
+    def _profile_when_asked(self) -> None:
+        """Pass on `zrun profile`. Rank 0 answers in the record."""
+        if not self._signals.wants_profile:
+            return
+        self._signals.wants_profile = False
+        run = self._run
+        if self._run_dir is None or not run.is_training or self._signals.level or run.ended:
+            notify("zrun profile: the run does not train, so there is nothing to profile")
+            return
+        try:
+            request = profile_request.read(self._run_dir)
+        except (OSError, ValueError) as error:
+            notify(f"zrun profile: the request cannot be read: {error}")
+            return
+        of_ranks = ", ".join(map(str, request.ranks))
+        notify(f"zrun profile: {several(request.steps, 'step')}, traced on rank {of_ranks}")
+        self._agents.send({"profile": request.to_text(), "run_dir": str(self._run_dir)})
 
     def _pause_when_asked(self) -> None:
         """Stop this process as the terminal asked for (ctrl-Z). The ranks train on meanwhile."""

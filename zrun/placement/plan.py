@@ -19,6 +19,7 @@ from zrun_core.errors import JobError, PreflightError
 from zrun_core.sizes import format_size
 from zrun_core.spine.config import JobConfig
 from zrun_core.spine.sections.optimizer_args import OWN_DEFAULTS
+from zrun_core.spine.sections.profile import why_no_ranks
 from zrun_core.spine.sections.section import MAX_RANKS
 from zrun_core.spine.spec import BatchPlan, LaunchPlan, resolve_batch, resolve_bucket
 
@@ -85,7 +86,7 @@ def make_plan(job: JobConfig, cluster: Cluster) -> ResolvedJob:
             "optim": job.optim.model_copy(update=_own_defaults(job, reasons)),
         }
     )
-    warnings = [*_across_hosts(found), *_absent(job, num_ranks)]
+    warnings = [*_across_hosts(found), *_absent(job, num_ranks), *_not_profiled(job, num_ranks)]
     notes = [*notes_on_bubble(job, batch), *notes_on_late_weights(job, batch), *_are_slices(job)]
     if device == "cpu":
         warnings = [
@@ -261,10 +262,17 @@ def _absent(job: JobConfig, num_ranks: int) -> Iterator[str]:
     """Warn of ranks whose output is to be shown and that do not exist: hosts may be missing."""
     if job.log.ranks == "all":
         return
-    absent = [rank for rank in job.log.ranks if rank >= num_ranks]
-    if absent:
-        there = f"ranks 0 to {num_ranks - 1}" if num_ranks > 1 else "rank 0 only"
-        yield f"log.ranks: there is no rank {', '.join(map(str, absent))}: the run has {there}"
+    if (why := why_no_ranks(job.log.ranks, num_ranks)) is not None:
+        yield f"log.ranks: {why}"
+
+
+def _not_profiled(job: JobConfig, num_ranks: int) -> Iterator[str]:
+    """Refuse to profile ranks that do not exist, or warn of them where hosts may be missing."""
+    if job.profile is None or (why := why_no_ranks(job.profile.ranks, num_ranks)) is None:
+        return
+    if job.min_hosts is None:
+        raise JobError(f"profile.ranks: {why}; write ranks: [0]")
+    yield f"profile.ranks: {why}"
 
 
 def _shared(values: dict[str, int]) -> int | Literal["auto"]:

@@ -9,6 +9,7 @@ A lock on the directory is held for the life of the launcher, however it ends.
     plan.json      each rank's host and device
     events.jsonl   everything that the run told, over all launches that went on with it
     checkpoints/   the steps, unless the job names another folder
+    profile/       traces of `profile` and `zrun profile`
     trackers.json  how far the trackers of `log.to` have come; their own files are beside it
     logs/          of the ranks, the agents, and a launcher that left its terminal
     failures/      notes of dying workers
@@ -56,7 +57,7 @@ class EarlierRun(Enum):
 # Trackers go on with what they have kept here.
 _OF_TRACKERS = {"trackers.json", "metrics.csv", "metrics.prom", "tensorboard", "wandb"}
 _KEPT = {
-    EarlierRun.CONTINUE: {"events.jsonl", "checkpoints", *_OF_TRACKERS},
+    EarlierRun.CONTINUE: {"events.jsonl", "checkpoints", "profile", *_OF_TRACKERS},
     EarlierRun.START_OVER: set[str](),
 }
 

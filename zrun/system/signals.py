@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 from zrun_core.errors import ExitCode, StoppedError
-from zrun_core.spine.stop_signals import SAVE
+from zrun_core.spine.stop_signals import PROFILE, SAVE
 
 STOP_NOW = signal.SIGRTMIN  # from `zrun stop --now`
 
@@ -48,6 +48,7 @@ class LauncherSignals:
             1: a closing terminal and a scheduler warn more than once.
         forced_at: unix seconds at which level 2 was reached.
         wants_save: `zrun save` asked, which the supervisor has not seen yet. It asks for no end.
+        wants_profile: the same of `zrun profile`.
         wants_pause: the terminal asked (ctrl-Z), which the supervisor has not seen yet.
     """
 
@@ -57,6 +58,7 @@ class LauncherSignals:
         self.level = 0
         self.forced_at: float | None = None
         self.wants_save = False
+        self.wants_profile = False
         self.wants_pause = False
         self._num_firm = 0  # SIGINT and SIGTERM so far
 
@@ -75,6 +77,7 @@ class LauncherSignals:
         """
         before = {number: signal.signal(number, self.on_stop) for number in stop_signals()}
         signal.signal(SAVE, self.on_save)
+        signal.signal(PROFILE, self.on_profile)
         pausing = signal.getsignal(signal.SIGTSTP)
         if pausing is signal.SIG_DFL:  # a shell without job control ignores it
             signal.signal(signal.SIGTSTP, self.on_pause)
@@ -83,6 +86,7 @@ class LauncherSignals:
         finally:
             signal.signal(signal.SIGTSTP, pausing)
             signal.signal(SAVE, signal.SIG_IGN)
+            signal.signal(PROFILE, signal.SIG_IGN)
             for number, handler in before.items():
                 signal.signal(number, handler if self.first is None else signal.SIG_IGN)
 
@@ -103,6 +107,10 @@ class LauncherSignals:
         """Take in a request to save. A handler."""
         self.wants_save = True
 
+    def on_profile(self, number: int, _: object = None) -> None:
+        """Take in a request for a profile. A handler."""
+        self.wants_profile = True
+
     def on_pause(self, number: int, _: object = None) -> None:
         """Take in ctrl-Z. A handler."""
         self.wants_pause = True
@@ -112,8 +120,8 @@ class LauncherSignals:
 def stoppable(when: Callable[[], str]) -> Iterator[Callable[[], None]]:
     """Raise `StoppedError` inside at the first signal; later ones are ignored.
 
-    Cleaning up belongs inside: further signals cannot cut it short there. A request to save is
-    ignored too, from here until ranks train or the process ends.
+    Cleaning up belongs inside: further signals cannot cut it short there. A request to save or
+    to profile is ignored too, from here until ranks train or the process ends.
 
     Args:
         when: the end of the error's line, asked for when the signal comes.
@@ -122,6 +130,7 @@ def stoppable(when: Callable[[], str]) -> Iterator[Callable[[], None]]:
         A function that makes signals count again which `ignore` has silenced.
     """
     signal.signal(SAVE, signal.SIG_IGN)
+    signal.signal(PROFILE, signal.SIG_IGN)
     before = {number: signal.getsignal(number) for number in stop_signals()}
 
     def end(number: int, _: FrameType | None) -> None:

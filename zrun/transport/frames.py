@@ -8,6 +8,8 @@ the workers:
     Start                   run the workers of this one
     {"stop": "finish"}      ask them to end: see `StopMode`
     {"save": true}          ask rank 0, where it runs, to save at the end of its step and to go on
+    {"profile": "..."}      ask rank 0 in the same way for a profile, with the request in words (see
+                            `zrun_core.spine.profile_request`) and the run's directory
     {"testify": true}       a rank hangs: what do those of this host do?
     {"beat": true}          the launcher is there
     {"hold": true}          it is about to stand still (ctrl-Z): its silence means nothing until its

@@ -105,6 +105,8 @@ def trial_of(job: JobConfig, steps: int, slots: int | None, gpus: int) -> Trial:
         "eval": "null",
         "log.every": "1",
     }
+    if job.profile is not None:
+        keys["profile"] = "null"
     overrides = [*_few_steps(job, steps), *(f"{key}={value}" for key, value in keys.items())]
     notes = []
     if isinstance(group, int) and replicas % group:

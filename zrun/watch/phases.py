@@ -32,6 +32,7 @@ _WORDS = {
     "hook": "in a hook",
     "evaluation": "evaluating",
     "save": "saving",
+    "profile": "writing a profile",
     "end": "ending",
 }
 

@@ -6,6 +6,7 @@ import os
 from typing import TextIO
 
 from zrun.watch import formatting
+from zrun.watch.profile_table import profile_text
 from zrun.watch.remaining import remaining
 from zrun.watch.run_state import RunState
 from zrun.watch.tiers import in_short, planned_elsewhere
@@ -82,6 +83,8 @@ def message_line(event: Event) -> str | None:
             if best:
                 mark = f", the best so far: {formatting.metrics({best['metric']: best['value']})}"
             return f"saved step {event['step']} ({cost}){mark}"
+        case "profile":
+            return profile_text(event)
         case "estimate":
             return f"estimate: {formatting.foretold(event)}"
         case "warning":

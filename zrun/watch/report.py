@@ -7,6 +7,7 @@ from pathlib import Path
 
 from zrun.hosts.cluster import several
 from zrun.watch import formatting
+from zrun.watch.profile_table import profile_line
 from zrun.watch.run_state import RunState, number
 from zrun.watch.stages import stage_rows
 from zrun.watch.tiers import tier_rows
@@ -75,6 +76,7 @@ def report_rows(state: RunState, curve: str = "") -> list[tuple[str, str]]:
     rows += tier_rows(state)
     rows.append(("fragmentation", _fragmentation(state)))
     rows.append(("inputs of blocks", _kept(state)))
+    rows += [("profile", profile_line(event)) for _, event in sorted(state.profiles.items())[:4]]
     if state.estimate is not None:
         rows.append(("estimate", formatting.foretold(state.estimate)))
     return [(name, value) for name, value in rows if value]

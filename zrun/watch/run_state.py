@@ -149,6 +149,7 @@ class RunState:
     saved: int | None = None  # the newest step that is committed
     pause_s: Mapping[str, float] = field(default_factory=dict)  # the last "eval", the last "save"
     num_warnings: int = 0
+    profiles: Mapping[int, Event] = field(default_factory=dict)  # by rank, the newest
     estimate: Event | None = None  # the newest comparison with what was predicted
     end: Event | None = None
     doing: Doing | None = None  # what the run is waiting for
@@ -251,10 +252,8 @@ def fold(state: RunState, event: Event) -> RunState:
     match event.get("type"):
         case "start":
             return replace(state, start=event)
-        case "stage":
-            return replace(state, stages={**state.stages, event["stage"]: event})
-        case "schedule":
-            return replace(state, schedules={**state.schedules, event["stage"]: event})
+        case "stage" | "schedule" | "profile":
+            return _fold_newest(state, event)
         case "step":
             return _fold_step(state, event)
         case "memory" | "gpus":
@@ -284,6 +283,15 @@ def _paused(state: RunState, kind: str, seconds: float | None) -> RunState:
     if seconds is None:
         return state
     return replace(state, pause_s={**state.pause_s, kind: float(seconds)})
+
+
+def _fold_newest(state: RunState, event: Event) -> RunState:
+    """Return `state` after an event that replaces the one before it, of a stage or a rank."""
+    if event["type"] == "profile":
+        return replace(state, profiles={**state.profiles, event["rank"]: event})
+    if event["type"] == "stage":
+        return replace(state, stages={**state.stages, event["stage"]: event})
+    return replace(state, schedules={**state.schedules, event["stage"]: event})
 
 
 def _fold_ranks(state: RunState, event: Event) -> RunState:

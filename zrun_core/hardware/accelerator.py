@@ -300,6 +300,46 @@ def peak_memory(device: torch.device) -> Peak:
     return Peak(torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device))
 
 
+def traced_kernels(device: torch.device) -> str | None:
+    """Return by which name torch's profiler traces the kernels of a device; None: it does not."""
+    traces = torch.profiler.ProfilerActivity.CUDA in torch.profiler.supported_activities()
+    return TYPE if is_accelerator(device) and traces else None
+
+
+_MOST_ENTRIES = 100_000  # of the history of memory: the newest; each takes some kilobytes
+
+
+def begin_memory_history(device: torch.device) -> None:
+    """Have the allocator write down what it gives out and gets back, with Python's stack of each.
+
+    `save_memory_history` ends it.
+    """
+    torch.cuda.memory._record_memory_history(
+        "all",
+        context="all",
+        stacks="python",
+        max_entries=_MOST_ENTRIES,
+        device=device,
+        clear_history=True,
+    )
+
+
+def save_memory_history(path: str | None) -> None:
+    """Write what the allocator has noted, as https://pytorch.org/memory_viz reads it, and end that.
+
+    Args:
+        path: of the new file; None: nothing is written.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    try:
+        if path is not None:
+            torch.cuda.memory._dump_snapshot(path)
+    finally:
+        torch.cuda.memory._record_memory_history(None)
+
+
 # The allocator's settings, by the names that torch reads them under. The first one is the newest.
 _ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 

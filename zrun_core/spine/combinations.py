@@ -15,6 +15,7 @@ from zrun_core.spine.sections.optim import OptimConfig
 from zrun_core.spine.sections.optimizer_args import LAYER_WISE, why_not_on_disk
 from zrun_core.spine.sections.parallel import ParallelConfig, PipelineSchedule
 from zrun_core.spine.sections.precision import PrecisionConfig
+from zrun_core.spine.sections.profile import ProfileConfig
 from zrun_core.spine.sections.zero import ZeroConfig
 
 
@@ -155,6 +156,16 @@ def refuse_what_pipedream_lacks(
         raise ValueError(
             f"{key} updates each stage between its passes, and states elsewhere are updated "
             "beside them; leave offload out, or write schedule: 1f1b"
+        )
+
+
+def refuse_profile_beyond_the_end(profile: ProfileConfig, steps: int | None) -> None:
+    """Refuse to trace steps that a job does not have, if it says how many there are."""
+    if steps is not None and profile.last > steps:
+        first = max(1, steps - (profile.last - profile.first))
+        raise ValueError(
+            f"profile.steps: [{profile.first}, {profile.last}] goes beyond the job's {steps} "
+            f"steps; write [{first}, {steps}], or raise steps"
         )
 
 

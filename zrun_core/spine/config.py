@@ -31,6 +31,7 @@ from zrun_core.spine.sections.offload import OffloadConfig
 from zrun_core.spine.sections.optim import LrConfig, OptimConfig
 from zrun_core.spine.sections.parallel import PIPEDREAMS, ParallelConfig
 from zrun_core.spine.sections.precision import PrecisionConfig
+from zrun_core.spine.sections.profile import ProfileConfig
 from zrun_core.spine.sections.section import NAME_PATTERN, Ranks, Ref, Samples, Section, Steps
 from zrun_core.spine.sections.zero import ZeroConfig
 
@@ -209,6 +210,12 @@ class JobConfig(Section):
     log: LogConfig = Field(
         default_factory=LogConfig, description="printed output", examples=[{"every": 1}]
     )
+    profile: ProfileConfig | None = Field(
+        default=None,
+        description="steps that torch's profiler traces: [first, last] or {steps, ranks}; null: "
+        "none",
+        examples=[{"steps": [10, 12], "ranks": [0]}],
+    )
     env: dict[str, str | None] = Field(
         default_factory=dict,
         description="environment of the workers; null: required, taken from the shell",
@@ -264,6 +271,8 @@ class JobConfig(Section):
             combinations.refuse_what_pipedream_lacks(
                 self.parallel.schedule, self.optim, self.precision, self.zero, self.offload
             )
+        if self.profile is not None:
+            combinations.refuse_profile_beyond_the_end(self.profile, self.steps)
         if self.checkpoint is not None and self.checkpoint.best is not None:
             combinations.check_best(self.checkpoint.best, self.eval)
         return self

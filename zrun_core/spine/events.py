@@ -28,6 +28,7 @@ EventType = Literal[
     "phase",
     "memory",
     "peak",
+    "profile",
     "gpus",
     "stop",
     "estimate",

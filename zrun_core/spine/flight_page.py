@@ -28,7 +28,7 @@ ANSWERS = {"send": "receive", "receive": "send"}  # what the other rank does abo
 KINDS = (*COLLECTIVES, *ANSWERS)
 PHASES = (  # in the order in which they come
     *("start", "import", "rendezvous", "build", "shard", "load"),
-    *("data", "forward", "backward", "update", "hook", "evaluation", "save", "end"),
+    *("data", "forward", "backward", "update", "hook", "evaluation", "save", "profile", "end"),
 )
 _PAGE_BYTES = 1 << 17
 _NUM_RECORDS = 40  # of a page; operations of more kinds and groups are not recorded

@@ -1,4 +1,4 @@
-"""Signals that ask a rank to stop, or to save and go on: all ranks after the same step.
+"""Signals that ask a rank to stop, or to go on and save or profile: all after the same step.
 
 A handler only takes a note. The trainer sends it along in the step's one small message, so that
 every rank learns of it at the same step, whichever of them the signal reached.
@@ -14,6 +14,7 @@ from zrun_core.errors import ExitCode
 
 # Save at the end of this step. The signal before it ends a launcher (`zrun stop --now`).
 SAVE = signal.SIGRTMIN + 1
+PROFILE = signal.SIGRTMIN + 2  # trace the next steps, as `spine/profile_request.py` has it
 _FIRM = (signal.SIGINT, signal.SIGTERM)
 # Of a scheduler, of the launcher, of a terminal.
 _WARNINGS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
@@ -33,6 +34,7 @@ class StopSignals:
         self.can_finish = False
         self._num_firm = 0
         self._wants_save = False
+        self._wants_profile = False
         self._pid = os.getpid()
 
     def listen(self) -> None:
@@ -41,10 +43,11 @@ class StopSignals:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._note)
         signal.signal(SAVE, self._note_save)
+        signal.signal(PROFILE, self._note_profile)
 
     def ignore(self) -> None:
         """Ignore all signals from now on: the process is about to end by itself."""
-        for number in (*_FIRM, *_WARNINGS, SAVE):
+        for number in (*_FIRM, *_WARNINGS, SAVE, PROFILE):
             signal.signal(number, signal.SIG_IGN)
 
     def take_save(self) -> bool:
@@ -55,6 +58,11 @@ class StopSignals:
         self._wants_save = False
         return True
 
+    def take_profile(self) -> bool:
+        """Return whether a profile was asked for since the last call."""
+        asked, self._wants_profile = self._wants_profile, False
+        return asked
+
     @property
     def exit_code(self) -> ExitCode:
         """Return the exit code of an end without a save."""
@@ -62,6 +70,9 @@ class StopSignals:
 
     def _note_save(self, number: int, _: FrameType | None) -> None:
         self._wants_save = True
+
+    def _note_profile(self, number: int, _: FrameType | None) -> None:
+        self._wants_profile = True
 
     def _note(self, number: int, _: FrameType | None) -> None:
         if os.getpid() != self._pid:  # a forked helper: it is not the one to finish a step

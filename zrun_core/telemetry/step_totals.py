@@ -19,6 +19,7 @@ class StepTotals(NamedTuple):
         loss: summed, not divided by `weight`.
         stop: ranks that a signal asked to stop.
         end: ranks of which a hook asked for the end.
+        profile: 1 if `zrun profile` has asked rank 0.
         dropped: micro-batches that did not fit in a rank's memory.
         apart: 0 if ranks that share layers have computed the same losses: `LossGuard`.
         batches: 0 if ranks that compute the same samples have read the same: `BatchGuard`.
@@ -35,6 +36,7 @@ class StepTotals(NamedTuple):
     tokens: float = 0.0
     stop: float = 0.0
     end: float = 0.0
+    profile: float = 0.0
     dropped: float = 0.0
     apart: float = 0.0
     batches: float = 0.0

@@ -45,6 +45,7 @@ from zrun_core.train.evaluations import Evaluations
 from zrun_core.train.evaluator import Evaluator, HeldOut, broadcast_buffers
 from zrun_core.train.micro_batches import RunnerContext
 from zrun_core.train.pipedream import PipeDreamRunner, Windows
+from zrun_core.train.profiles import Profiles
 from zrun_core.train.rank_phase import RankPhase
 from zrun_core.train.run_saves import RunSaves
 from zrun_core.train.runners import make_runner
@@ -95,6 +96,7 @@ class Trainer:
         Recorder            counts steps and emits their events
         Evaluations         held-out data, early stop
         RunSaves            checkpoints, with the counters and places of RunState
+        Profiles            steps that are traced
         EndRequests         signals, hooks and early stops that end the run
         guards              skips, memory, replicas, batches
 
@@ -143,7 +145,7 @@ class Trainer:
         self.phase = phase
         self.stop = stop
         self.checkpointer = checkpointer
-        self._clock = StepClock(self.comm.device)
+        self._clock = StepClock(self.comm.device, self.comm.spans)
         self.recorder = Recorder(spec, sharded, emitter, self._clock)
         self.progress = self.recorder.progress
 
@@ -159,6 +161,7 @@ class Trainer:
             phase,
         )
         self.ending = EndRequests(stop, self.hooks, self.comm, self.world, emitter, self.progress)
+        self.profiles = Profiles(spec, sharded, emitter, phase, stop, self._clock)
         self._windows: Windows | None = None
         if isinstance(self.micro_batches, PipeDreamRunner):
             stages = sharded.mesh.pipe.size
@@ -267,8 +270,10 @@ class Trainer:
             self.ending.agree()
             if self.ending.early is not None:
                 return self.ending.early
-            with self._measured():
+            self.profiles.before_step(self.progress.steps, self._steps_together)
+            with self._measured(), self.profiles.step(self.progress.steps + 1):
                 has_data = self._run_steps()
+            self.profiles.after_step(self.progress.steps)
             if not has_data:
                 return Ending("epochs" if job.epochs is not None else "data ended")
             if self.evaluations.is_due(self.progress.steps):
@@ -283,7 +288,8 @@ class Trainer:
     def _end(self, ending: Ending) -> None:
         """End the run. The order is that in which things would be missed.
 
-        1. Totals of the last step: whatever follows needs to know whether it was skipped.
+        1. The profile that is on, which is of steps, and totals of the last step: whatever follows
+           needs to know whether it was skipped.
         2. After a signal: save and leave; whoever sent it waits.
         3. Save the last step. An evaluation takes long and calls the user's code: the training is
            safe before it begins, and a signal during it costs the evaluation alone.
@@ -291,6 +297,7 @@ class Trainer:
         5. Wait until older steps are removed, so that nobody finds more of them than the job keeps.
         6. `hooks.on_end`, and last the `end` event: for everyone who reads events, nothing follows.
         """
+        self.profiles.end_run(self.progress.steps)
         self._read_totals()
         self.recorder.warn_once()
         self.recorder.warn_of_growth()
@@ -325,11 +332,12 @@ class Trainer:
     def _measured(self) -> Iterator[None]:
         """Measure the memory of this process's second step: all that lasts is allocated by then.
 
-        Where steps come in windows, it is that of the second window.
+        Where steps come in windows, it is that of the second window. It is a later one where the
+        second is profiled: of two profilers of torch's the second would end the first.
         """
         num_steps = self.recorder.num_steps
         is_first = not num_steps
-        if not is_first and not self._has_measured:
+        if not is_first and not self._has_measured and not self.profiles.is_on:
             self._has_measured = True
             with PeakMemory(self.comm.device) as peak:
                 yield
@@ -337,6 +345,11 @@ class Trainer:
                 self.recorder.peak(peak)
             return
         yield
+
+    @property
+    def _steps_together(self) -> int:
+        """Return how many steps the next `_run_steps` is to run."""
+        return 1 if self._windows is None else self._windows.length(self.progress.steps)
 
     def _run_steps(self) -> bool:
         """Run the next step, or a window of steps; return whether there was data for it."""
@@ -457,6 +470,7 @@ class Trainer:
             stop=float(self.ending.asked_to_stop()),
             end=float(bool(self.hooks.wish)),
             dropped=0.0,
+            profile=self.profiles.contribution,
             **consensus._asdict(),
             **self._losses.first_sums,
             **self._batches.first_sums,
@@ -533,6 +547,7 @@ class Trainer:
         if self.watcher is not None:
             self.watcher.end_step(issued, totals)
         self.ending.update(totals)
+        self.profiles.update(totals.profile)
 
         def samples_of(rank: int, micro: int | None) -> str:
             reader = self.spec.plan.ranks[rank].dp

@@ -78,6 +78,9 @@ from zrun_core.user_code.trial import kept_attributes
 from zrun_core.zero.graph_breaks import load_compiler
 from zrun_core.zero.sharding_config import ShardingConfig, check_model_fits
 
+# Torch's profiler tells stderr when it begins and ends. It reads this when it is used first.
+_QUIET_PROFILER = ("KINETO_LOG_LEVEL", "6")
+
 
 def import_for(path: str) -> None:
     """Import what ranks of the job at `path`, a spec.json, would each import after they are forked.
@@ -105,6 +108,7 @@ def main(kind: type[Worker] | None = None) -> NoReturn:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
     _die_with_parent()
+    os.environ.setdefault(*_QUIET_PROFILER)
     heap.keep_freed_memory()  # where torchrun has started this process, and not the launcher
     faulthandler.enable()
     worker = (kind or Worker)(spec, rank)

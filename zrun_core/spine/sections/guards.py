@@ -60,7 +60,8 @@ class LimitsConfig(Section):
         examples=[120],
     )
     eval_s: Seconds = Field(
-        default=600.0, description="seconds without progress in an evaluation or a hook"
+        default=600.0,
+        description="seconds without progress in an evaluation, a hook or the writing of a profile",
     )
     save_s: Seconds = Field(default=1800.0, description="seconds without progress in a save")
     stop_s: Seconds = Field(

@@ -77,7 +77,7 @@ def floor_of(package: str) -> str:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     wanted = [*project["dependencies"], *project["optional-dependencies"]["hf"]]
     (lowest,) = [text.removeprefix(f"{package}>=") for text in wanted if text.startswith(package)]
-    return lowest if lowest.count(".") > 1 else f"{lowest}.0"  # 5.23 and 5.23.0 are one
+    return lowest
 
 
 def pin_of(package: str) -> str:
@@ -103,6 +103,7 @@ def newest_of(package: str) -> str | None:
 def releases_of(package: str) -> list[str]:
     """Return the lowest, the pinned and the newest release, each once."""
     found = [floor_of(package), pin_of(package), newest_of(package)]
+    found = [f"{each}.0" if each and each.count(".") == 1 else each for each in found]  # as pip's
     return list(dict.fromkeys(filter(None, found)))
 
 

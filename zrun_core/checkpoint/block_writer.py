@@ -26,6 +26,7 @@ from zrun_core.spine.direct_io import free_space, past_the_cache, reserve, write
 Bytes = NDArray[np.uint8]
 _BLOCK = 4 * 2**20
 _BLOCKS = 5  # four on their way to the disk, one being filled
+HELD_BYTES = _BLOCKS * _BLOCK  # while a file is written
 _COPY = 2**20  # the digest leaves these in the cache for the copy
 _ALIGNMENT = 4096
 

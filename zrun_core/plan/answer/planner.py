@@ -16,6 +16,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
+from zrun_core.checkpoint.block_writer import HELD_BYTES
 from zrun_core.errors import JobError
 from zrun_core.hardware.hardware import MIB, Hardware
 from zrun_core.memory.buffers import Buffer, Tier
@@ -212,11 +213,13 @@ class Planner:
 
         They are the driver's, and those of communicators.
         """
-        imported = 0
+        own = 0
         if self.device_type == "cpu":
-            imported = self._imported(candidate)
+            own = self._imported(candidate)
+            if self.job.checkpoint is not None:
+                own += HELD_BYTES
         context = self.hardware.device.context_bytes
-        return context + imported + self.communicators(candidate, index)
+        return context + own + self.communicators(candidate, index)
 
     def _imported(self, candidate: Candidate) -> int:
         """Return the bytes that a rank on a CPU imports beyond torch and zrun."""

@@ -24,9 +24,10 @@ from zrun_core.plan.trace.profile import Profile, Trace
 from zrun_core.plan.trace.rows import PHASE_NUMBER, TracePhase
 
 ALIGN = 512  # bytes to which CUDA's allocator rounds
-# Of a CPU's heap beyond its simulation, in which no small thing that lasts lies between tensors;
-# measured.
+# Of a CPU's heap beyond its simulation, in which no small thing that lasts lies between tensors: a
+# share of it, and what it grows by from the first steps to the tenth; measured.
 _HEAP_SLACK = 0.1
+_HEAP_GROWTH = 24 << 20  # or a quarter of it
 # The code for one product, measured; how many of them workers keep
 # (ONEDNN_PRIMITIVE_CACHE_CAPACITY); and how many fused attention needs, whose blocks are products.
 _KERNEL_BYTES = 800 << 10
@@ -340,7 +341,8 @@ def heap_beyond(
         built = [max(built, default=0)]
     trace = _trace_of(profile, candidate, every)
     found = heap_bytes(trace, candidate.micro, built, late, candidate.accumulation)
-    return max(0, round((1 + _HEAP_SLACK) * found) - peak.dynamic - sum(late))
+    growth = min(_HEAP_GROWTH, found / 4)
+    return max(0, round((1 + _HEAP_SLACK) * found + growth) - peak.dynamic - sum(late))
 
 
 def kernel_bytes(profile: Profile, candidate: Candidate) -> int:

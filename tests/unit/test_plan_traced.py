@@ -457,6 +457,20 @@ def test_batches_of_usual_samples_take_their_share_of_the_time() -> None:
     np.testing.assert_allclose(trace_seconds(columns, 4, device, "fp32", 0.25), whole / 4)
 
 
+def test_speed_is_that_of_the_samples_whose_time_it_is() -> None:
+    candidate = Candidate(0, ParallelDims(1), 4, 3)
+    longest = replace(profile(), tokens_per_sample=100)
+    usual = replace(longest, is_ragged=True, usual_share=0.25)
+    all_long, found = (
+        Planner(each, HARDWARE, JOB).estimate(candidate) for each in (longest, usual)
+    )
+    assert found.ranks == all_long.ranks, "memory is that of the longest"
+    assert found.time.parts["compute"] < all_long.time.parts["compute"]
+    samples = found.time.samples_per_s
+    assert found.time.tokens_per_s == pytest.approx(25 * samples)
+    assert found.time.model_flops == pytest.approx(all_long.time.model_flops / 4)
+
+
 def test_a_step_waits_for_its_samples_and_takes_what_the_runtime_takes() -> None:
     job = JOB.model_copy(update={"device": "cpu"})
     on_cpu = parse_simulate("2xCPU")

@@ -360,10 +360,16 @@ class Planner:
         """
         try:
             return step_time(
-                self.cost_model, candidate, self.tokens_per_sample, self._seconds_of_sample()
+                self.cost_model, candidate, self._usual_tokens(), self._seconds_of_sample()
             )
         except KeyError:
             raise self.activations.untraced(candidate) from None
+
+    def _usual_tokens(self) -> int | None:
+        """Return the tokens of a usual sample, of which the time is; None where they are none."""
+        if self.tokens_per_sample is None or not isinstance(self.subject, Profile):
+            return self.tokens_per_sample
+        return round(self.tokens_per_sample * self.subject.usual_share)
 
     def _seconds_of_sample(self) -> float:
         """Return the seconds that a rank waits for each of its samples."""

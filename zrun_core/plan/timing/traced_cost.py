@@ -197,7 +197,7 @@ def trace_seconds(
 
 
 def _transfers(
-    columns: OpColumns, micro: int, group: LinkedGroup, count: int
+    columns: OpColumns, micro: int, group: LinkedGroup, count: int, share: float
 ) -> tuple[list[TransferCost], list[TransferCost]]:
     """Return what each segment exchanges with the ranks that have slices of the same layers.
 
@@ -208,12 +208,13 @@ def _transfers(
         micro: samples of the micro-batch.
         group: of the ranks.
         count: segments.
+        share: of these samples' bytes that usual ones have.
 
     Returns:
         In forward; in backward, with recomputation.
     """
     found = [NOTHING] * count, [NOTHING] * count
-    moved = columns.bytes_of(micro)
+    moved = share * columns.bytes_of(micro)
     for place in np.flatnonzero(columns.family >= _SUM).tolist():
         times = 2 if columns.family[place] == _SUM else 1
         cost = group.gather(float(moved[place])).times(times)
@@ -261,20 +262,21 @@ def cost_of_trace(
     """
     count = profile.num_blocks + 2
     device = hardware.device
+    share = profile.usual_share
     trace = profile.traces[key.checkpoint].of(key.micro)
     ops = _columns_for(profile, key.checkpoint, key.micro, columns)
-    seconds = trace_seconds(ops, key.micro, device, key.precision, profile.usual_share)
+    seconds = trace_seconds(ops, key.micro, device, key.precision, share)
     is_forward = ~ops.is_backward
     forward = _sums(ops.owner[is_forward], seconds[is_forward], count)
     backward = _sums(ops.owner[ops.is_backward], seconds[ops.is_backward], count)
-    flops = _sums(ops.owner, ops.flops_of(key.micro), count)
+    flops = _sums(ops.owner, share * ops.flops_of(key.micro), count)
     plain_flops = flops
     plain_backward = backward
     if key.checkpoint != "none" and "none" in columns:
         plain = _columns_for(profile, "none", key.micro, columns)
         plain_seconds = trace_seconds(plain, key.micro, device, key.precision, profile.usual_share)
         in_backward = plain.is_backward
-        plain_flops = _sums(plain.owner, plain.flops_of(key.micro), count)
+        plain_flops = _sums(plain.owner, share * plain.flops_of(key.micro), count)
         plain_backward = _sums(plain.owner[in_backward], plain_seconds[in_backward], count)
 
     # The gradient of a weight takes as long as the forward's product with it. Those outside of
@@ -288,7 +290,7 @@ def cost_of_trace(
         for rows in (is_launched & is_forward, is_launched & ops.is_backward)
     ]
     group = LinkedGroup(hardware, key.tp, is_waited_for=True)
-    tp_forward, tp_backward = _transfers(ops, key.micro, group, count)
+    tp_forward, tp_backward = _transfers(ops, key.micro, group, count, share)
     segments = []
     for number in range(count):
         accumulate = accumulation_seconds(device, key.precision, trainable[number], settings)

@@ -35,6 +35,7 @@ def small(**keys: Any) -> dict[str, Any]:
 
 def counted(keys: dict[str, Any], folder: str, dims: dict[str, int]) -> dict[str, Any]:
     """Train, and count what went over the tensor group."""
+    keys = {**keys, "guards": {"check_values": False}}  # which makes a step of its own
     comms: list[Comm] = []
     connect = PoolWorker._connect
 

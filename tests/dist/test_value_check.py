@@ -16,6 +16,8 @@ from test_pipelines import gpt
 from test_tensor_parallel import on_axes, small
 from torch import nn
 
+from zrun_core.train.gradient_check import SavedTensors
+
 PLAN = {"*.up": "colwise", "*.down": "rowwise"}
 
 
@@ -47,7 +49,36 @@ WRONG: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "distances": lambda h: h * torch.cdist(h, h).mean(),
     "looked at": lambda h: h * float(h.detach().abs().mean()),
 }
-FUNCTIONS = {**RIGHT, **WRONG}
+
+
+class _Backward(torch.autograd.Function):
+    """The identity, with a backward of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, h: torch.Tensor, backward: Callable[[torch.Tensor], Any]) -> torch.Tensor:
+        ctx.backward_of = backward
+        return h.view_as(h)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.backward_of(grad), None
+
+
+# Of these the forward is right: backwards of each feature by itself, and of all of them.
+RIGHT_BACKWARD: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "reversed": lambda h: _Backward.apply(h, lambda grad: -0.1 * grad),
+}
+WRONG_BACKWARD: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "normalized": lambda h: _Backward.apply(h, lambda grad: grad / grad.norm(dim=-1, keepdim=True)),
+    "over the width": lambda h: _Backward.apply(h, lambda grad: grad / grad.shape[-1]),
+    "centered": lambda h: _Backward.apply(h, lambda grad: grad - grad.mean(-1, keepdim=True)),
+}
+FUNCTIONS = {
+    **RIGHT,
+    **WRONG,
+    **{f"backward {name}": function for name, function in RIGHT_BACKWARD.items()},
+    **{f"backward {name}": function for name, function in WRONG_BACKWARD.items()},
+}
 
 
 class Block(nn.Module):
@@ -95,6 +126,33 @@ def test_what_mixes_or_counts_features_is_refused(
     error = found[0]["error"]
     is_by_values = "parallel.tp 2: blocks.2 computes something else than in the whole" in error
     assert is_by_values or "with the slices of blocks.2.up" in error or "over" in error
+
+
+@pytest.mark.parametrize(
+    ("function", "precision"),
+    [
+        *((name, "fp32") for name in WRONG_BACKWARD),
+        *((name, half) for name in ("normalized", "over the width") for half in ("bf16", "fp16")),
+    ],
+)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_backwards_that_mix_or_count_features_are_refused(
+    ranks, tmp_path: Path, function: str, precision: str, stage: int
+) -> None:
+    keys = keys_of(f"backward {function}", precision=precision, zero=stage)
+    found = on_axes(keys, tmp_path, ranks, dp=2 if stage == 0 else 1)
+    for each in found:
+        assert each["code"] == 2
+        assert "parallel.tp 2: the gradient of blocks.2.up." in each["error"]
+        assert "though the forward is the same" in each["error"]
+
+
+def test_a_backward_of_each_feature_trains(ranks, tmp_path: Path) -> None:
+    keys = keys_of("backward reversed")
+    found = on_axes(keys, tmp_path / "two", ranks)
+    one = on_axes({**keys, "parallel": {}}, tmp_path / "one", ranks)
+    assert notes(found) == []
+    assert losses(found[0]) == pytest.approx(losses(one[0]), rel=1e-6)
 
 
 @pytest.mark.parametrize("function", RIGHT)
@@ -221,3 +279,57 @@ def test_a_comparison_changes_nothing(
     assert notes(with_it) == []
     assert losses(with_it[0]) == losses(without[0]) != {}
     assert [each["digest"] for each in with_it] == [each["digest"] for each in without]
+
+
+def test_evaluations_in_halves_go_between_stages(ranks, tmp_path: Path) -> None:
+    """The comparison has sent activations in fp32."""
+    evaluation = {"data": {"call": "runs.py:Plain", "args": {"length": 4}}, "every": 2}
+    parallel = {"tp": 2, "pp": 2}
+    keys = small(model=gpt(), parallel=parallel, precision="bf16", eval=evaluation)
+    found = on_axes(keys, tmp_path, ranks)
+    assert notes(found) == []
+    assert [each["error"] for each in found] == [""] * 4
+    assert any(event["type"] == "eval" for event in found[0]["events"])
+
+
+class Hooked(Model):
+    def __init__(self) -> None:
+        super().__init__("gelu")
+        self.head.weight.register_hook(lambda grad: 2 * grad)
+
+
+@pytest.mark.parametrize(
+    ("keys", "why"),
+    [
+        ({"model": "test_value_check.py:Hooked"}, "head.weight has hooks of yours on its gradient"),
+        ({"schedule": "layer_major", "tp": 2}, "this schedule makes no step on trial"),
+        ({"schedule": "pipedream"}, "this schedule makes no step on trial"),
+    ],
+    ids=["hooks", "layer_major", "pipedream"],
+)
+def test_why_gradients_are_not_compared(
+    ranks, tmp_path: Path, keys: dict[str, Any], why: str
+) -> None:
+    parallel = {"pp": 2, **keys}
+    model = parallel.pop("model", gpt())
+    if "tp" in keys:
+        del parallel["pp"]
+    keys = small(model=model, parallel=parallel, batch={"global": 2, "micro": 2})
+    keys["optim"] = {"name": "sgd", "lr": 0.1}
+    found = on_axes(keys, tmp_path, ranks)
+    assert notes(found) == [
+        "its gradients are not compared before training with what the whole model computes: " + why
+    ]
+
+
+def test_activations_that_take_too_much_end_the_forward() -> None:
+    model = Model("gelu")
+    batch = torch.zeros(2, 6, dtype=torch.long)
+    saved = SavedTensors(model, 1e6)
+    with saved:
+        model(batch, batch)
+    assert not saved.too_many
+    few = SavedTensors(model, 1e3)
+    with pytest.raises(MemoryError), few:
+        model(batch, batch)
+    assert few.too_many

@@ -17,7 +17,7 @@ from zrun.verification.trial import trial_of
 from zrun_core.errors import JobError
 
 WORKER = "zrun_core.verification.check_worker"
-_NOT_COMPARED = "not compared before training"  # how a note begins: of `value_check.not_compared`
+_NOT_COMPARED = "not compared before training"  # of `value_check.not_compared`
 
 
 def compare_values(path: Path, overrides: Sequence[str]) -> str:
@@ -44,15 +44,18 @@ def compare_values(path: Path, overrides: Sequence[str]) -> str:
         run_dir = Runner(path, [*overrides, *trial.overrides], folder, WORKER).train([])
         with (run_dir / "events.jsonl").open("rb") as lines:
             notes = [
-                note
+                str(note)
                 for event in parse_events(lines)
                 if event.get("type") == "start"
                 for note in event.get("notes") or ()
             ]
-    why_not = next((note for note in notes if note.startswith(_NOT_COMPARED)), None)
-    if why_not is not None:
-        return str(why_not)
-    return (
+    why_not = next((note for note in notes if _NOT_COMPARED in note), "")
+    if why_not.startswith(_NOT_COMPARED):
+        return why_not
+    answer = (
         f"the parts of {ranks} ranks (tp {parallel.tp}, pp {parallel.pp}) compute what the whole "
         "model computes of the first micro-batch"
     )
+    if why_not:  # of gradients alone
+        return f"{answer}; {why_not}"
+    return f"{answer}, and its gradients"

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from zrun_core.data.batch import map_tensors
@@ -70,7 +71,8 @@ class Ghosts:
         """
         signature: Hashable | None
         try:
-            signature = (node.name, node.module.training, _signature((args, kwargs)))
+            modes = tuple(type(mode) for mode in _get_current_dispatch_mode_stack())  # of formats
+            signature = (node.name, node.module.training, modes, _signature((args, kwargs)))
         except TypeError:
             signature = None
         template, shapes = self._handed_out.get(signature, (None, None))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple, TypeVar
 
@@ -31,6 +31,8 @@ from zrun_core.user_code.user import user_code
 from zrun_core.zero.auto_wrap import repeated_blocks
 from zrun_core.zero.micro_pass import MicroPass
 from zrun_core.zero.sharded_model import ShardedModel
+from zrun_core.zero.unit import FlatUnit
+from zrun_core.zero.updates import UpdateWatcher
 
 T = TypeVar("T")
 
@@ -72,10 +74,13 @@ class MicroBatchRunner:
         waited: for other ranks in this step, by phase.
         marks: of the actions of the last step, in a pipeline.
         uncounted: why FLOPs are not known, if they could not be counted.
+        makes_trial_steps: `trial_step` is there.
     """
 
     marks: Sequence[ActionMarks] = ()
     uncounted = ""
+    makes_trial_steps = True
+    _fewest = 1  # micro-batches that a step may have
 
     def __init__(self, context: RunnerContext) -> None:
         self._global_size = context.spec.batch.global_size
@@ -189,12 +194,62 @@ class MicroBatchRunner:
             watcher: is told what the nodes that this rank runs return.
             draw: which random numbers it draws.
         """
-        module = self._sharded.module
-        nodes = installed_nodes(module, repeated_blocks(module))
         drawing = self._draws.of_micro(0, draw)
         walk = DrawingWalk(self._draws, watcher)
-        with self._sharded.evaluation(), nodes, drawing, walking(walk):
+        with self._sharded.evaluation(), self._with_nodes(), drawing, walking(walk):
             return call()
+
+    def trial_step(self, batch: MicroBatch, see: UpdateWatcher) -> None:
+        """Make a step of one micro-batch that updates nothing. Collective.
+
+        Its gradient is that of the first data-parallel place alone. Its forward draws by block,
+        what the first `trial` draws.
+
+        Args:
+            batch: of this rank.
+            see: is told of the gradients as `Updates.watcher` is.
+        """
+        sharded = self._sharded
+        batches = [batch] + [replace(batch, num_samples=0)] * (self._fewest - 1)
+        sums = NamedVector.of(
+            self._comm.device,
+            weight=0.0,
+            loss=0.0,
+            samples=0.0,
+            tokens=0.0,
+            dropped=0.0,
+            **self._losses.first_sums,
+        )
+        with self._trying(see):
+            sharded.begin_step()
+            self.run(self.order(len(batches)), batches, sums, 0)
+            sharded.step(None, sums, lambda sums: sums["weight"] * 0.0, sharded.scaler)
+            sharded.settle_updates()
+
+    def _with_nodes(self) -> AbstractContextManager[None]:
+        """Return what has the model's nodes inside."""
+        module = self._sharded.module
+        return installed_nodes(module, repeated_blocks(module))
+
+    @contextmanager
+    def _trying(self, see: UpdateWatcher) -> Iterator[None]:
+        """Have a step inside draw by block, and count for nothing."""
+        updates = self._sharded.updates
+        reducer = self._sharded.reducer
+        learnt = reducer.order.state_dict()
+        before = updates.watcher, updates.num_made, self._counts_flops, self._draws_by_block
+        before_sum = reducer.before_sum
+        if self._sharded.mesh.data.index:
+            reducer.before_sum = _zero
+        updates.watcher, self._counts_flops, self._draws_by_block = see, False, True
+        try:
+            with self._with_nodes():
+                yield
+        finally:
+            updates.watcher, updates.num_made, self._counts_flops, self._draws_by_block = before
+            reducer.order.load_state_dict(learnt)
+            reducer.before_sum = before_sum
+            self.begin_step()
 
     @contextmanager
     def _drawing(self, step: int, number: int) -> Iterator[None]:
@@ -239,18 +294,8 @@ class MicroBatchRunner:
             sums.add(weight=0.0, loss=0.0, samples=0, tokens=batch.num_tokens)
 
     def _share_of(self, loss: Loss, batch: MicroBatch) -> torch.Tensor:
-        """Return the part of the loss that is differentiated, 0-d.
-
-        It is a share of the nominal global batch N, so that where every rank has full batches of
-        means the sum over ranks is the gradient already, and nothing is divided afterwards. E.g.
-        with N = 8 on two ranks, two micro-batches each of 2 samples, a mean loss counts 2/8 of it.
-        Otherwise `Trainer._divisor` corrects: total weight / N.
-        """
-        if not batch.num_samples:
-            return loss.value * 0.0
-        if loss.kind is LossKind.MEAN:
-            return loss.value * (float(loss.weight) / self._global_size)
-        return loss.value / self._global_size
+        """Return the part of the loss that is differentiated, 0-d."""
+        return share_of(loss, batch, self._global_size)
 
     def _backward(self, under_way: _UnderWay, *, boundary: bool) -> torch.Tensor:
         """Run the backward of one micro-batch; return its share of the loss, without its graph."""
@@ -275,8 +320,14 @@ class MicroBatchRunner:
             self._flops_per_sample = 3 * count.flops / micro.num_samples
 
 
+def _zero(unit: FlatUnit, grad: torch.Tensor) -> None:
+    grad.zero_()
+
+
 class LayerMajorRunner(MicroBatchRunner):
     """Runs the micro-batches of a step slice by slice: see `zero/sliced_passes.py`."""
+
+    makes_trial_steps = False  # its forwards do not draw by block
 
     def __init__(self, context: RunnerContext) -> None:
         """
@@ -352,6 +403,21 @@ class LayerMajorRunner(MicroBatchRunner):
             boundary = number == len(micro_batches) - 1
             self._passes.backward(action, loss, boundary=boundary)
         self.waited[StepPhase.BACKWARD] += self._comm.waits.take()
+
+
+def share_of(loss: Loss, batch: MicroBatch, global_size: int) -> torch.Tensor:
+    """Return the part of a micro-batch's loss that is differentiated, 0-d.
+
+    It is a share of the nominal global batch N, so that where every rank has full batches of means
+    the sum over ranks is the gradient already, and nothing is divided afterwards. E.g. with N = 8
+    on two ranks, two micro-batches each of 2 samples, a mean loss counts 2/8 of it. Otherwise
+    `Trainer._divisor` corrects: total weight / N.
+    """
+    if not batch.num_samples:
+        return loss.value * 0.0
+    if loss.kind is LossKind.MEAN:
+        return loss.value * (float(loss.weight) / global_size)
+    return loss.value / global_size
 
 
 @contextmanager

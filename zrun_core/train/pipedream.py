@@ -79,6 +79,7 @@ class PipeDreamRunner(PipelineRunner):
         rows: by micro-batch, the numbers that ranks sum.
     """
 
+    makes_trial_steps = False  # stages update as they please
     versions: Versions
     update: Callable[[int], None]
     rows: Sequence[NamedVector] = ()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -59,6 +59,8 @@ class PipelineRunner(MicroBatchRunner):
         if len(stage.chunks) > 1:
             self._outside = Outside(context.sharded.module, stage.nodes, context.loss)
         self._schedule = context.spec.job.parallel.schedule
+        if stage.split.virtual > 1:
+            self._fewest = stage.split.pp
         self._links = links
         self._under_way: dict[tuple[int, int], _InChunk] = {}  # by chunk and micro-batch
         self._weight_grads: WeightGrads | None = None
@@ -227,6 +229,9 @@ class PipelineRunner(MicroBatchRunner):
 
     def trial(self, call: Callable[[], T], watcher: Watcher, draw: int) -> T | None:
         return self._without_gradients(call, draw, watcher=watcher)
+
+    def _with_nodes(self) -> AbstractContextManager[None]:
+        return nullcontext()  # the stage has them
 
     def _without_gradients(
         self,

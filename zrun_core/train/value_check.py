@@ -6,22 +6,22 @@
 
 A plan of slices that is wrong keeps all shapes as often as not, and a number that is lost between
 two stages has no shape at all. Their values tell. Both forwards begin with the same values, batch
-and random numbers, have no gradients, and leave no trace.
+and random numbers, and leave no trace.
 
 Slices add up in another order, which in halves would hide as much as a mistake makes. So where
 layers are divided both compute in fp32, with the values that halves have: see `InFp32`. Stages
 compute with whole layers, whose bits are the same in any format.
 
 [Note: what is compared of a node]
-Of the first tensor that it returns, the 2-norm, and 64 sums: each element times a fixed number
-between -1 and 1 is added to the sum of its place modulo 64. The squares of how far these sums are
-apart add up, on average, to half the square of how far the tensors are apart; so features in
-another order are seen too. Of the whole tensor the same is noted of each rank's slice of the
+Of the first tensor that it returns, the 2-norm, and the sums of `tensor_sums.py`, which see
+features in another order too. Of the whole tensor the same is noted of each rank's slice of the
 sequence, where that could be one; of other slices the norms of the group are added up.
 
 [Note: which numbers are drawn]
 Where the first ones make all tokens alike, as a mask drawn as 0 does, nothing that mixes them is
 seen. The forwards are then made with the next ones.
+
+Gradients are compared behind the forwards: see `gradient_check.py`.
 """
 
 from __future__ import annotations
@@ -30,11 +30,10 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from zrun_core.data.batch import MicroBatch, copied, digest
@@ -43,11 +42,21 @@ from zrun_core.distributed.rng import Streams
 from zrun_core.errors import JobError, ZrunError
 from zrun_core.hardware import accelerator
 from zrun_core.sizes import format_size
-from zrun_core.stages.node_calls import DrawingWalk, Node, installed_nodes, walking
+from zrun_core.stages.node_calls import DrawingWalk, Node, Walk, installed_nodes, walking
 from zrun_core.tensor_parallel.regions import Regions
 from zrun_core.train.evaluator import evaluation_mode
+from zrun_core.train.gradient_check import (
+    NudgingWalk,
+    PartialGradients,
+    SavedTensors,
+    WholeGradients,
+    most_apart,
+    noting_gradients,
+    why_not_told,
+)
 from zrun_core.train.in_fp32 import InFp32
-from zrun_core.train.micro_batches import MicroBatchRunner
+from zrun_core.train.micro_batches import MicroBatchRunner, share_of
+from zrun_core.train.tensor_sums import NUM_SUMS, distance, sums_of
 from zrun_core.user_code.build import Built
 from zrun_core.user_code.loss import LossFunction, compute_loss
 from zrun_core.user_code.trial import kept_attributes
@@ -55,7 +64,7 @@ from zrun_core.user_code.user import user_code
 from zrun_core.zero.auto_wrap import repeated_blocks, running_norm_params
 from zrun_core.zero.fakes import kept_buffers
 from zrun_core.zero.module_hooks import tensors_in
-from zrun_core.zero.precision import Precision
+from zrun_core.zero.precision import LossScaler, Precision
 from zrun_core.zero.sharded_model import ShardedModel
 
 KEY = "guards.check_values"
@@ -65,7 +74,6 @@ _SEQUENCE_ADVICE = (
     "an operation outside of attention counts, orders or mixes tokens, of which each rank has a "
     f"slice, or features: write parallel.sequence: false; {KEY}: false trains all the same"
 )
-_SUMS = 64
 _ALIKE = 1e-5  # how far numbers are apart, beside the largest, that differ by rounding alone
 _DRAWS = 6  # of random numbers that are tried
 
@@ -117,7 +125,7 @@ class Watch:
         if values.dim() > 1 and self._num_slices > 1 and not values.shape[1] % self._num_slices:
             parts += values.chunk(self._num_slices, dim=1)
         own = torch.stack([values.norm(), distance, values.abs().max()])
-        numbers = torch.cat([own, *(_sums(part.flatten()) for part in parts)])
+        numbers = torch.cat([own, *(sums_of(part.flatten()) for part in parts)])
         self._seen[number] = node.name, first.shape, numbers
 
     def read(self) -> dict[int, Seen]:
@@ -125,17 +133,10 @@ class Watch:
         found = {}
         for number, (name, shape, numbers) in self._seen.items():
             norm, distance, largest, *rest = numbers.tolist()
-            sums, *slices = (rest[at : at + _SUMS] for at in range(0, len(rest), _SUMS))
+            sums, *slices = (rest[at : at + NUM_SUMS] for at in range(0, len(rest), NUM_SUMS))
             is_alike = distance <= _ALIKE * largest and math.prod(shape[:-1]) > 1
             found[number] = Seen(name, list(shape), norm, sums, slices, is_alike)
         return found
-
-
-def _sums(values: torch.Tensor) -> torch.Tensor:
-    """Return the sums of a flat tensor: see [Note: what is compared of a node]."""
-    fixed = torch.arange(len(values), dtype=torch.float64, device=values.device)
-    weighted = F.pad(fixed.mul_(0.7).cos_().mul_(values), (0, -len(values) % _SUMS))
-    return weighted.view(-1, _SUMS).sum(0)
 
 
 @dataclass(frozen=True)
@@ -147,12 +148,16 @@ class WholeForward:
         nodes: by the number of the call.
         why_not: why it was not computed, in words for the user; "" if it was.
         draw: which random numbers it has drawn.
+        gradients: of the same micro-batch; None: they are not compared.
+        why_no_gradients: in words for the user.
     """
 
     loss: float | None = None
     nodes: Mapping[int, Seen] = field(default_factory=dict)
     why_not: str = ""
     draw: int = 0
+    gradients: WholeGradients | None = None
+    why_no_gradients: str = ""
 
     @property
     def is_telling(self) -> bool:
@@ -174,6 +179,7 @@ class ValueCheck:
         precision: Precision,
         streams: Streams,
         mesh: Mesh,
+        global_size: int,
     ) -> None:
         """
         Args:
@@ -182,8 +188,10 @@ class ValueCheck:
             precision: of the run.
             streams: of this rank.
             mesh: its groups.
+            global_size: samples of a step.
         """
         self._batch = batch
+        self._global_size = global_size
         self._loss = loss
         self._precision = precision
         self._streams = streams
@@ -207,6 +215,7 @@ class ValueCheck:
         if num_bytes > _MOST_BYTES * free_bytes:
             self.whole = WholeForward(why_not=f"the whole model takes {format_size(num_bytes)}")
             return
+        why_no_gradients = why_not_told(built.module)
         try:
             with _with_values(built, self._precision.compute, device):
                 for draw in range(_DRAWS):
@@ -214,12 +223,17 @@ class ValueCheck:
                     if whole.is_telling:
                         break
                 again = self._forward(built.module, device, whole.draw)
+                is_steady = _agree(whole, again)
+                if is_steady and not why_no_gradients:
+                    limit = _MOST_BYTES * free_bytes - num_bytes
+                    whole = self._with_gradients(whole, built.module, device, limit)
+                else:
+                    whole = replace(whole, why_no_gradients=why_no_gradients)
         except (ZrunError, RuntimeError, TypeError, ValueError, MemoryError) as error:
             reason = str(error).partition("\n")[0] or type(error).__name__
             self.whole = WholeForward(why_not=f"on one rank its forward fails: {reason}")
             return
-        first, second = whole.loss or 0.0, again.loss or 0.0
-        if math.isfinite(first) and not math.isclose(first, second, rel_tol=_ROUNDING / 10):
+        if not is_steady:
             why_not = "its loss differs from one forward to the next with the same random numbers"
             self.whole = WholeForward(why_not=why_not)
             return
@@ -240,10 +254,70 @@ class ValueCheck:
             loss = self._loss_of(model)
         return WholeForward(float(loss), watch.read(), draw=draw)
 
+    def _with_gradients(
+        self, whole: WholeForward, model: nn.Module, device: torch.device, limit: float
+    ) -> WholeForward:
+        """Return what a forward has come to, with the gradients, or why they are not compared.
+
+        Args:
+            whole: without them.
+            model: with its values.
+            device: that trains.
+            limit: bytes that activations may take.
+        """
+        saved = SavedTensors(model, limit)
+        draws = self._streams.forwards
+        try:
+            rows = self._backward(model, device, saved, DrawingWalk(draws))
+            nudged = self._backward(model, device, saved, NudgingWalk(draws))
+        except (ZrunError, RuntimeError, TypeError, ValueError, MemoryError) as error:
+            reason = f"on one rank its backward fails: {error}".partition("\n")[0]
+            if saved.too_many:
+                reason = f"activations of the whole model take more than {format_size(limit)}"
+            return replace(whole, why_no_gradients=reason)
+        names = [name for name, _ in model.named_parameters() if name in rows and name in nudged]
+        numels = dict(model.named_parameters())
+        gradients = WholeGradients(
+            names,
+            [numels[name].numel() for name in names],
+            torch.stack([rows[name] for name in names]),
+            torch.stack([nudged[name] for name in names]),
+        )
+        return replace(whole, gradients=gradients)
+
+    def _backward(
+        self, model: nn.Module, device: torch.device, saved: SavedTensors, walk: Walk
+    ) -> dict[str, torch.Tensor]:
+        """Run a forward and its backward; return the rows of the gradients by name.
+
+        Args:
+            model: with its values.
+            device: that trains.
+            saved: counts what the forward keeps.
+            walk: through its nodes.
+        """
+        scaler = LossScaler(self._precision, device)
+        with ExitStack() as stack:
+            rows = stack.enter_context(noting_gradients(model))
+            for context in self._contexts(model):
+                stack.enter_context(context)
+            with ExitStack() as forward:
+                forward.enter_context(self._precision.autocast(device))
+                forward.enter_context(installed_nodes(model, repeated_blocks(model)))
+                forward.enter_context(self._streams.forwards.of_micro(0, 0))
+                forward.enter_context(walking(walk))
+                forward.enter_context(saved)
+                batch = replace(self._batch, batch=copied(self._batch.batch))
+                with user_code("forward failed"):
+                    loss = compute_loss(model, batch.batch, self._loss, batch.num_samples)
+                share = share_of(loss, batch, self._global_size)
+            with user_code("backward failed"):
+                scaler.scaled(share).backward()
+        return rows
+
     def _contexts(self, model: nn.Module) -> list[AbstractContextManager[Any]]:
         """Return what a forward runs in, from the outside in."""
         contexts: list[AbstractContextManager[Any]] = [
-            torch.no_grad(),
             kept_attributes(model, self._loss),
             kept_buffers(model),
         ]
@@ -255,7 +329,7 @@ class ValueCheck:
     def _loss_of(self, model: nn.Module) -> torch.Tensor:
         batch = copied(self._batch.batch)
         in_fp32 = InFp32() if self._widens else nullcontext()
-        with user_code("forward failed"), in_fp32:
+        with torch.no_grad(), user_code("forward failed"), in_fp32:
             loss = compute_loss(model, batch, self._loss, self._batch.num_samples)
         return loss.value.detach()
 
@@ -276,9 +350,13 @@ class ValueCheck:
             JobError: the model computes something else than the whole one.
         """
         comm, model = sharded.comm, sharded.module
-        own = [self.whole.loss, self.whole.nodes, self.whole.why_not, self.whole.draw]
+        whole = self.whole
+        gradients = whole.gradients
+        of_gradients = None if gradients is None else [gradients.names, gradients.numels]
+        why_no_gradients = whole.why_no_gradients
+        own = [whole.loss, whole.nodes, whole.why_not, whole.draw, of_gradients, why_no_gradients]
         told = comm.all_gather_bytes(json.dumps(own).encode(), self._mesh.world, name="whole model")
-        whole_loss, whole_nodes, why_not, draw = json.loads(told[0])
+        whole_loss, whole_nodes, why_not, draw, of_gradients, why_no_gradients = json.loads(told[0])
         if why_not:
             return [not_compared(why_not)]
         watch = Watch()
@@ -308,9 +386,54 @@ class ValueCheck:
         if len({read for *_, read in same}) > 1:
             return [not_compared("ranks have read different batches")]  # the first step names them
         found = _Found.of(same)
-        whole = {int(number): Seen(*seen) for number, seen in whole_nodes.items()}
-        self._judge(whole, whole_loss, found)
+        nodes = {int(number): Seen(*seen) for number, seen in whole_nodes.items()}
+        self._judge(nodes, whole_loss, found)
+        if of_gradients is not None and not runner.makes_trial_steps:
+            why_no_gradients = "this schedule makes no step on trial"
+        if of_gradients is None or why_no_gradients:
+            return [not_compared(why_no_gradients, "its gradients are ")]
+        self._compare_gradients(runner, sharded, *of_gradients)
         return []
+
+    def _compare_gradients(
+        self,
+        runner: MicroBatchRunner,
+        sharded: ShardedModel,
+        names: Sequence[str],
+        numels: Sequence[int],
+    ) -> None:
+        """Make a step that updates nothing, and compare its gradients. Collective over all ranks.
+
+        Args:
+            runner: makes the step.
+            sharded: the model of this rank.
+            names, numels: of the parameters that have a gradient in the whole model.
+
+        Raises:
+            JobError: one is another.
+        """
+        comm = sharded.comm
+        partial = PartialGradients(sharded.units, names, comm.device)
+        batch = replace(self._batch, batch=copied(self._batch.batch))
+        with ExitStack() as stack:
+            for context in self._contexts(sharded.module):
+                stack.enter_context(context)
+            runner.trial_step(batch, partial.see)
+        compute = self._precision.compute
+        apart, num_apart = most_apart(
+            self.whole.gradients, names, numels, partial, compute, comm, self._mesh.world
+        )
+        if apart is None:
+            return
+        others = f" (and those of {num_apart - 1} more)" if num_apart > 1 else ""
+        how = f"{apart.share:.2g} of its norm differs"
+        if apart.times is not None:
+            how = f"it is {apart.times:.3g} times that"
+        raise JobError(
+            f"{self._axes}: the gradient of {apart.name}{others} is another than in the whole "
+            f"model, though the forward is the same: for the first micro-batch, {how}; "
+            + self._gradient_advice
+        )
 
     def _judge(self, whole: Mapping[int, Seen], whole_loss: float, found: _Found) -> None:
         """Raise the first difference, in the order of the calls."""
@@ -346,6 +469,17 @@ class ValueCheck:
 
     def _one(self) -> str:
         return "tp: 1" if self._mesh.tensor.size > 1 else "pp: 1"
+
+    @property
+    def _gradient_advice(self) -> str:
+        if self._mesh.tensor.size == 1:
+            return self._advice
+        return (
+            "the backward of an operation between its divided linears, such as of an "
+            "autograd.Function or a hook on a tensor, counts, orders or mixes features, of which "
+            "each rank has a slice: write `whole` for these linears in parallel.plan, or write "
+            f"tp: 1; {KEY}: false trains all the same"
+        )
 
     @property
     def _advice(self) -> str:
@@ -387,11 +521,11 @@ def _apart(expected: Seen, found: Sequence[Seen]) -> float:
     scale = max(expected.norm, 1e-12)
     if found and all(seen.numel == expected.numel for seen in found):
         norm = max(abs(seen.norm - expected.norm) for seen in found)
-        tensors = max(math.dist(seen.sums, expected.sums) for seen in found) * math.sqrt(2)
+        tensors = max(distance(seen.sums, expected.sums) for seen in found)
         return max(norm, tensors) / scale
     if _has_slices_of_sequence(expected, found):
         pairs = zip(found, expected.slices, strict=True)
-        tensors = max(math.dist(seen.sums, sums) for seen, sums in pairs) * math.sqrt(2)
+        tensors = max(distance(seen.sums, sums) for seen, sums in pairs)
         return tensors / scale
     if sum(seen.numel for seen in found) == expected.numel:  # slices
         norm = math.sqrt(math.fsum(seen.norm**2 for seen in found))
@@ -408,9 +542,20 @@ def _has_slices_of_sequence(expected: Seen, found: Sequence[Seen]) -> bool:
     return all(list(seen.shape) == part for seen in found)
 
 
-def not_compared(why: str) -> str:
-    """Return the note of a run whose model is not compared."""
-    return f"not compared before training with what the whole model computes: {why}"
+def _agree(whole: WholeForward, again: WholeForward) -> bool:
+    """Return whether two forwards with the same random numbers have come to the same loss."""
+    first, second = whole.loss or 0.0, again.loss or 0.0
+    return not math.isfinite(first) or math.isclose(first, second, rel_tol=_ROUNDING / 10)
+
+
+def not_compared(why: str, what: str = "") -> str:
+    """Return the note of a run whose model is not compared.
+
+    Args:
+        why: in words for the user.
+        what: of it, if not all.
+    """
+    return f"{what}not compared before training with what the whole model computes: {why}"
 
 
 @contextmanager

@@ -458,7 +458,14 @@ class Worker:
         why_not = self._why_not_compared()
         if why_not:
             return why_not
-        check = ValueCheck(batch, data.functions.loss, settings.precision, data.streams, mesh)
+        check = ValueCheck(
+            batch,
+            data.functions.loss,
+            settings.precision,
+            data.streams,
+            mesh,
+            self.spec.batch.global_size,
+        )
         device = torch.device(self.spec.plan.ranks[self.rank].device)
         check.run_whole(built, device, self._free_bytes(device))
         return check

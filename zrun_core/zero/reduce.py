@@ -26,7 +26,6 @@ from zrun_core.memory.state_policy import MeshInfo, StatePolicy
 from zrun_core.memory.tensors import TENSOR, TIED
 from zrun_core.zero.exchange import Exchange
 from zrun_core.zero.micro_pass import BackwardGrads, MicroPass
-from zrun_core.zero.nonfinite import Inspector
 from zrun_core.zero.reduce_order import ReduceOrder
 from zrun_core.zero.reductions import Reduction, Reductions, Sum
 from zrun_core.zero.unit import FlatUnit
@@ -55,7 +54,7 @@ class Reducer:
     Attributes:
         order: of their reductions.
         ring: scratch for flat gradients and for what arrives from other ranks.
-        inspector: looks at each rank's own gradients before they are summed; None: nothing does.
+        before_sum: is told of each rank's own gradients [padded_numel] before they are summed.
         before_last_backward: called when the last backward of a step begins.
     """
 
@@ -90,7 +89,7 @@ class Reducer:
             alignment = PAGE_BYTES
         self.ring = Ring(num_bytes, comm.device, alignment)
         self._under_way = Reductions(self.ring, policy.reduce_dtype)
-        self.inspector: Inspector | None = None
+        self.before_sum: Callable[[FlatUnit, torch.Tensor], None] | None = None
         self.before_last_backward: Callable[[], None] = lambda: None
         self._summed: set[int] = set()  # chunks whose gradients of this step are over all ranks
 
@@ -326,8 +325,8 @@ class Reducer:
             if unit.grad.leaves:
                 continue  # they left one by one
             unsharded_grad = unit.grad.complete()
-            if self.inspector is not None:
-                self.inspector.inspect(unit, unsharded_grad)
+            if self.before_sum is not None:
+                self.before_sum(unit, unsharded_grad)
             unit.grad.put()
 
     # Reductions in flight
@@ -355,8 +354,8 @@ class Reducer:
             begun = self._under_way.take_scratch(unit.layout.padded_numel)
             unit.grad.begin(begun, goes_on=grads.reduces and unit.grad.has_partial)
         unsharded_grad = unit.grad.complete()
-        if self.inspector is not None:
-            self.inspector.inspect(unit, unsharded_grad)
+        if self.before_sum is not None:
+            self.before_sum(unit, unsharded_grad)
         if not grads.reduces:
             self._send_partial(unit, unsharded_grad, is_last=grads.boundary)
             return

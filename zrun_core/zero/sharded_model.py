@@ -339,7 +339,7 @@ class ShardedModel:
 
     def inspect_gradients(self, wanted: bool) -> None:
         """Inspect each rank's own gradient before it is summed, from now on, or stop doing so."""
-        self.reducer.inspector = self.grad.inspector if wanted else None
+        self.reducer.before_sum = self.grad.inspector.inspect if wanted else None
 
     def find_nonfinite(
         self,

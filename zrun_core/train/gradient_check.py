@@ -45,7 +45,7 @@ _OF_FORMAT = 4.0  # times the distance of neighbours in halves: as much in these
 _OF_ALL = 1e-2  # of that: a share of the norm of all gradients
 _TIMES_NUDGED = 3.0
 _NUDGE = 2.0  # times the distance of neighbours in the format
-_AT_ONCE = 1 << 20  # elements: what is computed of them takes 40 times as many bytes
+_AT_ONCE = 1 << 17  # elements: what is computed of them takes 40 times as many bytes
 _WIDTH = 1 + NUM_SUMS  # of a row: the square of the norm, and the sums
 
 

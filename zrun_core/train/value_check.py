@@ -36,12 +36,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from zrun_core.activations.checkpoint import apply_checkpointing
 from zrun_core.data.batch import MicroBatch, copied, digest
 from zrun_core.distributed.mesh import Mesh
 from zrun_core.distributed.rng import Streams
-from zrun_core.errors import JobError, ZrunError
+from zrun_core.errors import JobError, UserCodeError, ZrunError
 from zrun_core.hardware import accelerator
 from zrun_core.sizes import format_size
+from zrun_core.spine.sections.activations import ActivationsConfig
 from zrun_core.stages.node_calls import DrawingWalk, Node, Walk, installed_nodes, walking
 from zrun_core.tensor_parallel.regions import Regions
 from zrun_core.train.evaluator import evaluation_mode
@@ -267,9 +269,17 @@ class ValueCheck:
         """
         saved = SavedTensors(model, limit)
         draws = self._streams.forwards
+
+        def backward(walk: type[DrawingWalk]) -> dict[str, torch.Tensor]:
+            try:
+                with _recomputing(model):
+                    return self._backward(model, device, saved, walk(draws))
+            except UserCodeError:  # of blocks that cannot be, as those that hand on a cache
+                return self._backward(model, device, saved, walk(draws))
+
         try:
-            rows = self._backward(model, device, saved, DrawingWalk(draws))
-            nudged = self._backward(model, device, saved, NudgingWalk(draws))
+            rows = backward(DrawingWalk)
+            nudged = backward(NudgingWalk)
         except (ZrunError, RuntimeError, TypeError, ValueError, MemoryError) as error:
             reason = f"on one rank its backward fails: {error}".partition("\n")[0]
             if saved.too_many:
@@ -584,6 +594,17 @@ def _with_values(built: Built, dtype: torch.dtype, device: torch.device) -> Iter
         for module, params, buffers in before:
             module._parameters.update(params)
             module._buffers.update(buffers)
+
+
+@contextmanager
+def _recomputing(model: nn.Module) -> Iterator[None]:
+    """Have a model recompute its blocks inside, if it has some: one of them is in memory then."""
+    blocks = repeated_blocks(model)
+    if not blocks:
+        yield
+        return
+    with apply_checkpointing(model, ActivationsConfig(checkpoint="full")):
+        yield
 
 
 @contextmanager

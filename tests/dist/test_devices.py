@@ -20,7 +20,7 @@ from test_pipelines import assert_equal, small, whole
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from traces import names_in, read_trace
 
-from zrun_core.spine.sections.parallel import PIPEDREAMS
+from zrun_core.spine.sections.schedules import SCHEDULES as FACTS
 
 IS_SIMULATED = "simulated_gpu.cuda" in sys.modules
 pytestmark = pytest.mark.skipif(not IS_SIMULATED, reason="needs simulated GPUs")
@@ -150,7 +150,7 @@ def test_schedules(ranks, tmp_path: Path, schedule: str) -> None:
     parallel = {"schedule": schedule, **SCHEDULES[schedule]}
     optim = {"lr": 1e-2, "weight_decay": 0.1}  # clipping needs the norm of all stages
     keys = small(zero=0, parallel=parallel, optim=optim)
-    if schedule in PIPEDREAMS:
+    if FACTS[schedule].updates_each:
         keys["batch"] = {"global": 4, "micro": 4}  # each micro-batch is a step
     size = SCHEDULES[schedule]["pp"]
     dims = {"dp": 1, "pp": size}

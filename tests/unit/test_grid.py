@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from zrun_core.pipeline.grid import Grid, bubble
-from zrun_core.pipeline.schedule import SCHEDULES
+from zrun_core.spine.sections.schedules import SCHEDULES
 
 
 def drawn(schedule: str, stages: int, virtual: int, micro_batches: int, width: int = 100) -> str:

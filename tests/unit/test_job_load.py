@@ -16,11 +16,11 @@ from zrun.job.load import MAX_FILE_BYTES, LoadedJob, load_job
 from zrun.job.scalars import resolve, write
 from zrun.job.schema import find_key, job_schema, keys
 from zrun_core.errors import ExitCode, JobError
-from zrun_core.pipeline.schedule import SCHEDULES
 from zrun_core.sizes import parse_size
 from zrun_core.spine.config import JobConfig
 from zrun_core.spine.sections.evaluation import EarlyStopConfig
 from zrun_core.spine.sections.parallel import PipelineSchedule
+from zrun_core.spine.sections.schedules import SCHEDULES
 from zrun_core.spine.sections.section import Ref
 
 EIGHT_LINES = """\

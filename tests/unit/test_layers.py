@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from zrun_core.spine.sections.schedules import PLAIN, SCHEDULES
+
 ROOT = Path(__file__).resolve().parents[2]
 SPINE = {
     ".".join(path.relative_to(ROOT / "zrun_core").with_suffix("").parts)
@@ -128,7 +130,8 @@ def test_schedules_are_data(name: str) -> None:
     imported = _imported(f"zrun_core.pipeline.{name}", late=True)
     assert _packages(imported) <= sys.stdlib_module_names | {"zrun_core"}
     own = {module for module in imported if module.startswith("zrun_core")}
-    assert all(module.startswith(("zrun_core.pipeline", "zrun_core.errors")) for module in own)
+    known = ("zrun_core.pipeline", "zrun_core.errors", "zrun_core.spine.sections.schedules")
+    assert all(module.startswith(known) for module in own)
 
 
 def test_launcher_imports_torch_late() -> None:
@@ -288,3 +291,15 @@ def test_no_bytes_of_others_are_unpickled() -> None:
             )
             assert number == 1, name
         assert not re.search(rf"\b(?:dist\.|distributed\.)?(?:{calls})\(", source), name
+
+
+def test_no_schedule_is_compared_by_its_name() -> None:
+    """What sets one apart is a fact of it: `spine/sections/schedules.py`."""
+    names = set(SCHEDULES) - {PLAIN}
+    found = []
+    for module in _modules():
+        for node in ast.walk(_tree(module)):
+            if isinstance(node, ast.Compare):
+                texts = {n.value for n in ast.walk(node) if isinstance(n, ast.Constant)}
+                found += [(module, node.lineno)] if names & texts else []
+    assert found == []

@@ -9,7 +9,8 @@ import pytest
 
 from zrun_core.pipeline.actions import Action, ActionKind
 from zrun_core.pipeline.messages import Message, carrier, check_messages, received, sent
-from zrun_core.pipeline.schedule import SCHEDULES, stage_actions
+from zrun_core.pipeline.schedule import stage_actions
+from zrun_core.spine.sections.schedules import SCHEDULES
 
 PIPELINES = [name for name in SCHEDULES if name != "layer_major"]
 

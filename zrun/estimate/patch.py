@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from zrun_core.plan.question.candidate import Candidate
 
 Changes = dict[str, Any]  # dotted key -> value
-_ALIKE_ON_ONE_STAGE = ("1f1b", "gpipe", "zero_bubble")
 
 
 def job_changes(
@@ -78,9 +77,9 @@ def job_changes(
 
 def _schedule(config: JobConfig, candidate: Candidate) -> str:
     """Return the schedule of a candidate; on one stage the job's own, if it is alike there."""
-    own = config.parallel.schedule
-    if candidate.dims.pp == 1 and candidate.schedule == "1f1b" and own in _ALIKE_ON_ONE_STAGE:
-        return own
+    alike = candidate.order.is_plain_on_one_stage and config.parallel.facts.is_plain_on_one_stage
+    if candidate.dims.pp == 1 and alike:
+        return config.parallel.schedule
     return candidate.schedule
 
 

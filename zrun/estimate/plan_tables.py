@@ -102,8 +102,8 @@ def choice_table(estimates: Sequence[Estimate], width: int) -> Table:
         dims = candidate.dims
         sharded = f"/{dims.shard_size}" if candidate.stage and dims.shard_size != dims.dp else ""
         words = [f"{dims.virtual} chunks"] if dims.virtual > 1 else []
-        if dims.pp > 1 and candidate.schedule == "zero_bubble":
-            words.append("zero bubble")
+        if dims.pp > 1 and candidate.order.splits_backward:
+            words.append(candidate.schedule.replace("_", " "))
         if candidate.sequence_parallel:
             words.append("sequence")
         order = f" ({', '.join(words)})" if words else ""

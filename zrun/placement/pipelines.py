@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from zrun.hosts.cluster import several
 from zrun_core.errors import JobError
 from zrun_core.spine.config import JobConfig
-from zrun_core.spine.sections.parallel import PIPEDREAMS
 from zrun_core.spine.spec import BatchPlan
 
 _SMALL_BUBBLE = 0.2
@@ -19,7 +18,7 @@ def check_micro_batches(job: JobConfig, batch: BatchPlan) -> None:
     Raises:
         JobError: PipeDream has such a batch.
     """
-    if job.parallel.schedule not in PIPEDREAMS or batch.accumulation == 1:
+    if not job.parallel.facts.updates_each or batch.accumulation == 1:
         return
     of_one = batch.micro * batch.ranks
     raise JobError(
@@ -36,7 +35,7 @@ def notes_on_bubble(job: JobConfig, batch: BatchPlan) -> Iterator[str]:
 
     parallel = job.parallel
     count = batch.accumulation
-    if count >= parallel.pp or parallel.schedule in PIPEDREAMS:
+    if count >= parallel.pp or parallel.facts.updates_each:
         return
 
     def share(micro_batches: int) -> float:
@@ -56,10 +55,10 @@ def notes_on_bubble(job: JobConfig, batch: BatchPlan) -> Iterator[str]:
 def notes_on_late_weights(job: JobConfig, batch: BatchPlan) -> Iterator[str]:
     """Say what PipeDream changes in the numbers of a job, and what it keeps."""
     schedule, pp = job.parallel.schedule, job.parallel.pp
-    if schedule not in PIPEDREAMS:
+    if not job.parallel.facts.updates_each:
         return
     keeps = f"stage 0 keeps {pp} versions of its weights, and the last one 1"
-    if schedule == "pipedream_vertical":
+    if job.parallel.facts.keeps_version:
         keeps = f"every stage keeps {pp} versions of its weights"
     yield (
         f"parallel.schedule: {schedule} changes numerics: each micro-batch of "

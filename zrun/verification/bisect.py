@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from zrun_core.spine.config import JobConfig
+from zrun_core.spine.sections.schedules import PLAIN
 
 
 class Feature(NamedTuple):
@@ -38,11 +39,11 @@ def _of_each_rank(job: JobConfig) -> Iterator[Feature]:
 
 def _of_axes(job: JobConfig) -> Iterator[Feature]:
     parallel = job.parallel
-    one_chunk = ("parallel.schedule=1f1b", "parallel.virtual=1", "parallel.split=auto")
+    one_chunk = (f"parallel.schedule={PLAIN}", "parallel.virtual=1", "parallel.split=auto")
     whole_layers = ("parallel.tp=1", "parallel.sequence=false", "parallel.plan=auto")
     if parallel.sequence:
         yield Feature("parallel.sequence", ("parallel.sequence=false",))
-    if parallel.schedule != "1f1b":
+    if parallel.schedule != PLAIN:
         yield Feature(f"parallel.schedule {parallel.schedule}", one_chunk)
     if parallel.pp > 1:
         yield Feature(f"parallel.pp {parallel.pp}", ("parallel.pp=1", *one_chunk))

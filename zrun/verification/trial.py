@@ -12,7 +12,6 @@ from zrun.job.smoke import smoke_of
 from zrun.verification.shrink import shrunk
 from zrun_core.errors import JobError
 from zrun_core.spine.config import JobConfig
-from zrun_core.spine.sections.parallel import PIPEDREAMS
 
 _LARGEST_GROUP = 2  # ranks of a shard group, of which a trial on CPUs has two
 _MOST_SAMPLES = 2  # of a micro-batch
@@ -41,7 +40,7 @@ def check_method(job: JobConfig) -> None:
     Raises:
         JobError: the job asks for it.
     """
-    if job.parallel.schedule in PIPEDREAMS:
+    if job.parallel.facts.updates_each:
         raise JobError(
             f"parallel.schedule: {job.parallel.schedule} updates with gradients of older weights, "
             "so a plain loop trains something else and cannot be compared; verify the rest with "

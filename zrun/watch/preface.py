@@ -192,7 +192,7 @@ def _has_effect(job: JobConfig, key: str) -> bool:
     if key.startswith("offload."):
         return job.uses_disk or job.offload.tiers != {"device"}
     if key == "parallel.schedule":
-        return job.parallel.pp > 1 or job.parallel.schedule == "layer_major"
+        return job.parallel.pp > 1 or job.parallel.facts.goes_in_slices
     if key in ("parallel.virtual", "parallel.split"):
         return job.parallel.pp > 1
     if key.startswith("parallel."):

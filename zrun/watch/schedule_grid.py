@@ -8,7 +8,6 @@ from rich.text import Text
 
 from zrun.watch.console import open_console
 from zrun.watch.preface import width_of
-from zrun_core.spine.sections.parallel import PIPEDREAMS
 
 if TYPE_CHECKING:
     from zrun.placement.plan import ResolvedJob
@@ -46,14 +45,14 @@ def _grid_of(resolved: ResolvedJob) -> tuple[str, Grid]:
     virtual = parallel.virtual
     micro_batches = resolved.batch.accumulation
     stages = "1 stage" if parallel.pp == 1 else f"{parallel.pp} stages"
-    if name == "layer_major":
+    if parallel.facts.goes_in_slices:
         virtual = _SLICES
         stages = f"a model of {_SLICES} blocks"
     elif virtual > 1:
         stages += f" of {virtual} chunks"
     counted = "1 micro-batch" if micro_batches == 1 else f"{micro_batches} micro-batches"
     when = f"{counted} per step"
-    if name in PIPEDREAMS:
+    if parallel.facts.updates_each:
         micro_batches = 2 * parallel.pp + 2
         when = f"the first {micro_batches} steps, each of 1 micro-batch"
     return f"{name}, {stages}, {when}", Grid.of(name, parallel.pp, virtual, micro_batches)

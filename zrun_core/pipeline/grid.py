@@ -19,6 +19,7 @@ from functools import cached_property
 
 from zrun_core.pipeline.actions import Action, ActionKind, Waiting, most_waiting, needs, play
 from zrun_core.pipeline.schedule import num_versions, stage_actions, version_used
+from zrun_core.spine.sections.schedules import SCHEDULES
 
 IDLE = "."  # of these an idle column is made
 _GOES_ON = "-"
@@ -130,7 +131,7 @@ class Grid:
 
     def _legend(self, shown: int) -> str:
         words = ["F0: forward of micro-batch 0", "B: backward"]
-        if self.schedule == "zero_bubble" and self.stages > 1:
+        if SCHEDULES[self.schedule].splits_backward and self.stages > 1:
             words[1:] = ["B: gradients of its inputs", "W: of its weights"]
         if self.virtual > 1:
             whose = "slice of the model" if self.stages == 1 else "chunk of the stage"
@@ -190,8 +191,9 @@ def bubble(schedule: str, stages: int, virtual: int, micro_batches: int) -> floa
         virtual: v.
         micro_batches: m of a step; for interleaved a multiple of the stages, or fewer.
     """
-    parts = 3 if schedule == "zero_bubble" else virtual
     missing = max(0, stages - micro_batches)
-    late = missing if schedule == "zero_bubble" else (virtual - 1) * missing
+    parts, late = virtual, (virtual - 1) * missing
+    if SCHEDULES[schedule].splits_backward:  # forwards, and both halves of backwards
+        parts, late = 3, missing
     idle = stages - 1 + late if stages > 1 else 0
     return idle / (parts * micro_batches + idle)

@@ -9,7 +9,7 @@ draws them. 1F1B on 3 stages with 4 micro-batches (F0 is the forward of micro-ba
 
 `stage_actions` has the list of a stage by the name of its schedule. The backwards of a chunk come
 in the order of the micro-batches, whatever the schedule: its gradients are added up as without a
-pipeline, to the last bit.
+pipeline, to the last bit. What sets schedules apart says `spine/sections/schedules.py`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from functools import lru_cache
 from types import MappingProxyType
 
 from zrun_core.pipeline.actions import Action, ActionKind, validated
+from zrun_core.spine.sections.schedules import PLAIN, SCHEDULES
 
 _F, _B, _W, _U = ActionKind
 
@@ -35,14 +36,15 @@ def stage_actions(
     """Return the order of one stage.
 
     Args:
-        schedule: a key of `SCHEDULES`.
+        schedule: by name.
         stage: of `stages`, from 0; it has every `stages`-th chunk from this number.
         stages: of the pipeline; with 1 nothing waits for others, and no order is better than
             F0 B0 F1 B1 ...
         virtual: chunks that each stage has; with layer_major the slices of the model.
         micro_batches: of the step.
     """
-    if virtual > 1 and schedule not in ("interleaved", "layer_major"):
+    facts = SCHEDULES[schedule]
+    if virtual > 1 and not (facts.has_chunks or facts.goes_in_slices):
         raise ValueError(f"{schedule} has one chunk on each stage, not {virtual}")
     return _actions(schedule, stage, stages, virtual, micro_batches)
 
@@ -51,7 +53,7 @@ def stage_actions(
 def _actions(
     schedule: str, stage: int, stages: int, virtual: int, micro_batches: int
 ) -> tuple[Action, ...]:
-    return validated(SCHEDULES[schedule](stage, stages, virtual, micro_batches))
+    return validated(_GENERATORS[schedule](stage, stages, virtual, micro_batches))
 
 
 @lru_cache(maxsize=16)
@@ -180,9 +182,9 @@ def _layer_major(stage: int, stages: int, virtual: int, micro_batches: int) -> I
 _Generator = Callable[[int, int, int, int], Iterable[Action]]
 
 # (stage, stages, virtual, micro-batches) -> its actions
-SCHEDULES: Mapping[str, _Generator] = MappingProxyType(
+_GENERATORS: Mapping[str, _Generator] = MappingProxyType(
     {
-        "1f1b": lambda s, p, _, m: one_forward_one_backward(s, p, m),
+        PLAIN: lambda s, p, _, m: one_forward_one_backward(s, p, m),
         "gpipe": lambda s, p, _, m: gpipe(s, p, m),
         "interleaved": interleaved,
         "zero_bubble": lambda s, p, _, m: zero_bubble(s, p, m),
@@ -225,11 +227,13 @@ def version_used(schedule: str, stage: int, stages: int, micro: int) -> int:
         stage: of `stages`, from 0.
         micro: number of the micro-batch since the pipeline was drained.
     """
-    if schedule == "pipedream":
-        return max(0, micro - (stages - 1 - stage))
-    if schedule == "pipedream_vertical":
-        return max(0, micro - (stages - 1))
-    return 0
+    facts = SCHEDULES[schedule]
+    if not facts.updates_each:
+        return 0
+    later = stages - 1
+    if not facts.keeps_version:
+        later -= stage
+    return max(0, micro - later)
 
 
 def num_flowing(schedule: str, stages: int, micro_batches: int) -> int:
@@ -242,7 +246,7 @@ def num_flowing(schedule: str, stages: int, micro_batches: int) -> int:
         stages: of the pipeline.
         micro_batches: of a step.
     """
-    if schedule in ("pipedream", "pipedream_vertical"):
+    if SCHEDULES[schedule].updates_each:
         return STEPS_PER_STAGE * stages
     return micro_batches
 
@@ -257,6 +261,7 @@ def num_versions(schedule: str, stage: int, stages: int) -> int:
         schedule: by name.
         stage: of `stages`, from 0.
     """
-    if schedule == "pipedream":
-        return stages - stage
-    return stages if schedule == "pipedream_vertical" else 1
+    facts = SCHEDULES[schedule]
+    if not facts.updates_each:
+        return 1
+    return stages if facts.keeps_version else stages - stage

@@ -85,10 +85,10 @@ def refuse_dropped_batches_of_a_part_of_the_model(
 
 def refuse_late_weights_of_compiled_blocks(parallel: ParallelConfig, is_compiled: bool) -> None:
     """Refuse to take apart the backwards of blocks that are compiled."""
-    if parallel.schedule == "zero_bubble" and is_compiled:
+    if parallel.facts.splits_backward and is_compiled:
         raise ValueError(
-            "parallel.schedule: zero_bubble makes the gradients of linears' weights apart from "
-            "those of their inputs, and compile: true makes them in one graph; write "
+            f"parallel.schedule: {parallel.schedule} makes the gradients of linears' weights apart "
+            "from those of their inputs, and compile: true makes them in one graph; write "
             "schedule: 1f1b, or compile: false"
         )
 
@@ -125,7 +125,7 @@ def refuse_what_pipedream_lacks(
     """Refuse what needs all stages, or no more than the newest weights, at an update.
 
     Args:
-        schedule: one of `PIPEDREAMS`: each stage updates its weights after each micro-batch.
+        schedule: by name: each stage updates its weights after each micro-batch.
         optim: its `clip` needs a norm over all stages.
         precision: a loss scale needs the overflows of all stages.
         zero: above stage 1 it would shard the gradients of versions.

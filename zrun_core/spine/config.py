@@ -29,7 +29,7 @@ from zrun_core.spine.sections.hooks import HooksConfig
 from zrun_core.spine.sections.launch import LaunchConfig, LogConfig
 from zrun_core.spine.sections.offload import OffloadConfig
 from zrun_core.spine.sections.optim import LrConfig, OptimConfig
-from zrun_core.spine.sections.parallel import PIPEDREAMS, ParallelConfig
+from zrun_core.spine.sections.parallel import ParallelConfig
 from zrun_core.spine.sections.precision import PrecisionConfig
 from zrun_core.spine.sections.profile import ProfileConfig
 from zrun_core.spine.sections.section import NAME_PATTERN, Ranks, Ref, Samples, Section, Steps
@@ -267,7 +267,7 @@ class JobConfig(Section):
         combinations.refuse_late_weights_of_compiled_blocks(self.parallel, self.compile)
         combinations.refuse_tiles_in_parts(self.zero, self.parallel)
         combinations.refuse_partition_without_tensor_groups(self.activations, self.parallel)
-        if self.parallel.schedule in PIPEDREAMS:
+        if self.parallel.facts.updates_each:
             combinations.refuse_what_pipedream_lacks(
                 self.parallel.schedule, self.optim, self.precision, self.zero, self.offload
             )

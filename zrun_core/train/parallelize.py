@@ -61,7 +61,7 @@ def make_settings(job: JobConfig, optimizer: OptimizerSpec, device: torch.device
         no_decay=job.optim.no_decay,
         exchange=exchange,
         placement=placement_of(offload, job.activations, device.type),
-        layer_major=job.parallel.schedule == "layer_major",
+        layer_major=job.parallel.facts.goes_in_slices,
         schedule=offload.schedule,
         delay_after=offload.delay_after,
     )

@@ -64,7 +64,7 @@ class PipelineRunner(MicroBatchRunner):
         self._links = links
         self._under_way: dict[tuple[int, int], _InChunk] = {}  # by chunk and micro-batch
         self._weight_grads: WeightGrads | None = None
-        if self._schedule == "zero_bubble":
+        if context.spec.job.parallel.facts.splits_backward:
             self._weight_grads = WeightGrads(stage.own_blocks)
             self._split_backward = SplitBackward(context.sharded, self._weight_grads.params)
         self._held: dict[tuple[int, int], MicroPass] = {}  # whose weights' gradients are to be made

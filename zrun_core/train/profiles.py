@@ -76,7 +76,7 @@ class Profiles:
         self._comm = sharded.comm
         self._world = sharded.mesh.world
         # Updates beside training have one, and each forward that goes through the model in slices.
-        slices = spec.job.parallel.schedule == "layer_major"
+        slices = spec.job.parallel.facts.goes_in_slices
         self._has_threads = slices or sharded.tiers is not None
         self._emitter = emitter
         self._phase = phase

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from zrun_core.spine.sections.parallel import PIPEDREAMS
 from zrun_core.stages.links import StageLinks
 from zrun_core.stages.node_calls import install_nodes
 from zrun_core.stages.stage import Stage
@@ -19,14 +18,14 @@ def make_runner(context: RunnerContext, stage: Stage | None) -> MicroBatchRunner
         context: of the runner; its job names the schedule.
         stage: of a pipeline; None: there is none.
     """
-    schedule = context.spec.job.parallel.schedule
+    facts = context.spec.job.parallel.facts
     if stage is not None:
         sharded = context.sharded
         most = max(len(border) for border in stage.borders)
         links = StageLinks(sharded.comm, sharded.mesh, stage.split, most)
-        runner = PipeDreamRunner if schedule in PIPEDREAMS else PipelineRunner
+        runner = PipeDreamRunner if facts.updates_each else PipelineRunner
         return runner(context, stage, links)
-    if schedule == "layer_major":
+    if facts.goes_in_slices:
         return LayerMajorRunner(context)
     if context.spec.job.parallel.draws_by_block:
         module = context.sharded.module

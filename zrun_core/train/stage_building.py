@@ -16,7 +16,6 @@ from zrun_core.memory.tensors import TIED, TensorPart, full_part
 from zrun_core.pipeline.ownership import chunks_of, owned, tied_stages
 from zrun_core.pipeline.split import Split, at_names, balance_in_words, balanced
 from zrun_core.spine.config import JobConfig
-from zrun_core.spine.sections.parallel import PIPEDREAMS
 from zrun_core.stages.flow import ModelFlow
 from zrun_core.stages.follow import follow
 from zrun_core.stages.stage import Stage
@@ -132,7 +131,7 @@ def cut(job: JobConfig, flow: ModelFlow, pp: int) -> tuple[Split, Mapping[str, t
     split = _split_of(job, flow, pp)
     owners = owned(flow.uses, split)
     _check_outside_uses(flow, split, owners)
-    if job.parallel.schedule in PIPEDREAMS:
+    if job.parallel.facts.updates_each:
         _refuse_tied(job.parallel.schedule, owners)
     for stage in range(split.pp):
         chunks_of(flow.uses, split, owners, stage)

@@ -174,7 +174,7 @@ class Replica:
         self.rank = rank
         self._device = device
         self._draws_by_block = job.parallel.draws_by_block
-        self._draws_by_turn = job.parallel.schedule == "layer_major"
+        self._draws_by_turn = job.parallel.facts.goes_in_slices
         self._turns: list[int] = []  # seeds of the micro-batches of a step, where they take turns
         torch.manual_seed(job.seed)
         self.module = user.build_model(job.model, job_dir)

@@ -192,7 +192,7 @@ class Bounds:
         # What stage s waits for: the first micro-batch on its way to it, and the gradients of the
         # last one on their way from it, beside which zero bubble still has weights' to make.
         passing = sums.block_s
-        if candidate.schedule == "zero_bubble":
+        if candidate.order.splits_backward:
             passing = sums.block_forward_s
         most = 0.0
         for stage in range(split.pp):

@@ -13,6 +13,7 @@ from zrun_core.plan.answer.planner import Planner
 from zrun_core.plan.question.candidate import Candidate
 from zrun_core.plan.trace.profile import Profile
 from zrun_core.spine.parallel_dims import ParallelDims
+from zrun_core.spine.sections.schedules import PLAIN
 
 _MOST_VIRTUAL = 8
 # States that leave the device: those that a step needs least go first, and to the nearest tier.
@@ -30,7 +31,7 @@ _OFFLOADS = (
 _FRACTIONS = (0.25, 0.5, 0.75, 1.0)  # of the states
 _POLICIES = ("none", "selective", "every_n", "full")
 # Of pipelines whose stages have one chunk. GPipe takes as long as 1F1B, and more memory.
-_SCHEDULES = ("1f1b", "zero_bubble")
+_SCHEDULES = (PLAIN, "zero_bubble")
 
 
 @dataclass(frozen=True)
@@ -195,7 +196,7 @@ class _Enumeration:
         """Return the orders of forwards and backwards, that of the base first."""
         base = self._base
         if dims.pp == 1:
-            return ("layer_major",) if base is not None and base.layer_major else ("1f1b",)
+            return ("layer_major",) if base is not None and base.layer_major else (PLAIN,)
         if dims.virtual > 1:
             return ("interleaved",)
         if base is None or base.dims.pp == 1 or base.dims.virtual > 1:

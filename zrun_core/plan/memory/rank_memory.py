@@ -22,6 +22,7 @@ from zrun_core.plan.trace import waiting_inputs
 from zrun_core.plan.trace.peak import ONE_AT_A_TIME, Moment, Passes, Peak
 from zrun_core.plan.trace.profile import Profile, Trace
 from zrun_core.plan.trace.rows import PHASE_NUMBER, TracePhase
+from zrun_core.spine.sections.schedules import SCHEDULES
 
 ALIGN = 512  # bytes to which CUDA's allocator rounds
 # Of a CPU's heap beyond its simulation, in which no small thing that lasts lies between tensors: a
@@ -135,10 +136,10 @@ def _messages_held(candidate: Candidate, split: Split, index: int, costs: Sequen
     One of them, the last, is held until something else is sent. Where a stage has several chunks,
     each has sent both ways; and no stage of GPipe waits for a slower next one.
     """
-    if candidate.schedule == "interleaved":
+    if candidate.order.has_chunks:
         return 2 * split.virtual - 1
     stages = split.stage_costs(costs)
-    if candidate.schedule != "gpipe" or index == split.pp - 1 or not stages[index + 1]:
+    if not candidate.order.forwards_first or index == split.pp - 1 or not stages[index + 1]:
         return 1
     ahead = 1 - stages[index] / stages[index + 1]
     return max(1, math.ceil(candidate.accumulation * ahead))
@@ -157,7 +158,9 @@ def moments_of(
         candidate: of which the micro-batches of a step count.
     """
     micro_batches = candidate.flowing
-    if schedule != "gpipe":  # no stage runs ahead by more than two rounds of micro-batches
+    if not SCHEDULES[
+        schedule
+    ].forwards_first:  # no stage runs ahead by more than two rounds of micro-batches
         micro_batches = min(micro_batches, 2 * stages)
     return _moments(schedule, stage, stages, virtual, micro_batches)
 
@@ -209,7 +212,7 @@ def _reduces_each(candidate: Candidate) -> bool:
 
 def makes_weights_late(candidate: Candidate) -> bool:
     """Return whether the gradients of weights are made in a later pass than those of inputs."""
-    return candidate.schedule == "zero_bubble" and candidate.dims.pp > 1
+    return candidate.order.splits_backward and candidate.dims.pp > 1
 
 
 def moves_inputs(candidate: Candidate) -> bool:

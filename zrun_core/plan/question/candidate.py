@@ -9,6 +9,7 @@ from typing import NamedTuple
 from zrun_core.memory.buffers import ON_DEVICE, Placement, Tier
 from zrun_core.pipeline.schedule import num_flowing
 from zrun_core.spine.parallel_dims import ParallelDims
+from zrun_core.spine.sections.schedules import PLAIN, SCHEDULES, Schedule
 
 
 class CandidateKey(NamedTuple):
@@ -46,7 +47,7 @@ class Candidate:
     placement: Placement = ON_DEVICE
     sequence_parallel: bool = False
     init: str = "factory"
-    schedule: str = "1f1b"
+    schedule: str = PLAIN
     split: tuple[str, ...] = ()
     partition: bool = False
 
@@ -57,9 +58,14 @@ class Candidate:
         return self.dims.tp if divides else 1
 
     @property
+    def order(self) -> Schedule:
+        """What sets its schedule apart from others."""
+        return SCHEDULES[self.schedule]
+
+    @property
     def layer_major(self) -> bool:
         """True if all micro-batches go through a block before the next one comes."""
-        return self.schedule == "layer_major"
+        return self.order.goes_in_slices
 
     @property
     def global_batch(self) -> int:
@@ -102,16 +108,16 @@ class Candidate:
         """Return why its schedule cannot have so many chunks on a stage; "" if it can."""
         schedule = self.schedule
         virtual = self.dims.virtual
-        if virtual > 1 and schedule != "interleaved":
+        if virtual > 1 and not self.order.has_chunks:
             one = f"{schedule} has one chunk on each stage"
             return f"parallel.virtual: {virtual}: {one}: write schedule: interleaved"
-        if virtual == 1 and schedule == "interleaved":
+        if virtual == 1 and self.order.has_chunks:
             return (
-                "parallel.schedule: interleaved has 2 chunks on each stage or more: write "
+                f"parallel.schedule: {schedule} has 2 chunks on each stage or more: write "
                 "virtual: 2"
             )
-        if schedule == "layer_major":
-            return "parallel.schedule: layer_major is for the whole model on a rank: write pp: 1"
+        if self.order.goes_in_slices:
+            return f"parallel.schedule: {schedule} is for the whole model on a rank: write pp: 1"
         return ""
 
     @property
@@ -146,7 +152,7 @@ def features(candidate: Candidate) -> int:
     used = [
         dims.tp > 1,
         dims.pp > 1,
-        dims.pp > 1 and candidate.schedule != "1f1b",
+        dims.pp > 1 and candidate.schedule != PLAIN,
         candidate.checkpoint != "none",
         candidate.stage == 3,
         candidate.stage > 0 and dims.shard_size < dims.dp,

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
+from zrun_core.spine.sections.schedules import PLAIN, SCHEDULES, Schedule
 from zrun_core.spine.sections.section import Ranks, Section
 from zrun_core.spine.sections.tensor_roles import ROLES, Role, read_entry
 
 Axis = Literal["tp", "dp", "pp"]
-
-
-# Schedules that update the weights after each micro-batch of each stage.
-PIPEDREAMS = ("pipedream", "pipedream_vertical")
 
 
 PipelineSchedule = Literal[
@@ -25,6 +23,11 @@ PipelineSchedule = Literal[
     "pipedream",
     "pipedream_vertical",
 ]
+
+
+def _facts(given: Mapping[str, Any]) -> Schedule:
+    """Return the facts of the schedule that is given; those of the plain one if it is wrong."""
+    return SCHEDULES.get(str(given.get("schedule")), SCHEDULES[PLAIN])
 
 
 class ParallelConfig(Section):
@@ -46,7 +49,7 @@ class ParallelConfig(Section):
         default=False, description="let a tp group span hosts that no NVLink joins, which is slow"
     )
     schedule: PipelineSchedule = Field(
-        default="1f1b",
+        default=PLAIN,
         description="order of a step's micro-batches. 1f1b: each goes backward as soon as it can, "
         "which keeps the fewest activations | gpipe: all go forward, then all backward | "
         "interleaved: 1f1b of several chunks per stage, with shorter waits and more messages | "
@@ -92,6 +95,11 @@ class ParallelConfig(Section):
     )
 
     @property
+    def facts(self) -> Schedule:
+        """What sets the schedule apart from others."""
+        return SCHEDULES[self.schedule]
+
+    @property
     def draws_by_block(self) -> bool:
         """True if each block draws from a stream of its own."""
         return self.draws == "block" or (self.draws is None and self.pp > 1)
@@ -99,7 +107,7 @@ class ParallelConfig(Section):
     @classmethod
     def expand(cls, value: Any) -> Any:
         """Return what is given, with the chunks of an interleaved pipeline."""
-        if isinstance(value, dict) and value.get("schedule") == "interleaved":
+        if isinstance(value, dict) and _facts(value).has_chunks:
             return {"virtual": 2, **value}
         return super().expand(value)
 
@@ -119,25 +127,29 @@ class ParallelConfig(Section):
         cls, schedule: PipelineSchedule, info: ValidationInfo
     ) -> PipelineSchedule:
         pp = info.data.get("pp")
-        if schedule == "layer_major" and pp not in (1, None):
+        facts = SCHEDULES[schedule]
+        if facts.goes_in_slices and pp not in (1, None):
             raise ValueError(
-                f"layer_major is an order of the whole model on each rank, and pp {pp} divides it; "
+                f"{schedule} is an order of the whole model on each rank, and pp {pp} divides it; "
                 "write schedule: 1f1b, or pp: 1"
             )
-        if schedule in ("interleaved", *PIPEDREAMS) and pp == 1:
+        if facts.needs_stages and pp == 1:
             raise ValueError(f"{schedule} is an order of several stages; write pp: 2 or more")
         return schedule
 
     @field_validator("virtual")
     @classmethod
     def _require_a_schedule_with_chunks(cls, virtual: int, info: ValidationInfo) -> int:
-        schedule = info.data.get("schedule")
-        if schedule == "interleaved" and virtual == 1:
+        if "schedule" not in info.data:
+            return virtual
+        schedule = info.data["schedule"]
+        has_chunks = SCHEDULES[schedule].has_chunks
+        if has_chunks and virtual == 1:
             raise ValueError(
-                "interleaved goes through several chunks on each stage; write virtual: 2 or more, "
+                f"{schedule} goes through several chunks on each stage; write virtual: 2 or more, "
                 "or schedule: 1f1b"
             )
-        if schedule not in ("interleaved", None) and virtual > 1:
+        if not has_chunks and virtual > 1:
             raise ValueError(
                 f"{virtual} chunks on each stage are for interleaved, and {schedule} has 1; write "
                 "schedule: interleaved, or virtual: 1"
@@ -187,10 +199,10 @@ class ParallelConfig(Section):
                 f"the stages of pp {pp} draw apart from each other, and cannot draw one after the "
                 "other; write draws: block, or leave it out"
             )
-        if draws == "block" and info.data.get("schedule") == "layer_major":
+        if draws == "block" and _facts(info.data).goes_in_slices:
             raise ValueError(
-                "layer_major has a stream for each micro-batch; leave draws out, or write another "
-                "schedule"
+                f"{info.data['schedule']} has a stream for each micro-batch; leave draws out, or "
+                "write another schedule"
             )
         return draws
 

@@ -19,9 +19,10 @@ from zrun_core.errors import ExitCode, ZrunError, lack_of_threads
 from zrun_core.spine.printable import printable
 from zrun_core.spine.releases import check_release, own_release
 
-_NEED_TORCH = ("train", "check", "estimate", "verify")
+_NEED_TORCH = ("train", "run", "check", "estimate", "verify")
 COMMANDS = (
     "train",
+    "run",
     "check",
     "estimate",
     "verify",

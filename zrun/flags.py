@@ -6,6 +6,7 @@ Those of hosts together are a `HostOptions`.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -49,6 +50,7 @@ Gpus = Annotated[
     ),
 ]
 
+_KEY = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
 MOST_SECONDS = 1e6  # as of the limits of a job
 
 
@@ -77,7 +79,8 @@ class Group(_Flags, TyperGroup):
 class Command(_Flags, TyperCommand):
     """A command none of whose options takes the name of another one for its value.
 
-    Where it takes keys of a job, `--steps 100` is `steps=100`.
+    Where it takes keys of a job, `--steps 100` is `steps=100`. Where it takes a command, what
+    follows that is the command's own.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
@@ -90,6 +93,9 @@ class Command(_Flags, TyperCommand):
         options = {name: each for each in self.get_params(ctx) for name in each.opts}
         if any(each.name == "overrides" for each in self.get_params(ctx)):
             args = with_keys(args, options)
+        if any(each.name == "command" for each in self.get_params(ctx)):
+            own, script = split_at_script(args, options)
+            args = [*with_keys(own, options), "--", *script]
         words = iter(args)
         for word in words:
             if word == "--":
@@ -133,6 +139,36 @@ def with_keys(args: list[str], options: Mapping[str, Any]) -> list[str]:
             value = following
         keys.append(f"{key}={value}")
     return found + keys
+
+
+def split_at_script(args: list[str], options: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """Return what stands before the script of a command line, and the script with what follows.
+
+    Args:
+        args: the command line. Before the script are options, their values, and KEY=VALUE.
+        options: those that are known, by name.
+    """
+    number = 0
+    while number < len(args):
+        word = args[number]
+        if word == "--":
+            return args[:number], args[number + 1 :]
+        name, equals, _ = word.partition("=")
+        if word.startswith("-"):
+            number += 2 if not equals and _takes_value(name, options) else 1
+        elif _KEY.fullmatch(name) and equals:
+            number += 1
+        else:
+            return args[:number], args[number:]
+    return args, []
+
+
+def _takes_value(name: str, options: Mapping[str, Any]) -> bool:
+    """Return whether the word behind an option is its value; one that nobody knows has none."""
+    if name in options:
+        return not getattr(options[name], "is_flag", True)
+    meant = _key_meant(name) if name.startswith("--") else None
+    return meant is not None and not meant[1]
 
 
 def _key_meant(option: str) -> tuple[str, bool] | None:

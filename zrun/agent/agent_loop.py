@@ -163,6 +163,10 @@ class AgentLoop:
         """Watch the GPUs of the ranks too; see `BoardWatch` for the arguments."""
         self._boards = BoardWatch(gpus, self._uplink, open_monitor)
 
+    def finish_by(self, number: signal.Signals) -> None:
+        """Ask the workers to finish by this signal."""
+        self._signals.finishing = number
+
     def stop(self, how: StopMode) -> None:
         """Ask the workers to end."""
         self._signals.stop(how)

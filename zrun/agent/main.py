@@ -26,8 +26,9 @@ from zrun.agent.agent_loop import AgentLoop
 from zrun.agent.echo import Echo
 from zrun.agent.observer import Observer
 from zrun.agent.rpc_server import RpcServer
+from zrun.agent.script_observer import ScriptObserver
 from zrun.agent.workers import WorkerCommand, isolated_gpus
-from zrun.job.environment import WORKER_DEFAULTS
+from zrun.job.environment import SCRIPT_DEFAULTS, WORKER_DEFAULTS
 from zrun.system import processes
 from zrun.topology.machine import monitor
 from zrun.topology.visible import environment_of
@@ -125,6 +126,14 @@ def _run(
     for rank in ranks:  # of an earlier attempt, where the launcher does not see this disk
         (run_dir / "failures" / f"rank-{rank}.json").unlink(missing_ok=True)
     hosts = list(dict.fromkeys(place["host"] for place in plan["ranks"]))
+    script = start.spec.get("script")
+    master = None
+    if script is not None:
+        address, port = script["master"]
+        master = (address, port)
+        if store is not None:
+            store.close()  # the script's own rank 0 listens there
+            store = None
     command = WorkerCommand(
         run_id=start.spec["run_id"],
         module=start.module,
@@ -137,15 +146,20 @@ def _run(
         cpus={place["rank"]: place["cpus"] for place in here if place.get("cpus")},
         alone=isolated_gpus(here),
         store=store,
+        master=master,
+        restart=start.spec.get("restart", 0),
+        max_restarts=start.spec["job"].get("restarts", 0),
     )
     echoes = _echoes(start, run_dir, ranks)
     _pass_on_signals(loop)
     server = command.start()
     if store is not None:
         store.close()  # rank 0 has it, or will
-    observer = Observer(
-        FlightRecorderView(host_file(run_dir, "board", all_here.start), all_here), run_dir
-    )
+    view = FlightRecorderView(host_file(run_dir, "board", all_here.start), all_here)
+    observer = Observer(view, run_dir)
+    if script is not None:
+        observer = ScriptObserver(view, run_dir)
+        loop.finish_by(signal.SIGTERM)  # which scripts may know
     memory = start.spec["job"].get("limits", {}).get("memory")
     loop.watch(ranks, server.pid, observer, echoes, is_remote=start.is_remote, memory=memory)
     workers = server.workers()
@@ -213,7 +227,9 @@ def _environment(start: StartRequest, run_dir: Path, here: list[dict[str, Any]])
         run_dir: of the run.
         here: the ranks of this host, as in the plan.
     """
-    found = {key: os.environ.get(key, value) for key, value in WORKER_DEFAULTS.items()}
+    is_script = start.spec.get("script") is not None
+    defaults = SCRIPT_DEFAULTS if is_script else WORKER_DEFAULTS
+    found = {key: os.environ.get(key, value) for key, value in defaults.items()}
     if start.interface is not None:
         found["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", start.interface)
         found["NCCL_SOCKET_IFNAME"] = os.environ.get("NCCL_SOCKET_IFNAME", f"={start.interface}")
@@ -221,7 +237,11 @@ def _environment(start: StartRequest, run_dir: Path, here: list[dict[str, Any]])
     gpus = [place["uuid"] for place in here if place.get("uuid") is not None]
     # Of those that the environment names the plan has chosen: in the order of the ranks.
     found |= environment_of(gpus)
-    found["OMP_NUM_THREADS"] = str(here[0].get("threads", 1))
+    threads = str(here[0].get("threads", 1))
+    if is_script:
+        found.setdefault("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", threads))
+        return found
+    found["OMP_NUM_THREADS"] = threads
     found["ZRUN_STORE"] = start.store or str(run_dir / _STORE)
     return found
 

@@ -38,13 +38,17 @@ class Observer:
     def look(self, ranks: Iterable[int]) -> Frame:
         """Return the frame that says how far the running `ranks` are, and which are halted."""
         before = self._states
-        self._states = {rank: self._view.state(rank) for rank in ranks}
+        self._states = {rank: self._state(rank) for rank in ranks}
         still = [rank for rank, state in self._states.items() if state == before.get(rank)]
         return {
             "frame": "board",
             "states": {rank: list(state) for rank, state in self._states.items()},
             "halted": [rank for rank in still if self._states[rank].is_halted],
         }
+
+    def _state(self, rank: int) -> RankProgress:
+        """Return how far a rank is."""
+        return self._view.state(rank)
 
     def phase(self, ranks: Iterable[int]) -> tuple[str, int]:
         """Return the phase and the step in which the first of the running `ranks` is."""
@@ -86,6 +90,7 @@ class Observer:
         """Return the frame that says what the running workers do, with stacks and ends of logs."""
         halted = [rank for rank, leader in leaders.items() if leader.state in ("T", "t")]
         awaited = self._view.awaited()
+        own_words = self._ask(leaders, halted)
         told = []
         for rank in leaders:
             state = self._view.state(rank)
@@ -98,6 +103,7 @@ class Observer:
                     "last": str(self._view.last(rank) or "no collective"),
                     "awaits": _in_frame(awaited.get(rank)),
                 }
+                | own_words.get(rank, {})
             )
         return {
             "frame": "testimony",
@@ -109,6 +115,15 @@ class Observer:
             "addresses": own_addresses(),
             "unanswered": unanswered(leader.pid for leader in leaders.values()),
         }
+
+    def _ask(self, leaders: Mapping[int, Process], halted: list[int]) -> dict[int, dict[str, Any]]:
+        """Return what ranks say themselves of what they wait for; a job's have it on their pages.
+
+        Args:
+            leaders: the ranks.
+            halted: those of them that cannot answer.
+        """
+        return {}
 
     def _does(self, rank: int, state: RankProgress) -> str:
         """Return what a rank does, as a verb."""

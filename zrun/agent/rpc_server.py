@@ -11,6 +11,7 @@ import socket
 
 from zrun.agent.connectivity import Listener, connect, link_rates, listen
 from zrun.hosts import probe
+from zrun.system.ports import listen_below_range
 from zrun.transport.frames import Frame
 
 
@@ -20,7 +21,7 @@ class RpcServer:
     Attributes:
         store: the socket at which the ranks of several hosts meet, once it was asked for. The first
             host's agent opens it, since the others must know its port before they start; rank 0
-            inherits it.
+            inherits it, or opens it anew if it runs a script of the user's own.
     """
 
     def __init__(self) -> None:
@@ -42,7 +43,10 @@ class RpcServer:
             case "door":
                 return self._open_listener(question)
             case "store":
-                self.store = listen(question["address"])
+                if question.get("for_script"):  # which listens there much later
+                    self.store = listen_below_range(question["address"])
+                else:
+                    self.store = listen(question["address"])
                 return {"port": self.store.getsockname()[1]}
             case "knock":
                 peers = {name: (host, port) for name, (host, port) in question["peers"].items()}

@@ -1,6 +1,6 @@
 """Signals to the workers of a host: to save, to profile, to finish, to end now, and what follows.
 
-StopMode.FINISH   SIGUSR1 to each worker: it ends after its step
+StopMode.FINISH   SIGUSR1 to each worker: it ends after its step; SIGTERM to a script
 StopMode.NOW      SIGINT and SIGTERM, which a worker takes together for "now"; SIGKILL after 5 s
 StopMode.KILL     SIGKILL
 a worker failed   SIGTERM after 0.1 s, in which others may say why they fail too; SIGKILL after 5 s
@@ -28,10 +28,12 @@ class WorkerSignals:
 
     Attributes:
         asked: how they were asked to end last; None: they were not. It holds for workers to come.
+        finishing: the signal that asks them to finish.
     """
 
     def __init__(self) -> None:
         self.asked: StopMode | None = None
+        self.finishing = signal.SIGUSR1
         self._leaders: dict[int, Process] = {}  # by rank
         self._terminate_at: float | None = None
         self._kill_at: float | None = None
@@ -64,7 +66,7 @@ class WorkerSignals:
         for leader in self.leaders:
             match how:
                 case StopMode.FINISH:
-                    processes.send([leader], signal.SIGUSR1)
+                    processes.send([leader], self.finishing)
                 case StopMode.NOW:
                     processes.send([leader], signal.SIGINT)
                     processes.send(processes.session_of(leader), signal.SIGTERM)

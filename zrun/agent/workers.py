@@ -22,6 +22,7 @@ from typing import Any
 
 from zrun.agent import fork_server
 from zrun.agent.fork_server import BEGIN, BEGIN_ANEW, ForkReply, ForkRequest, RankSlot
+from zrun.system.ports import free_port
 from zrun.topology.cpus import USER_BINDING
 from zrun.topology.visible import environment_of
 
@@ -146,6 +147,8 @@ class WorkerCommand:
         cpus: that ranks keep to, as Linux writes sets.
         alone: UUIDs of GPUs, or of slices, that only this rank sees.
         store: listens for the ranks of several hosts; rank 0 inherits it.
+        master: address and port at which a script's ranks meet; None: it is no script.
+        restart, max_restarts: how often the run was started again, and may be.
     """
 
     run_id: str
@@ -159,6 +162,9 @@ class WorkerCommand:
     cpus: Mapping[int, str] = field(default_factory=dict)
     alone: Mapping[int, str] = field(default_factory=dict)
     store: socket.socket | None = None
+    master: tuple[str, int] | None = None
+    restart: int = 0
+    max_restarts: int = 0
 
     def start(self) -> ForkServer:
         """Start what becomes the workers.
@@ -210,20 +216,22 @@ class WorkerCommand:
 
     def _variables(self) -> dict[str, str]:
         """Return what torchrun sets for every rank of this host."""
+        # A job's own ranks meet in the file that ZRUN_STORE names: this is for code that calls
+        # `init_process_group("gloo")` by itself.
+        address, port = self.master or ("127.0.0.1", free_port())
         return {
             "WORLD_SIZE": str(self.world_size),
             "LOCAL_WORLD_SIZE": str(len(self.ranks)),
             "GROUP_RANK": str(self.host[0]),
             "GROUP_WORLD_SIZE": str(self.host[1]),
-            "ROLE_NAME": "worker",
+            "NODE_RANK": str(self.host[0]),
+            "ROLE_NAME": "default",
             "ROLE_WORLD_SIZE": str(self.world_size),
-            # For code that calls `init_process_group("gloo")` by itself: ours meets in the file
-            # that ZRUN_STORE names.
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(_free_port()),
+            "MASTER_ADDR": address,
+            "MASTER_PORT": str(port),
             "TORCHELASTIC_RUN_ID": self.run_id,
-            "TORCHELASTIC_RESTART_COUNT": "0",
-            "TORCHELASTIC_MAX_RESTARTS": "0",
+            "TORCHELASTIC_RESTART_COUNT": str(self.restart),
+            "TORCHELASTIC_MAX_RESTARTS": str(self.max_restarts),
             "TORCHELASTIC_USE_AGENT_STORE": "False",
         }
 
@@ -239,9 +247,3 @@ class WorkerCommand:
         if self.store is not None and rank == 0:
             own["ZRUN_STORE_FD"] = str(self.store.fileno())
         return own
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

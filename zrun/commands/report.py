@@ -112,6 +112,10 @@ def _real(paths: Sequence[Path]) -> set[Path]:
 
 
 def _nothing_told(path: Path) -> str:
+    from zrun.runs.listing import is_script
+
+    if is_script(path):
+        return f"run {path.name} is of a script that tells of no steps, as those with zrun_core do"
     return (
         f"{path / 'events.jsonl'} has no event: the run has not begun to train; zrun logs "
         f"{path.name} shows how far it is"

@@ -52,7 +52,7 @@ def stop(
     import json
 
     from zrun.launch import stop_request
-    from zrun.runs.listing import RunStatus, find_run, read_run
+    from zrun.runs.listing import RunStatus, find_run, is_script, read_run
 
     found = read_run(find_run(run, running=True))
     was_running = found.state is RunStatus.RUNNING
@@ -64,6 +64,8 @@ def stop(
     if was_running:
         if found.holder is not None and not as_json:
             how = "ending the workers" if now else "finishing the step"
+            if is_script(found.path) and not now:
+                how = "its ranks get SIGTERM"
             print(f"run {found.run_id} of {found.job}, {found.holder}: {how}", file=sys.stderr)
         stop_request.stop(found, now, timeout)
         found = read_run(found.path)
@@ -77,16 +79,21 @@ def stop(
 
 def _end(run: RunSummary) -> str:
     """Return one line about how it ended."""
-    from zrun.runs.listing import RunStatus
+    from zrun.runs.listing import RunStatus, is_script
     from zrun_core.errors import ExitCode
 
+    of_script = is_script(run.path)
     after = f" after step {run.step}" if run.step else " before the first step ended"
+    if of_script and not run.step:
+        after = ""
     match run.state:
         case RunStatus.STOPPED:
-            saved = "not saved"
-            if run.exit_code == ExitCode.STOPPED:
-                saved = "saved: continue with --resume auto"
-            return f"stopped{after}, exit code {run.exit_code}, {saved}"
+            saved = ", not saved"
+            if of_script:
+                saved = ""  # nobody knows
+            elif run.exit_code == ExitCode.STOPPED:
+                saved = ", saved: continue with --resume auto"
+            return f"stopped{after}, exit code {run.exit_code}{saved}"
         case RunStatus.FAILED:
             return f"failed{after} (exit code {run.exit_code}): {run.headline}"
         case RunStatus.VANISHED:

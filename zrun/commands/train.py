@@ -6,8 +6,7 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from socket import gethostname
 from typing import TYPE_CHECKING, Annotated
@@ -15,13 +14,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from zrun.flags import Exclude, Gpus, HostList, HostsFile, Include, Nodes
+from zrun.starting import refuse_joined, stopped_in_words
 from zrun.watch.ui import Ui
-from zrun_core.errors import JobError, StoppedError
+from zrun_core.errors import JobError
 
 if TYPE_CHECKING:
-    from zrun.hosts.backend import Backend, HostOptions
+    from zrun.hosts.backend import HostOptions
     from zrun.job.load import LoadedJob
-    from zrun_core.spine.config import JobConfig
 
 
 def train(
@@ -105,7 +104,7 @@ def train(
         detached = DetachedLauncher.begin(ui)
     # First of all: the agent gets ready while this process still reads the job.
     early = None if dry_run else LocalAgent()
-    with _stopped_in_words(), stoppable(lambda: "before training began"), early or nullcontext():
+    with stopped_in_words(), stoppable(lambda: "before training began"), early or nullcontext():
         from zrun.hosts.backend import HostOptions, find_backend
         from zrun.job.environment import worker_environment
         from zrun.job.hidden import without_secret_values
@@ -124,7 +123,7 @@ def train(
         backend = find_backend(loaded.config, options, os.environ, job_dir, gethostname())
         environment = worker_environment(loaded.config, os.environ)
         if backend.kind == "env":
-            _refuse_joined(loaded.config, backend, dry_run, detach)
+            refuse_joined(loaded.config, backend, dry_run, detach, "zrun train")
 
         from zrun.launch.launch_request import LaunchRequest
         from zrun.launch.session import launch
@@ -205,35 +204,7 @@ def _verify_first(job: Path, overrides: list[str]) -> None:
     from zrun.verification.verify import VerifyRequest
     from zrun.verification.verify import verify as run
 
-    with _stopped_in_words():
+    with stopped_in_words():
         code = run(VerifyRequest(job, overrides))
     if code:
         raise typer.Exit(code)
-
-
-@contextmanager
-def _stopped_in_words() -> Iterator[None]:
-    """Turn a stop by a signal into one line and the exit code."""
-    try:
-        yield
-    except StoppedError as error:
-        from zrun.system.output import say
-
-        say(str(error), sys.stderr)
-        raise typer.Exit(error.exit_code) from None
-
-
-def _refuse_joined(job: JobConfig, backend: Backend, dry_run: bool, detach: bool) -> None:
-    """Refuse what only the launcher that started this process could do."""
-    if job.restarts:
-        asked = "restarts"
-        instead = "leave it out, and let that launcher start all of them again, with --resume auto"
-    elif detach:
-        asked = "--detach"
-        instead = "leave it out, and put that launcher in the background instead"
-    elif dry_run:
-        asked = "--dry-run"
-        instead = "call zrun train --dry-run once, by itself"
-    else:
-        return
-    raise JobError(f"{asked}: another launcher started this process ({backend.why}): {instead}")

@@ -32,6 +32,14 @@ WORKER_DEFAULTS = {
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",
 }
 
+# What ranks get of it that run a script of the user's own. They are as torchrun leaves them, but
+# for the flight recorder of torch: it tells of a hang what each rank waits for.
+SCRIPT_DEFAULTS = {
+    **{key: WORKER_DEFAULTS[key] for key in ("CUDA_DEVICE_ORDER", "GLOO_SOCKET_IFNAME")},
+    "TORCH_FR_BUFFER_SIZE": "2000",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+}
+
 # Variables of the launcher's shell that other hosts get without a job asking for it: settings of
 # libraries, which mean the same everywhere. Paths, and the numbers of this host's devices, do not.
 _FORWARDED = re.compile(

@@ -27,9 +27,9 @@ def refuse_script(path: Path) -> None:
     """
     if path.suffix == ".py":
         raise JobError(
-            f"{path} is a script, and a job is a YAML file that names functions of it: `zrun init "
-            "-o job.yaml` writes one; a loop of your own stays as it is, with zrun_core in it, "
-            f"under torchrun {path}"
+            f"{path} is a script, and a job is a YAML file that names functions of it: a script "
+            f"that trains by itself is launched by `zrun run {path}`; `zrun init -o job.yaml` "
+            "writes a job"
         )
     if path.suffix == ".toml":
         raise JobError(

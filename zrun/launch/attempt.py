@@ -16,7 +16,7 @@ import shlex
 import shutil
 import sys
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,12 +24,13 @@ from zrun.estimate import auto_share
 from zrun.estimate.forecast import Forecast
 from zrun.estimate.gate import Gate, refusal
 from zrun.hosts.backend import with_backend
-from zrun.hosts.cluster import Cluster
+from zrun.hosts.cluster import Cluster, several
 from zrun.job.flat_keys import flat_keys
 from zrun.job.hidden import may_be_secret, shown_command, without_secrets
 from zrun.job.load import LoadedJob, load_job
 from zrun.job.problems import ValueOrigin
 from zrun.job.render import with_origins
+from zrun.job.script import KEYS, script_text
 from zrun.launch.bring_up import ClusterSession, bring_up
 from zrun.launch.failures import BESIDE_STEPS, Failure, Hang, LostHost, Stopped
 from zrun.launch.launch_request import AttemptResult, LaunchRequest
@@ -38,9 +39,10 @@ from zrun.launch.supervise import SupervisedRun, Supervisor, judge
 from zrun.pages.outcome import Outcome
 from zrun.placement.plan import ResolvedJob, plan_on_backend
 from zrun.runs.run_lock import RunLock
-from zrun.runs.rundir import RunDir, set_checkpoints_aside
+from zrun.runs.rundir import EarlierRun, RunDir, set_checkpoints_aside
 from zrun.runs.start_point import StartPoint, choose_restart, choose_start, choose_under_lock
 from zrun.system.output import Dispensable, say
+from zrun.system.ports import free_port
 from zrun.system.signals import LauncherSignals, ends_with_parent, ignore, name_of, stoppable
 from zrun.trackers.process import TrackerProcess
 from zrun.trackers.tracker import check_installed
@@ -48,10 +50,11 @@ from zrun.transport.agent_process import AgentLink
 from zrun.transport.agents import AgentGroup
 from zrun.transport.frames import StartRequest
 from zrun.transport.join import JoinedAgent
+from zrun.watch import formatting
 from zrun.watch.follow import Follower
 from zrun.watch.panel_layout import Facts
 from zrun.watch.phases import PhaseWatch
-from zrun.watch.preface import brief, places, preface, width_of
+from zrun.watch.preface import brief, places, preface, script_brief, width_of
 from zrun.watch.report import report
 from zrun.watch.run_state import RunState
 from zrun.watch.screen import open_screen
@@ -61,7 +64,7 @@ from zrun.watch.ui import Ui
 from zrun_core.checkpoint.names import steps_in
 from zrun_core.errors import CheckpointError, ExitCode, StoppedError, ZrunError
 from zrun_core.spine.events import Event
-from zrun_core.spine.spec import RunSpec, checkpoint_folder
+from zrun_core.spine.spec import RunSpec, ScriptSpec, checkpoint_folder
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,7 @@ class _ClaimedRun:
     resolved: ResolvedJob
     rundir: RunDir
     spec: RunSpec
-    gate: Gate
+    gate: Gate | None  # None: a script, of which nothing can be foreseen
 
     @property
     def facts(self) -> Facts:
@@ -111,17 +114,23 @@ def attempt(request: LaunchRequest, members: list[AgentLink]) -> AttemptResult:
         print(start.note, file=sys.stderr)
     if request.dry_run or start.complete:
         return AttemptResult(ExitCode.OK)
-    gate = Gate(
-        request.loaded,
-        resolved,
-        session.cluster,
-        request.environment,
-        force=request.force,
-        is_restart=request.is_restart,
-    )
+    gate = None
+    if request.script is None:
+        gate = Gate(
+            request.loaded,
+            resolved,
+            session.cluster,
+            request.environment,
+            force=request.force,
+            is_restart=request.is_restart,
+        )
     name = resolved.job.name
-    with gate, RunDir.claim(name, start.run_dir, earlier=start.earlier, lock=lock) as rundir:
-        spec = _prepare(request, resolved, start, rundir, gate.memory_bytes)
+    with (
+        gate or nullcontext(),
+        RunDir.claim(name, start.run_dir, earlier=start.earlier, lock=lock) as rundir,
+    ):
+        memory_bytes = None if gate is None else gate.memory_bytes
+        spec = _prepare(request, resolved, start, rundir, session.store, memory_bytes)
         run = _ClaimedRun(request, resolved, rundir, spec, gate)
         try:
             agents = _start_workers(session, request, spec)
@@ -155,7 +164,15 @@ def _plan(request: LaunchRequest, members: list[AgentLink]) -> tuple[ClusterSess
     least = len(members)
     if request.is_restart and config.min_hosts is not None:
         least = config.min_hosts
-    session = bring_up(members, request.backend, config, job_dir, root.absolute(), least)
+    session = bring_up(
+        members,
+        request.backend,
+        config,
+        job_dir,
+        root.absolute(),
+        least,
+        for_script=request.script is not None,
+    )
     if session.dropped:
         say(session.dropped, sys.stderr)
     resolved = plan_on_backend(request.loaded.config, request.backend, session.cluster)
@@ -188,6 +205,11 @@ def _tells_user(request: LaunchRequest) -> bool:
 
 def _print_plan(request: LaunchRequest, resolved: ResolvedJob, cluster: Cluster) -> None:
     width = width_of(sys.stderr)
+    if request.script is not None:
+        print(script_brief(resolved, request.script, cluster, width), file=sys.stderr)
+        if request.dry_run:
+            show_seats(resolved.plan.ranks, cluster, sys.stderr)
+        return
     if request.dry_run:
         print(preface(resolved, cluster, width), file=sys.stderr)
         show_seats(resolved.plan.ranks, cluster, sys.stderr)
@@ -202,6 +224,10 @@ def _choose_start(
 ) -> tuple[StartPoint, RunLock | None]:
     """Decide where the run begins; return the lock on its directory too, if this process has it."""
     job = resolved.job
+    if request.script is not None:
+        if request.is_restart:
+            return StartPoint(request.run_dir, earlier=EarlierRun.CONTINUE), request.lock
+        return StartPoint(request.run_dir), None
     if request.is_restart:
         assert request.run_dir is not None
         return choose_restart(job, request.run_dir, request.origin), request.lock
@@ -218,6 +244,7 @@ def _prepare(
     resolved: ResolvedJob,
     start: StartPoint,
     rundir: RunDir,
+    store: str | None,
     memory_bytes: int | None,
 ) -> RunSpec:
     """Record the job in a run directory that was just claimed, and return the spec of its ranks.
@@ -227,18 +254,19 @@ def _prepare(
         resolved: the job and the plan.
         start: where the run begins.
         rundir: the directory.
+        store: where the ranks of several hosts meet; None: there is one host.
         memory_bytes: that each rank may have; None: no limit is known.
     """
     if _tells_user(request):
-        print(
-            places(rundir.path, resolved.job.log.ranks, resolved.plan.world_size), file=sys.stderr
-        )
+        shown = resolved.job.log.ranks
+        told = places(rundir.path, shown, resolved.plan.world_size, is_job=request.script is None)
+        print(told, file=sys.stderr)
     if request.detached is not None:
-        request.detached.switch_to_log(rundir)
+        request.detached.switch_to_log(rundir, is_script=request.script is not None)
     if start.aside is not None:
         set_checkpoints_aside(start.aside, rundir.run_id)
     rundir.write_launch(shown_command(request.command))
-    rundir.write_job(_job_text(request.loaded, resolved))
+    rundir.write_job(_job_text(request, resolved))
     rundir.write_plan(resolved.plan)
     return RunSpec(
         job=without_secrets(resolved.job),
@@ -250,14 +278,34 @@ def _prepare(
         checkpoints=str(checkpoint_folder(resolved.job, rundir.path)),
         resume=start.resume,
         memory_bytes=memory_bytes,
+        script=_script_on(request.script, store),
+        restart=request.restart,
     )
 
 
-def _job_text(loaded: LoadedJob, resolved: ResolvedJob) -> str:
+def _script_on(script: ScriptSpec | None, store: str | None) -> ScriptSpec | None:
+    """Return the script with the address at which its ranks meet: rank 0 will listen there.
+
+    Args:
+        script: None: there is none.
+        store: where the ranks of several hosts meet; None: all of them are here.
+    """
+    if script is None:
+        return None
+    address, port = "127.0.0.1", free_port()
+    if store is not None:
+        host, _, number = store.removeprefix("tcp://").rpartition(":")
+        address, port = host.strip("[]"), int(number)
+    return script.model_copy(update={"master": (address, port)})
+
+
+def _job_text(request: LaunchRequest, resolved: ResolvedJob) -> str:
     """Return the job as it runs, with the origin of each value."""
+    loaded = request.loaded
     autos = {each.key: ValueOrigin("auto", each.why) for each in resolved.reasons}
     origins = {**loaded.origins, **autos}
-    return with_origins(LoadedJob(without_secrets(resolved.job), loaded.path, origins))
+    job = LoadedJob(without_secrets(resolved.job), loaded.path, origins)
+    return with_origins(job) if request.script is None else script_text(job, request.script)
 
 
 def _start_workers(session: ClusterSession, request: LaunchRequest, spec: RunSpec) -> AgentGroup:
@@ -292,9 +340,12 @@ def _monitor(claimed: _ClaimedRun, agents: AgentGroup) -> _Observed:
     job = claimed.resolved.job
     plan = claimed.resolved.plan
     facts = claimed.facts
-    screen = open_screen(request.ui, facts, job.log.every, sys.stdout, os.environ)
+    is_script = request.script is not None
+    screen = open_screen(
+        request.ui, facts, job.log.every, sys.stdout, os.environ, is_script=is_script
+    )
     follower = Follower(screen, claimed.rundir.append)
-    run = SupervisedRun(plan.world_size)
+    run = SupervisedRun(plan.world_size, is_script=is_script)
     signals = LauncherSignals()
     phases = PhaseWatch(compiles=job.compile)
     stragglers = Stragglers(facts)
@@ -306,7 +357,8 @@ def _monitor(claimed: _ClaimedRun, agents: AgentGroup) -> _Observed:
 
     def on_event(event: Event, line: bytes | None) -> None:
         follower.event(event, line)
-        compare(gate.see, event, follower.event)
+        if gate is not None:
+            compare(gate.see, event, follower.event)
         find_slow(stragglers.see, event, follower.event)
 
     def see_phase() -> None:
@@ -316,9 +368,13 @@ def _monitor(claimed: _ClaimedRun, agents: AgentGroup) -> _Observed:
             follower.event(news)
 
     def on_turn() -> None:
-        tell_phase(see_phase)
+        if not is_script:
+            tell_phase(see_phase)
+        elif request.detached is not None and run.started >= set(plan.hosts):
+            request.detached.has_started()
         follower.turn(phases.doing)
-        compare(gate.turn, follower.event)
+        if gate is not None:
+            compare(gate.turn, follower.event)
         if trackers is not None:
             track(trackers.turn, follower.event)
 
@@ -344,6 +400,9 @@ def _start_trackers(claimed: _ClaimedRun) -> TrackerProcess | None:
         return None
     keys = job.model_dump(mode="json", exclude={"env"})
     args = keys.pop("log")["args"]
+    script = claimed.request.script
+    if script is not None:
+        keys = {"script": script.name, **{key: keys[key] for key in KEYS if key in keys}}
     config = {
         name: value
         for name, value in flat_keys(keys).items()
@@ -395,19 +454,22 @@ def _conclude(
         resume = request.resume_command if committed else None
         by = name_of(signals.first) if signals.first is not None else run.stop_reason
         lost = tuple(run.lost.values())
-        stopped = Stopped(code, by, run.last_step, committed, lost, run.seen)
+        stopped = Stopped(
+            code, by, run.last_step, committed, lost, run.seen, is_script=run.is_script
+        )
         message = stopped.describe(resume and request.resume_in_words)
         rundir.write_failure(stopped.to_json() | {"resume": resume, "told": message})
         say(message, sys.stderr)
         claimed.write_page(observed.state, Outcome.of(code, message))
     else:
-        _report(claimed, observed.state)
+        _report(claimed, observed)
     return code, None
 
 
-def _report(claimed: _ClaimedRun, state: RunState) -> None:
+def _report(claimed: _ClaimedRun, observed: _Observed) -> None:
     """Write the page of a run that is done, and print its report."""
     rundir = claimed.rundir
+    state = observed.state
     page = claimed.write_page(state, Outcome.of(ExitCode.OK))
     ui = claimed.request.ui
     if ui is Ui.none:
@@ -415,6 +477,12 @@ def _report(claimed: _ClaimedRun, state: RunState) -> None:
     out = sys.stderr if ui is Ui.json else sys.stdout
     columns = shutil.get_terminal_size().columns if out.isatty() else None
     ascii_only = not (out.encoding or "").lower().startswith("utf")
+
+    if observed.run.is_script and not state.step.step:
+        ranks = several(observed.run.num_ranks, "rank")
+        took = formatting.duration(state.elapsed_s or 0.0)
+        say(f"done  the script ended on {ranks}, in {took}\nrun   {rundir.path}", out)
+        return
 
     def tell() -> None:
         say(report(state, rundir.path, columns, page=page, ascii_only=ascii_only), out)
@@ -469,13 +537,13 @@ def _report_failure(
 
 
 def _unfit(
-    code: int, failure: Failure | Hang | LostHost, run: SupervisedRun, gate: Gate
+    code: int, failure: Failure | Hang | LostHost, run: SupervisedRun, gate: Gate | None
 ) -> Forecast | None:
     """Return the estimate of a job for which a rank had no memory, if that says so too.
 
     None: it was something else, the job would fit by the estimate, or a signal ended the waiting.
     """
-    if not isinstance(failure, Failure) or not gate.may_refuse:
+    if gate is None or not isinstance(failure, Failure) or not gate.may_refuse:
         return None
     was_refused = code == ExitCode.PREFLIGHT
     # All that lasts is there in the second step: what runs out of memory later had fitted.

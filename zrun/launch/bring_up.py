@@ -72,6 +72,8 @@ def bring_up(
     job_dir: Path,
     run_dir: Path,
     least: int,
+    *,
+    for_script: bool = False,
 ) -> ClusterSession:
     """Look at all hosts at once.
 
@@ -82,6 +84,7 @@ def bring_up(
         job_dir: whose Python files must be the same on all hosts.
         run_dir: of the run, or the folder in which it will be made.
         least: hosts that are enough if others cannot be used.
+        for_script: the ranks open the store by themselves.
 
     Raises:
         PreflightError: too many cannot be used; all of them are named.
@@ -92,7 +95,7 @@ def bring_up(
         local = tuple(HostAgent(agent, here.hostname, is_remote=False) for agent in agents)
         return ClusterSession(local, Cluster((here,)))
     if backend.kind == "env":
-        return _assemble_joined(agents, backend, job, job_dir, run_dir, swap)
+        return _assemble_joined(agents, backend, job, job_dir, run_dir, swap, for_script=for_script)
     findings = _inspect_for_job(agents, backend, job, job_dir, _shared(job, run_dir), swap)
     used = [
         (agent, finding.report)
@@ -102,7 +105,7 @@ def bring_up(
     dropped = describe(findings) if len(used) < len(findings) else ""
     if not used or len(used) < min(least, len(findings)):
         raise PreflightError(dropped)
-    store = _open_store(*used[0]) if len(used) > 1 else None
+    store = _open_store(*used[0], for_script=for_script) if len(used) > 1 else None
     remote = tuple(HostAgent(agent, agent.host, report.interface) for agent, report in used)
     return ClusterSession(remote, cluster_of(findings, backend), store, dropped)
 
@@ -213,12 +216,15 @@ def _assemble_joined(
     job_dir: Path,
     run_dir: Path,
     swap: SwapFolder | None,
+    *,
+    for_script: bool,
 ) -> ClusterSession:
     """Look at the hosts of processes that another launcher started.
 
     Args:
         agents: of all processes, in order; the first one is of this process.
         swap: for states on disks of the hosts.
+        for_script: the ranks open the store by themselves.
 
     Raises:
         PreflightError: one cannot be used, or its processes see it differently.
@@ -254,7 +260,9 @@ def _assemble_joined(
             seat = place if member.is_rank else None
             is_remote = len(hosts) > 1 and place > 0
             host_agents.append(HostAgent(agents[place], host.name, interface, seat, is_remote))
-    store = _open_store(first[0], reports[first[0]]) if reports else None
+    store = None
+    if reports:
+        store = _open_store(first[0], reports[first[0]], for_script=for_script)
     return ClusterSession(tuple(host_agents), Cluster(tuple(cluster)), store)
 
 
@@ -278,7 +286,7 @@ def _shared(job: JobConfig, run_dir: Path) -> list[Path]:
     return [checkpoint_folder(job, run_dir)] if job.checkpoint is not None else []
 
 
-def _open_store(agent: AgentLink, report: HostReport) -> str:
+def _open_store(agent: AgentLink, report: HostReport, *, for_script: bool) -> str:
     """Let the first host open the store at which all ranks meet.
 
     Returns:
@@ -287,7 +295,8 @@ def _open_store(agent: AgentLink, report: HostReport) -> str:
     Raises:
         PreflightError: it could not.
     """
-    answer = ask({agent: {"ask": "store", "address": report.address}}, _STORE_S)[agent]
+    question: Frame = {"ask": "store", "address": report.address, "for_script": for_script}
+    answer = ask({agent: question}, _STORE_S)[agent]
     if isinstance(answer, str) or "error" in answer:
         why = answer if isinstance(answer, str) else answer["error"]
         raise PreflightError(f"{agent.host}: it cannot listen at {report.address} ({why})")

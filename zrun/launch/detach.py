@@ -37,6 +37,7 @@ from zrun.watch.ui import Ui
 from zrun_core.errors import JobError, ZrunError
 
 _TURN_S = 0.05
+_STARTED = b"s"
 _READ_BYTES = 1 << 16
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _HIGHEST_DESCRIPTOR = 1 << 30
@@ -46,7 +47,8 @@ class DetachedLauncher:
     """The launcher's side: it tells the process that waits for it where its log is."""
 
     def __init__(self, pipe: int) -> None:
-        self._pipe: int | None = pipe  # None: the run directory has been told
+        self._pipe: int | None = pipe  # None: all has been told
+        self._has_told = False  # the run directory
 
     @classmethod
     def begin(cls, ui: Ui) -> Self:
@@ -77,10 +79,14 @@ class DetachedLauncher:
         os.closerange(write_end + 1, _HIGHEST_DESCRIPTOR)
         return cls(write_end)
 
-    def switch_to_log(self, rundir: RunDir) -> None:
+    def switch_to_log(self, rundir: RunDir, *, is_script: bool = False) -> None:
         """Write to the log of the run directory from now on.
 
         To be called again when a restart has moved that away.
+
+        Args:
+            rundir: the directory.
+            is_script: it makes no steps: the process that waits does so for `has_started`.
 
         Raises:
             ZrunError: it cannot be made.
@@ -98,9 +104,26 @@ class DetachedLauncher:
         os.close(log)
         if self._pipe is None:
             return
-        place = json.dumps({"path": str(rundir.path), "events": rundir.first_event})
+        if self._has_told:
+            return
+        self._has_told = True
+        place = {
+            "path": str(rundir.path),
+            "events": rundir.first_event,
+            "is_script": is_script,
+        }
         with suppress(OSError):  # the other process has exited
-            os.write(self._pipe, place.encode() + b"\n")
+            os.write(self._pipe, json.dumps(place).encode() + b"\n")
+        if not is_script:
+            os.close(self._pipe)
+            self._pipe = None
+
+    def has_started(self) -> None:
+        """Say that the ranks of a script have been started, unless that was said."""
+        if self._pipe is None:
+            return
+        with suppress(OSError):  # the other process has exited
+            os.write(self._pipe, _STARTED)
         os.close(self._pipe)
         self._pipe = None
 
@@ -122,27 +145,43 @@ def _wait(launcher: int, pipe: int) -> NoReturn:
             if run is None:
                 with suppress(BlockingIOError):
                     told += os.read(pipe, _READ_BYTES)
-                if told.endswith(b"\n"):
-                    run = _WatchedRun(**json.loads(told))
+                line, newline, rest = told.partition(b"\n")
+                if newline:
+                    run = _WatchedRun(**json.loads(line), pipe=pipe, has_started=bool(rest))
                     name = Path(run.path).name
-                    notify(f"run {name}: waiting for its first step; until then Ctrl-C ends it")
+                    notify(f"run {name}: waiting for {run.awaited}; until then Ctrl-C ends it")
             if run is not None:
                 run.show_log()
             if ended:
                 code = os.waitstatus_to_exitcode(status)
                 sys.exit(code if code >= 0 else 128 - code)
-            if run is not None and run.has_made_step():
+            if run is not None and run.is_under_way():
                 break
             time.sleep(_TURN_S)
-    print(_farewell(Path(run.path), launcher), flush=True)
+    print(_farewell(run, launcher), flush=True)
     sys.exit(0)
 
 
 class _WatchedRun:
     """A run directory, as the waiting process follows it."""
 
-    def __init__(self, path: str, events: int) -> None:
+    def __init__(
+        self, path: str, events: int, is_script: bool, pipe: int, has_started: bool
+    ) -> None:
+        """
+        Args:
+            path: of the directory.
+            events: bytes of its record before this launch.
+            is_script: it is under way once its ranks are.
+            pipe: on which the launcher says so.
+            has_started: it has done so.
+        """
         self.path = path
+        self.awaited = "its ranks to start" if is_script else "its first step"
+        self.does = "is running" if is_script else "is training"
+        self._is_script = is_script
+        self._pipe = pipe
+        self._has_started = has_started
         self._events = FileTail(Path(path) / "events.jsonl", events)
         self._log = FileTail(Path(path) / LOG)
 
@@ -153,16 +192,22 @@ class _WatchedRun:
             sys.stderr.buffer.write(data)
             sys.stderr.flush()
 
-    def has_made_step(self) -> bool:
+    def is_under_way(self) -> bool:
         """Return whether a step is done, or the run has ended: there may be none left to make."""
+        if self._is_script:
+            with suppress(BlockingIOError):
+                if os.read(self._pipe, 1) == _STARTED:
+                    self._has_started = True
+            return self._has_started
         kinds = [json.loads(line).get("type") for line in self._events.lines()]
         return "step" in kinds or "end" in kinds
 
 
-def _farewell(path: Path, launcher: int) -> str:
+def _farewell(watched: _WatchedRun, launcher: int) -> str:
+    path = Path(watched.path)
     run = reference(path)
     return (
-        f"run {path.name} is training in the background: process {launcher}\n"
+        f"run {path.name} {watched.does} in the background: process {launcher}\n"
         f"  in {path}\n"
         f"  follow it: zrun logs {run} -r launcher -f\n"
         f"  stop it:   zrun stop {run}\n"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -186,6 +186,8 @@ class Failure:
         last_step: that any event told of; 0: none.
         log: on the rank's host.
         fault: of a GPU, that explains it; None: none was reported.
+        is_script: the rank has run a script, and not the loop of a job.
+        done: ranks of a script that had ended with status 0.
     """
 
     end: WorkerExit
@@ -193,6 +195,8 @@ class Failure:
     last_step: int
     log: Path
     fault: GpuFault | None = None
+    is_script: bool = False
+    done: tuple[int, ...] = ()
 
     @property
     def place(self) -> RankPlace:
@@ -223,7 +227,8 @@ class Failure:
     def headline(self) -> str:
         rank = self.end.rank
         who = f"rank {rank} of {self.plan.world_size} ({self.plan.place_in_words(rank)})"
-        if self.note is not None and self.note.type == JobError.__name__:
+        is_job = not self.is_script
+        if is_job and self.note is not None and self.note.type == JobError.__name__:
             return f"an error of the job, found{self._where()}"
         if self.note is not None and self.note.type in _FOUND_BY_ALL:
             return f"found by {who}{self._where()}"
@@ -245,6 +250,10 @@ class Failure:
         return f"{killed} because memory ran out{seen}"
 
     def _where(self) -> str:
+        if self.is_script and self._misses_others:
+            return f" after {ranks_in_words(self.done)} had ended with status 0"
+        if self.is_script and not self.last_step:
+            return ""
         if self.note is None:
             if not self.last_step:
                 return " before the first step ended"
@@ -257,7 +266,16 @@ class Failure:
         return step + phase
 
     @property
+    def _misses_others(self) -> bool:
+        """Return whether the rank of a script felt the end of others that ended well."""
+        return bool(self.done) and self.note is not None and self.note.is_echo
+
+    @property
     def advice(self) -> str:
+        if self._misses_others:
+            return "make every rank reach the same collectives before it ends"
+        if self.end.oom and self.is_script:
+            return "let the script take less: a smaller batch, fewer ranks or loader processes"
         if self.end.oom:
             batch = "lower batch.micro, raise zero.stage, or checkpoint activations"
             return BESIDE_STEPS.get(self.end.short_in, batch)
@@ -287,6 +305,8 @@ class Failure:
             if not self.end.log:
                 return f"something outside the job sent {name}: see dmesg and the scheduler's log"
             return f"something outside the job sent {name}, or native code crashed: see its log"
+        if self.is_script:
+            return "the script ended itself: look for sys.exit or os._exit in it"
         return "look for os._exit or a crash in the code that the job names: see its log"
 
     def describe(self) -> str:
@@ -408,7 +428,11 @@ class Hang:
     @property
     def stack(self) -> list[str]:
         """Return the main thread of the first rank that is to blame, innermost call first."""
-        lines = str(self.frame["stacks"].get(self.first["rank"], "")).splitlines()
+        return self._main_thread(self.first["rank"])
+
+    def _main_thread(self, rank: int) -> list[str]:
+        """Return the stack of a rank's main thread as faulthandler wrote it."""
+        lines = str(self.frame["stacks"].get(rank, "")).splitlines()
         start = 0
         for number, line in enumerate(lines):
             if line.startswith(("Current thread", "Thread")):
@@ -470,6 +494,11 @@ class Hang:
             "what_to_do": self.advice,
             "time": time.time(),
         }
+
+
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    """Return ranks with their noun: "rank 1", "ranks 1 and 2"."""
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {listed(ranks)}"
 
 
 def _who(place: RankPlace) -> dict[str, Any]:
@@ -544,6 +573,7 @@ class Stopped:
         committed: the newest step that is saved; 0: none.
         lost: hosts that were lost meanwhile, each with the reason.
         seen: by an agent, in words for the terminal: too little memory, or no launcher.
+        is_script: nobody knows what it has saved.
     """
 
     exit_code: int
@@ -552,9 +582,14 @@ class Stopped:
     committed: int
     lost: tuple[str, ...] = ()
     seen: str = ""
+    is_script: bool = False
 
     @property
     def headline(self) -> str:
+        if self.is_script and not self.last_step:
+            return "stopped"
+        if self.is_script:
+            return f"stopped after step {self.last_step}"
         last = max(self.last_step, self.committed)
         when = f"after step {last}" if last else "before the first step ended"
         return f"stopped {when}, {self._saved}"

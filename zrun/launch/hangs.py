@@ -5,6 +5,7 @@ Each rank counts its progress in the flight recorder of its host
 stands still, by its own monotonic clock: clocks of hosts are never compared.
 
     a rank works     it may stand still for the limit of its phase
+    a script's rank  waits while it neither uses the CPU nor prints (`agent/script_observer.py`)
     a rank is halted it waits for no disk and for no code: `hang_s`, in a save too
     a rank waits     the others are to blame while one of them works ...
     all ranks wait   ... so waiting counts only then, and all of them hang
@@ -90,6 +91,10 @@ class HangWatch:
     def limit(self, state: RankProgress) -> tuple[float, str]:
         """Return the seconds that a rank in this state may stand still, and the key for them."""
         limits = self._limits
+        if state.phase == "script":  # nobody knows what it waits for: longer than a collective may
+            if limits.hang_s is None:
+                return limits.collective_s, "limits.collective_s"
+            return limits.hang_s, "limits.hang_s"
         if state.phase == "save":
             return limits.save_s, "limits.save_s"
         if state.phase in _PAUSES:

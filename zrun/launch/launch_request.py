@@ -12,12 +12,12 @@ from zrun.launch.detach import DetachedLauncher
 from zrun.launch.failures import Failure, Hang, LostHost
 from zrun.runs.run_lock import RunLock
 from zrun.watch.ui import Ui
-from zrun_core.spine.spec import ResumeSpec
+from zrun_core.spine.spec import ResumeSpec, ScriptSpec
 
 
 @dataclass(frozen=True)
 class LaunchRequest:
-    """A request for a launch; it stays the same over all restarts but for the last three fields.
+    """A request for a launch; a restart changes its directory and the fields of restarts only.
 
     Attributes:
         run_dir: `--run-dir`, or that of the run that is started again; None: a new one.
@@ -30,6 +30,8 @@ class LaunchRequest:
         is_restart: an earlier attempt has failed; the run goes on in its directory.
         lock: on that directory, held between attempts: no other launcher takes it meanwhile.
         origin: the checkpoint that the first attempt went on from.
+        script: that the workers run; None: they train the job.
+        restart: how often the run was started again.
     """
 
     loaded: LoadedJob
@@ -48,6 +50,8 @@ class LaunchRequest:
     is_restart: bool = False
     lock: RunLock | None = None
     origin: ResumeSpec | None = None
+    script: ScriptSpec | None = None
+    restart: int = 0
 
     @property
     def resume_in_words(self) -> str:
@@ -70,6 +74,7 @@ class LaunchRequest:
             is_restart=True,
             lock=result.lock,
             origin=origin,
+            restart=self.restart + 1,
         )
 
 

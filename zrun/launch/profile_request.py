@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 
 from zrun.launch.stop_request import launcher_of, refuse_stopped, signalled
-from zrun.runs.listing import RunStatus, RunSummary, parse_events, read_run
+from zrun.runs.listing import RunStatus, RunSummary, is_script, parse_events, read_run
 from zrun.runs.run_lock import is_held
 from zrun.system.tail_file import FileTail
 from zrun_core.errors import HangError, JobError, PreflightError, SaveError
@@ -68,6 +68,10 @@ def check(run: RunSummary, steps: int, ranks: Sequence[int]) -> None:
         raise JobError(
             f"--steps {steps}: run {run.run_id} is at step {run.step or 0} of {run.total_steps}: "
             f"ask for {left} or fewer"
+        )
+    if is_script(run.path):
+        raise JobError(
+            f"run {run.run_id} is of a script, which zrun cannot profile: call torch.profiler in it"
         )
     if run.seconds is None or not launcher_of(run, "profile").catches(PROFILE):
         raise PreflightError(

@@ -13,11 +13,15 @@ class Restarts:
     Only accidents are tried again: a mistake in the job, an exception or numbers that went wrong
     would be the same next time. A restart after which nothing new was committed counts twice.
 
+    Of a script nobody knows what it saves, and an exception may be an accident: each failure is
+    tried again, as torchrun does.
+
     Attributes:
         made: restarts so far.
     """
 
-    def __init__(self, budget: int) -> None:
+    def __init__(self, budget: int, *, is_script: bool = False) -> None:
+        self._is_script = is_script
         self.made = 0
         self.budget = budget
         self._left = budget
@@ -30,9 +34,9 @@ class Restarts:
             failure: of the last attempt; None: it ended well, or was asked to.
             committed: the newest step that was saved; 0: none.
         """
-        if failure is None or not _is_accident(failure):
+        if failure is None or not (self._is_script or _is_accident(failure)):
             return None
-        has_saved_nothing = self.made > 0 and committed == self._committed
+        has_saved_nothing = self.made > 0 and committed == self._committed and not self._is_script
         cost = 2 if has_saved_nothing else 1
         if self._left < cost:
             return None

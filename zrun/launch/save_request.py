@@ -11,7 +11,14 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from zrun.launch.stop_request import launcher_of, refuse_stopped, signalled
-from zrun.runs.listing import RunStatus, RunSummary, may_save, parse_events, read_run
+from zrun.runs.listing import (
+    RunStatus,
+    RunSummary,
+    is_script,
+    may_save,
+    parse_events,
+    read_run,
+)
 from zrun.runs.run_lock import is_held
 from zrun.system.tail_file import FileTail
 from zrun_core.errors import HangError, JobError, PreflightError, SaveError
@@ -70,6 +77,11 @@ def check(run: RunSummary) -> None:
             f"run {run.run_id} saves nothing: its job has no checkpoint section; for the next run "
             "write one, such as checkpoint: {every: 500}"
         )
+    if run.seconds is None and is_script(run.path):
+        raise JobError(
+            f"run {run.run_id} is of a script that has not called zrun_core.init(), or never does: "
+            "then it saves by itself, and cannot be asked"
+        )
     if run.seconds is None or not launcher_of(run, "save").catches(SAVE):
         raise PreflightError(
             f"run {run.run_id} has not started to train, so there is nothing to save: try again "
@@ -90,6 +102,8 @@ def save(run: RunSummary, timeout_s: float) -> Saved:
     check(run)
     record = FileTail.from_now_on(run.path / "events.jsonl")
     newest = read_run(run.path).step or 0  # what is saved must be newer
+    if is_script(run.path):
+        newest = -1  # it may count otherwise: the next save is the answer
     _ask(run)
     deadline = time.monotonic() + timeout_s
     while True:
@@ -107,9 +121,12 @@ def save(run: RunSummary, timeout_s: float) -> Saved:
             raise RunEndedError(read_run(run.path))
         if time.monotonic() > deadline:
             refuse_stopped(run, launcher_of(run, "save"))
+            advice = f"wait with a longer --timeout, or look at {run.path}/logs"
+            if is_script(run.path):
+                advice = "its loop calls zrun_core.save where run.save_asked is true"
             raise HangError(
-                f"run {run.run_id} has not saved within {timeout_s:g} s; it may still do so: wait "
-                f"with a longer --timeout, or look at {run.path}/logs"
+                f"run {run.run_id} has not saved within {timeout_s:g} s; it may still do so: "
+                f"{advice}"
             )
         time.sleep(_TURN_S)
 

@@ -3,7 +3,7 @@
 It makes an attempt (`zrun.launch.attempt`), and others as often as the job allows. These processes
 take part, on each host those below the reaper:
 
-    zrun train                 the launcher: plans, starts, records events, draws, judges, restarts
+    zrun train, zrun run       the launcher: plans, starts, records events, draws, judges, restarts
       |
       |  ssh or srun to other hosts; a plain child on this one
       |
@@ -13,7 +13,8 @@ take part, on each host those below the reaper:
                 |
                 +- fork server imports torch once, forks a worker per rank, and ends
                 |
-                +- worker ...  one per rank, adopted from the fork server: `zrun_core.train.worker`
+                +- worker ...  one per rank, adopted from the fork server: `zrun_core.train.worker`,
+                               or `zrun_core.script.worker`
 
     down  frames on the agent's stdin: what to run, stop, save, a heartbeat; end of file is the
           launcher's death
@@ -78,7 +79,10 @@ def launch(request: LaunchRequest, early: LocalAgent | None) -> int:
 def _join(request: LaunchRequest, own: LocalAgent) -> int:
     """Lead the processes that another launcher started, or become an agent of the one that does."""
     rendezvous = Rendezvous.of(request.backend.cluster_env, os.environ)
-    key = job_key(request.loaded.config, request.worker, rendezvous, os.environ)
+    what = request.worker
+    if request.script is not None:
+        what += f" {request.script.model_dump_json()}"
+    key = job_key(request.loaded.config, what, rendezvous, os.environ)
     if rendezvous.member.index > 0:
         own.close()
         try:
@@ -106,7 +110,7 @@ def _tell_hosts(request: LaunchRequest) -> None:
 
 def _run(request: LaunchRequest, early: LocalAgent | None) -> int:
     """Train, and start again as often as the job allows. Returns the exit code."""
-    restarts = Restarts(request.loaded.config.restarts)
+    restarts = Restarts(request.loaded.config.restarts, is_script=request.script is not None)
     result = AttemptResult(ExitCode.OK)
     when = "before training began"
     with stoppable(lambda: when) as arm:
@@ -152,7 +156,9 @@ def _start_agents(request: LaunchRequest) -> list[AgentLink]:
 
 def _announce(restarts: Restarts, pause_s: float, request: LaunchRequest, committed: int) -> None:
     """Print that the run is started again, when, and from where."""
-    if committed:
+    if request.script is not None:
+        start = "from where the script itself goes on"
+    elif committed:
         start = f"after step {committed}"
     elif request.origin is not None:
         start = "from where the run began"

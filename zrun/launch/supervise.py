@@ -15,7 +15,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -31,6 +31,7 @@ from zrun.launch.failures import (
 )
 from zrun.launch.gpu_faults import GpuFault, add, explaining, lost_ranks
 from zrun.launch.hangs import HangInvestigation, HangWatch
+from zrun.launch.script_hang import ScriptHang
 from zrun.runs.rundir import RunDir
 from zrun.system.deadlines import AwakeClock, StopDeadline
 from zrun.system.output import notify
@@ -87,6 +88,7 @@ class SupervisedRun:
         started: hosts that have begun to start their workers.
         is_training: rank 0 said that the first step begins: the ranks obey signals.
         ended: rank 0 said that training reached its end.
+        is_script: the ranks run a script: each ends by itself, and says nothing.
         stop_reason: the signal that a rank got, but not through the launcher, or what an agent saw
             that made it stop its ranks; empty: none.
         seen: that of an agent; empty: nothing.
@@ -109,6 +111,7 @@ class SupervisedRun:
     started: set[str] = field(default_factory=set)
     is_training: bool = False
     ended: bool = False
+    is_script: bool = False
     stop_reason: str = ""
     seen: str = ""
     states: dict[int, RankProgress] = field(default_factory=dict)
@@ -154,9 +157,19 @@ class SupervisedRun:
         self.is_failing = True
 
     @property
+    def may_end(self) -> bool:
+        """Return whether a rank that ends with status 0 is at the end of its work."""
+        return self.ended or self.is_script
+
+    @property
+    def done_ranks(self) -> tuple[int, ...]:
+        """Return the ranks that have ended with status 0."""
+        return tuple(sorted(each.rank for each in self.exits if each.status == 0))
+
+    @property
     def left_early(self) -> WorkerExit | None:
         """Return the exit of a rank that ended with status 0 while others still train."""
-        if self.ended or len(self.exits) == self.num_ranks:
+        if self.may_end or len(self.exits) == self.num_ranks:
             return None
         return self.first_clean_exit
 
@@ -392,7 +405,8 @@ class Supervisor:
         if self._stop_deadline is None and (signals.level or run.stop_reason):
             self._stop_deadline = StopDeadline(now, self._limits)
             if not signals.level:
-                notify(f"{run.stop_reason}: finishing the step")
+                how = "the ranks got SIGTERM" if run.is_script else "finishing the step"
+                notify(f"{run.stop_reason}: {how}")
         if self._stop_deadline is not None and signals.level < 2:
             self._wait_to_finish(now, self._stop_deadline)
         if signals.level > self._obeyed_level:
@@ -407,6 +421,8 @@ class Supervisor:
         if signals.level == 1:
             name = signals.first.name if signals.first is not None else "a signal"
             how = "finishing the step" if self._run.is_training else "ending before the first step"
+            if self._run.is_script:
+                how = "the ranks got SIGTERM"
             notify(f"{name}: {how}; once more stops at once")
             agents.stop(StopMode.FINISH)
         elif signals.level == 2:
@@ -442,9 +458,15 @@ class Supervisor:
         if self._signals.level or run.stop_reason or run.is_failing or run.ended:
             notify("zrun save: the run is already ending")
         elif not run.is_training:
-            notify("zrun save: no rank trains yet, so there is nothing to save")
+            why = "no rank trains yet, so there is nothing to save"
+            if run.is_script:
+                why = "the script has not called zrun_core.init(), so it cannot be asked to save"
+            notify(f"zrun save: {why}")
         else:
-            notify("zrun save: saving at the end of the step")
+            how = "saving at the end of the step"
+            if run.is_script:
+                how = "the script was asked"
+            notify(f"zrun save: {how}")
             self._agents.send({"save": True})
 
     def _profile_when_asked(self) -> None:
@@ -453,6 +475,9 @@ class Supervisor:
             return
         self._signals.wants_profile = False
         run = self._run
+        if run.is_script:
+            notify("zrun profile: a script calls torch's profiler by itself")
+            return
         if self._run_dir is None or not run.is_training or self._signals.level or run.ended:
             notify("zrun profile: the run does not train, so there is nothing to profile")
             return
@@ -507,12 +532,10 @@ def judge(
         committed: the newest step that is saved; 0: none.
     """
     if run.hang is not None and signals.forced_at is None:
-        alive_at = time.time() - run.hang["limit_s"]
-        fault = explaining(run.faults, run.hang["to_blame"], alive_at)
-        return ExitCode.HANG, Hang(run.hang, plan, rundir.path, fault)
+        return ExitCode.HANG, _hang(run, run.hang, plan, rundir)
     statuses = {each.status for each in run.exits}
     if len(run.exits) == run.num_ranks:
-        if run.ended and statuses == {0}:
+        if run.may_end and statuses == {0}:
             return ExitCode.OK, None
         if statuses == {ExitCode.STOPPED}:
             return ExitCode.STOPPED, None
@@ -522,13 +545,12 @@ def judge(
     exits = run.exits
     if was_asked:
         exits = [each for each in exits if not _was_asked_to(each, signals)]
-    end = first_failure(exits, run.ended, lost_ranks(run.faults))
+    end = first_failure(exits, run.may_end, lost_ranks(run.faults))
     if _is_lost_host(run, signals, end, exits):
         host, why = next(iter(run.lost.items()))
         return ExitCode.HANG, LostHost(host, why, run.last_step)
     if end is not None:
-        fault = explaining(run.faults, [end.rank], end.time)
-        failure = Failure(end, plan, run.last_step, rundir.log(end.rank), fault)
+        failure = _failure(run, end, plan, rundir)
         return failure.exit_code, failure
     if not was_asked:
         return ExitCode.OK, None
@@ -539,6 +561,24 @@ def judge(
     if signals.first is None and ExitCode.INTERRUPTED in statuses:
         return ExitCode.INTERRUPTED, None
     return ExitCode.TERMINATED, None
+
+
+def _hang(run: SupervisedRun, finding: dict[str, Any], plan: LaunchPlan, rundir: RunDir) -> Hang:
+    """Return the hang of a run from its finding."""
+    alive_at = time.time() - finding["limit_s"]
+    fault = explaining(run.faults, finding["to_blame"], alive_at)
+    if run.is_script:
+        return ScriptHang(finding, plan, rundir.path, fault, ended=run.done_ranks)
+    return Hang(finding, plan, rundir.path, fault)
+
+
+def _failure(run: SupervisedRun, end: WorkerExit, plan: LaunchPlan, rundir: RunDir) -> Failure:
+    """Return the failure of the worker that ended first."""
+    fault = explaining(run.faults, [end.rank], end.time)
+    failure = Failure(end, plan, run.last_step, rundir.log(end.rank), fault)
+    if run.is_script:
+        return replace(failure, is_script=True, done=run.done_ranks)
+    return failure
 
 
 def _is_lost_host(

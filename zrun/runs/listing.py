@@ -177,10 +177,15 @@ def _find_among(text: str, paths: list[Path], running: bool) -> Path | None:
     return None
 
 
+def is_script(path: Path) -> bool:
+    """Return whether a run is one of `zrun run`."""
+    return "script" in (_written_job(path) or {})
+
+
 def may_save(path: Path) -> bool:
     """Return whether the job of a run saves; also true where that cannot be read."""
     job = _written_job(path)
-    return job is None or job.get("checkpoint") is not None
+    return job is None or job.get("checkpoint") is not None or "script" in job
 
 
 def checkpoints_of(path: Path) -> Path:

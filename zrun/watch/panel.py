@@ -107,7 +107,9 @@ def body(state: RunState, facts: Facts, room: PanelSpace) -> list[Text]:
 def _title(state: RunState, facts: Facts, width: int) -> Text:
     """Name the run and its ranks; what is missed least goes first where the border is too short."""
     words = {"name": facts.name, "run": facts.run_id, "ranks": several(facts.num_ranks, "rank")}
-    if state.start is not None:
+    if state.start is not None and state.start.get("stage") is None:  # of a script
+        words |= {"device": str(state.start.get("device"))}
+    elif state.start is not None:
         words |= {"zero": f"zero {state.start.get('stage')}"}
         words |= {key: str(state.start.get(key)) for key in ("precision", "device")}
     for missed_least in ("run", "device", "precision", "zero", "ranks"):

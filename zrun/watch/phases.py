@@ -34,6 +34,7 @@ _WORDS = {
     "save": "saving",
     "profile": "writing a profile",
     "end": "ending",
+    "script": "running the script",
 }
 
 

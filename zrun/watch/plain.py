@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import TextIO
 
 from zrun.watch import formatting
 from zrun.watch.profile_table import profile_text
 from zrun.watch.remaining import remaining
-from zrun.watch.run_state import RunState
+from zrun.watch.run_state import RunState, Step
 from zrun.watch.tiers import in_short, planned_elsewhere
 from zrun_core.sizes import format_size
 from zrun_core.spine.events import Event
 from zrun_core.spine.printable import printable
+
+_OF_STEPS = ("on_step", "script")  # hooks whose numbers come with every step
 
 
 class Plain:
@@ -45,7 +48,7 @@ class Plain:
             case "phase":
                 seconds = formatting.duration(float(event["seconds"]))
                 return f"{printable(str(event.get('what')))}: {seconds} so far"
-            case "metrics" if event.get("hook") == "on_step":
+            case "metrics" if event.get("hook") in _OF_STEPS:
                 if event["step"] % self._every:
                     return None
                 return metrics_line(event)
@@ -53,6 +56,8 @@ class Plain:
 
 
 def start_line(event: Event) -> str:
+    if event.get("params") is None:  # of a script
+        return "\n".join([f"start: zrun_core on {event.get('device')}", *_notes(event)])
     params = f"{formatting.count(event.get('params') or 0)} parameters"
     how = f"zero {event.get('stage')}, {event.get('precision')}, {event.get('device')}"
     line = f"start: {params}, {how}"
@@ -73,7 +78,7 @@ def message_line(event: Event) -> str | None:
         case "eval":
             numbers = formatting.metrics(event.get("metrics") or {"loss": event["loss"]})
             return f"eval at step {event['step']}: {numbers} over {event.get('samples')} samples"
-        case "metrics" if event.get("hook") != "on_step":
+        case "metrics" if event.get("hook") not in _OF_STEPS:
             return metrics_line(event)
         case "save":
             size = format_size(int(event.get("bytes") or 0))
@@ -116,6 +121,18 @@ def metrics_line(event: Event) -> str:
     return f"metrics at step {event['step']}: {formatting.metrics(event.get('values') or {})}"
 
 
+def _update(step: Step) -> Iterator[str]:
+    """Yield what a step says of its update."""
+    if step.has_loss:
+        yield f"loss {step.loss:.6g}"
+    if step.lr is not None:
+        yield f"lr {step.lr:.3g}"
+    if step.grad_norm is not None:
+        yield f"gnorm {step.grad_norm:.3g}"
+    if step.loss_scale is not None:
+        yield f"scale {step.loss_scale:g} skip {step.skips}"
+
+
 def _of_total(state: RunState) -> str:
     if state.total_steps is None:
         return f"{state.step.step}"
@@ -125,13 +142,7 @@ def _of_total(state: RunState) -> str:
 def step_line(state: RunState) -> str:
     """Return the line of the newest step."""
     step = state.step
-    parts = [f"step {_of_total(state)}", f"loss {step.loss:.6g}"]
-    if step.lr is not None:
-        parts.append(f"lr {step.lr:.3g}")
-    if step.grad_norm is not None:
-        parts.append(f"gnorm {step.grad_norm:.3g}")
-    if step.loss_scale is not None:
-        parts.append(f"scale {step.loss_scale:g} skip {step.skips}")
+    parts = [f"step {_of_total(state)}", *_update(step)]
     if state.speed is not None:
         parts.append(f"{state.speed[1]} {formatting.count(state.speed[0])}")
     if state.tflops is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 from pathlib import Path
 from typing import Literal, TextIO
@@ -9,12 +10,15 @@ from typing import Literal, TextIO
 from zrun.hosts.backend import Backend, HostEntry
 from zrun.hosts.cluster import Cluster, several
 from zrun.hosts.offload_disk import in_words
+from zrun.job.hidden import shown_command
 from zrun.job.load import JobValue, job_values
 from zrun.job.scalars import write
+from zrun.job.script import KEYS
 from zrun.placement.plan import ResolvedJob
 from zrun.runs.listing import reference
 from zrun_core.spine.config import JobConfig
 from zrun_core.spine.sections.section import Section
+from zrun_core.spine.spec import ScriptSpec
 
 _UNSHOWN = ("name", "batch", "env")
 _HOSTS_SHOWN = 64
@@ -56,21 +60,55 @@ def brief(
     return "\n".join([*lines, *_remarks(resolved)])
 
 
-def places(run_dir: Path, shown: list[int] | Literal["all"], num_ranks: int) -> str:
+def script_brief(
+    resolved: ResolvedJob, script: ScriptSpec, cluster: Cluster, width: int | None = None
+) -> str:
+    """Return what is launched, and what each auto of the launch became.
+
+    Args:
+        resolved: the keys of the launch, with each auto resolved.
+        script: that the ranks run.
+        cluster: the hosts.
+        width: as in `preface`.
+    """
+    ranks = several(resolved.plan.world_size, "rank")
+    what = [*(["-m"] if script.is_module else []), script.name, *script.args]
+    autos = [
+        f"{each.key} {each.value} ({each.why})"
+        for each in resolved.reasons
+        if each.key.partition(".")[0] in KEYS
+    ]
+    warnings = [f"warning: {warning}" for warning in resolved.warnings]
+    head = [
+        f"{resolved.job.name}: {ranks} on {cluster}",
+        f"script: {shown_command(shlex.join(what))}",
+    ]
+    return "\n".join([*head, *_paragraph("auto: ", autos, width), *warnings])
+
+
+def places(
+    run_dir: Path,
+    shown: list[int] | Literal["all"],
+    num_ranks: int,
+    *,
+    is_job: bool = True,
+) -> str:
     """Return where a run keeps what is known of it, and where its ranks' output goes.
 
     Args:
         run_dir: folder of the run.
         shown: ranks whose output is shown, `log.ranks` of the job.
         num_ranks: of the run.
+        is_job: it has a job, and runs no script.
     """
     whose = "no rank"
     if shown == "all":
         whose = "every rank"
     elif there := [str(rank) for rank in shown if rank < num_ranks]:
         whose = f"rank {', '.join(there)}"
+    whole = " (the whole job: job.yaml)" if is_job else ""
     return (
-        f"run: {run_dir} (the whole job: job.yaml)\noutput: {whose} is shown here (log.ranks); "
+        f"run: {run_dir}{whole}\noutput: {whose} is shown here (log.ranks); "
         f"all ranks: zrun logs {reference(run_dir)}, or logs/ in that folder"
     )
 

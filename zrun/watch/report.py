@@ -149,7 +149,7 @@ def _kept(state: RunState) -> str:
 
 def _losses(state: RunState) -> str:
     """Return the loss of the run's very first step, where it is known, and of the newest one."""
-    if not state.first.step:
+    if not state.first.step or not state.step.has_loss:
         return ""
     first = state.first.loss
     at = state.first.step

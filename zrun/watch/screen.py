@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol, TextIO
 
 from zrun.watch.console import open_console
@@ -48,8 +48,34 @@ class Json(Nothing):
         print(encode(event).decode(), file=self._out, flush=True)
 
 
+class ScriptScreen:
+    """The lines of a script, and a panel from the moment on at which it begins to tell of steps."""
+
+    def __init__(self, out: TextIO, every: int, open_panel: Callable[[], Screen]) -> None:
+        self._now: Screen = Plain(out, every)
+        self._open_panel: Callable[[], Screen] | None = open_panel
+
+    def show(self, state: RunState, event: Event) -> None:
+        if event.get("type") == "start" and self._open_panel is not None:
+            self._now = self._open_panel()
+            self._open_panel = None
+        self._now.show(state, event)
+
+    def turn(self, state: RunState) -> None:
+        self._now.turn(state)
+
+    def close(self, state: RunState) -> None:
+        self._now.close(state)
+
+
 def open_screen(
-    ui: Ui, facts: Facts, every: int, out: TextIO, environ: Mapping[str, str]
+    ui: Ui,
+    facts: Facts,
+    every: int,
+    out: TextIO,
+    environ: Mapping[str, str],
+    *,
+    is_script: bool = False,
 ) -> Screen:
     """Open the screen for `ui`.
 
@@ -59,6 +85,7 @@ def open_screen(
         every: steps between plain lines.
         out: where it is drawn.
         environ: says what `auto` means, and which colours there are.
+        is_script: it may never tell of a step.
     """
     match choose(ui, out.isatty(), environ, shutil.get_terminal_size().columns):
         case Ui.json:
@@ -69,5 +96,9 @@ def open_screen(
             period_s = PERIOD_S
             if "SSH_CONNECTION" in environ:
                 period_s = _SSH_PERIOD_S
-            return Live(open_console(out, environ), facts, period_s)
+
+            def open_panel() -> Screen:
+                return Live(open_console(out, environ), facts, period_s)
+
+            return ScriptScreen(out, every, open_panel) if is_script else open_panel()
     return Plain(out, every)

@@ -29,6 +29,7 @@ KINDS = (*COLLECTIVES, *ANSWERS)
 PHASES = (  # in the order in which they come
     *("start", "import", "rendezvous", "build", "shard", "load"),
     *("data", "forward", "backward", "update", "hook", "evaluation", "save", "profile", "end"),
+    "script",  # of the user's own: it tells no more
 )
 _PAGE_BYTES = 1 << 17
 _NUM_RECORDS = 40  # of a page; operations of more kinds and groups are not recorded

@@ -147,15 +147,36 @@ class ResumeSpec(Section):
     step: int | None = None
 
 
+class ScriptSpec(Section):
+    """A script of the user's own, which ranks run in place of the loop of a job.
+
+    Attributes:
+        name: path of its file, or the name of a module.
+        is_module: `name` is that of a module, as of `python -m`.
+        args: of the script.
+        folder: in which it runs, on every host.
+        master: address and port at which its ranks meet, as torchrun's MASTER_ADDR, MASTER_PORT.
+    """
+
+    name: str
+    is_module: bool = False
+    args: list[str]
+    folder: str
+    master: tuple[str, int] = ("127.0.0.1", 0)
+
+
 class RunSpec(Section):
     """The one object that a launcher hands to a worker.
 
     Attributes:
+        job: for a script only what of it says how ranks are started.
         job_dir: folder of the job file: first on the workers' sys.path.
         checkpoints: resolved folder; None in specs of earlier versions.
         resume: None: from the beginning.
         memory_bytes: that each rank may have where its model lives; None: it finds out.
         telemetry: unix datagram socket of this host's agent; None: nobody listens.
+        script: that ranks run; None: they train the job.
+        restart: how often the run was started again.
     """
 
     job: JobConfig
@@ -168,6 +189,8 @@ class RunSpec(Section):
     resume: ResumeSpec | None = None
     memory_bytes: int | None = None
     telemetry: str | None = None
+    script: ScriptSpec | None = None
+    restart: int = 0
 
     @classmethod
     def read(cls, path: Path) -> RunSpec:

@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import os
-import stat
 import sys
-import time
-from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from zrun_core.errors import (
     ExitCode,
@@ -21,12 +15,11 @@ from zrun_core.errors import (
 )
 from zrun_core.guards import oom
 from zrun_core.spine import tracebacks
+from zrun_core.spine.failure_files import TOLD_CHARS, write_note
 from zrun_core.train.trainer import Trainer
 from zrun_core.user_code import user
 
 _KINDS: dict[type[BaseException], str] = {UserCodeError: "user", PeerError: "peer"}
-# Of a whole traceback, to the launcher, which reads notes up to a size; the log has all of it.
-_TOLD_CHARS = 24_000
 
 
 def report(
@@ -54,42 +47,27 @@ def report(
     else:
         kind = "bug"
         code = ExitCode.WORKER
-        text = tracebacks.full_traceback(error, _TOLD_CHARS)
+        text = tracebacks.full_traceback(error, TOLD_CHARS)
     if isinstance(error, OutOfMemoryError) and trainer is not None:
         text = oom.explain(error, trainer.spec, trainer.sharded)
-    failure = {
-        "rank": rank,
-        "step": 0 if trainer is None else trainer.progress.steps,
-        "phase": phase,
-        "kind": kind,
-        "type": type(error).__name__,
-        "message": _in_a_line(error),
-        "traceback": text,
-        "whole_traceback": None if cause is None else tracebacks.full_traceback(cause, _TOLD_CHARS),
-        "log_bytes": _log_bytes(),  # what follows in it is told by the launcher
-        "exit_code": int(code),
-        "time": time.time(),
-    }
-    _write(run_dir / "failures", rank, failure)
+    write_note(
+        run_dir,
+        rank,
+        step=0 if trainer is None else trainer.progress.steps,
+        phase=phase,
+        kind=kind,
+        type=type(error).__name__,
+        message=_in_a_line(error),
+        traceback=text,
+        whole_traceback=None if cause is None else tracebacks.full_traceback(cause, TOLD_CHARS),
+        exit_code=int(code),
+    )
     if cause is not None:
         print(tracebacks.full_traceback(cause), end="\n\n", file=sys.stderr)
         if kind == "user":  # its traceback was printed just now
             text = text.splitlines()[0]
     print(text, file=sys.stderr, flush=True)
     return code
-
-
-def _write(folder: Path, rank: int, failure: dict[str, Any]) -> None:
-    with suppress(OSError):
-        folder.mkdir(mode=0o700, exist_ok=True)
-        (folder / f"rank-{rank}.json").write_text(json.dumps(failure))
-
-
-def _log_bytes() -> int | None:
-    """Return how many bytes this rank has printed; None if they go to no file."""
-    sys.stdout.flush()
-    found = os.fstat(2)
-    return found.st_size if stat.S_ISREG(found.st_mode) else None
 
 
 def _in_a_line(error: BaseException) -> str:

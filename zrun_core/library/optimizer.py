@@ -213,6 +213,12 @@ class Optimizer(torch.optim.Optimizer):
             device, weight=0.0, written=consensus.written, settled=consensus.settled
         )
         sums.add(weight=sent_to(device, share))
+        launch = handle.run._launch
+        if self._is_first and launch is not None:
+            asked = torch.zeros((), dtype=torch.float64, device=device)
+            if launch.take_request():
+                asked += 1
+            sums = sums.extended(asked=asked)
         return sums
 
     def check_replicas(self) -> None:
@@ -246,7 +252,10 @@ class Optimizer(torch.optim.Optimizer):
         issued = self._issued
         assert issued is not None
         self._record(issued, totals)
-        self._consensus = issued.save, totals.consensus
+        if totals.asked:
+            self._handle.run._is_save_asked = True
+        # The script saves, and not the save that is under way.
+        self._consensus = issued.save, totals.consensus._replace(asked=0.0)
         self._skips.see(totals, issued.least_scale, is_late=is_late)
         if not totals.agreed:
             raise modules_differ("step()", 'shard(zero={"stage": ..., "leaf": [...]})')

@@ -39,6 +39,7 @@ from zrun_core.guards.watchdog import Watchdog
 from zrun_core.hardware import accelerator
 from zrun_core.library import arguments
 from zrun_core.library.background_save import Background
+from zrun_core.library.launched import Launch, LaunchedRecord, find_launch
 from zrun_core.library.run_record import Record
 from zrun_core.spine import device_names, heap, visible_devices
 from zrun_core.spine.flight_recorder import FlightRecorder
@@ -71,7 +72,7 @@ class Run:
         local_rank: of this process among those of its host.
         device: where models are sharded to, and where batches belong.
         seed: of model factories; each rank's own stream was seeded from it too.
-        run_dir: where the record lies; None: there is none.
+        run_dir: where the record lies, that of the launcher under `zrun run`; None: there is none.
     """
 
     def __init__(
@@ -83,7 +84,10 @@ class Run:
         timeout_s: float,
         patience_s: float,
         run_dir: Path | None,
+        launch: Launch | None = None,
     ) -> None:
+        self._launch = launch
+        self._is_save_asked = False
         self.rank = slot.rank
         self.world_size = slot.world_size
         self.local_rank = slot.local_rank
@@ -100,7 +104,10 @@ class Run:
             board = None
             if self.world_size > 1:
                 ranks = range(mesh.host.ranks[0], mesh.host.ranks[-1] + 1)
-                board = FlightRecorder(folder / "board", self.rank, ranks, self.world_size, _ADVICE)
+                file = folder / "board" if launch is None else launch.board(ranks.start)
+                board = FlightRecorder(file, self.rank, ranks, self.world_size, _ADVICE)
+                if launch is not None:
+                    board.phase("script")
             self._comm = Comm(device, board)
             if board is not None:
                 Watchdog(
@@ -132,6 +139,14 @@ class Run:
     def is_main(self) -> bool:
         """True on the one rank that prints and writes files of the user's own."""
         return self.rank == 0
+
+    @property
+    def save_asked(self) -> bool:
+        """True on every rank once `zrun save` has asked, until `zrun_core.save`.
+
+        Steps of the first optimizer tell it, and only under `zrun run`.
+        """
+        return self._is_save_asked
 
     def mean(self, value: float | torch.Tensor, weight: float | torch.Tensor = 1.0) -> float:
         """Return the mean of a number over all ranks, weighted by `weight`. Every rank calls it.
@@ -186,7 +201,7 @@ class Run:
         problem = ""
         if self.is_main:
             try:
-                record = Record(run_dir)
+                record = Record(run_dir) if self._launch is None else LaunchedRecord(self._launch)
             except JobError as error:
                 problem = str(error)
         problem = self._comm.all_gather_bytes(problem.encode(), world, name="record")[0].decode()
@@ -261,7 +276,8 @@ def init(
             where in the script it is.
         run_dir: a folder for the record of this run, such as runs/gan/1: events.jsonl with a line
             for each step of the first optimizer, the numbers of `Run.metric`, saves and the end;
-            `zrun ps` lists it. A script that is started again goes on in it.
+            `zrun ps` lists it. A script that is started again goes on in it. Under `zrun run` the
+            record is the launcher's, and this folder is not used.
 
     Raises:
         JobError: an argument is wrong.
@@ -292,8 +308,24 @@ def init(
         if chosen.type == "cpu":
             heap.keep_freed_memory()
         _join(slot.world_size, chosen, timeout_s)
+        launch = find_launch()
+        if launch is not None:
+            if folder is not None and slot.rank == 0:
+                print(
+                    f"zrun_core: zrun run keeps the record, in {launch.run_dir}: "
+                    f"init(run_dir={str(folder)!r}) is not used",
+                    file=sys.stderr,
+                )
+            folder = launch.run_dir
+            launch.listen()
         _current = Run(
-            slot, chosen, seed=seed, timeout_s=timeout_s, patience_s=patience_s, run_dir=folder
+            slot,
+            chosen,
+            seed=seed,
+            timeout_s=timeout_s,
+            patience_s=patience_s,
+            run_dir=folder,
+            launch=launch,
         )
         _current._streams.begin()  # as a job's worker does
     return _current

@@ -84,20 +84,7 @@ class Record:
         ]
         self._write("job.yaml", f"name: {json.dumps(name)}\ncheckpoint: null\n")
         self._write("plan.json", json.dumps({"ranks": places}, indent=1))
-        self.emit(
-            "start",
-            job=name,
-            world_size=len(hosts),
-            device=str(device),
-            total_steps=None,
-            versions={
-                "zrun": own_release(),
-                "torch": torch.__version__,
-                "python": sys.version.split()[0],
-            },
-            notes=[],
-            resumed=None,
-        )
+        self.emit("start", **start_fields(name, len(hosts), device))
 
     def emit(self, kind: EventType, **fields: Any) -> None:
         """Add one event at once. A full disk ends the record, and not the training."""
@@ -171,6 +158,23 @@ class Record:
             open(self._folder / name, "w", encoding="utf-8", opener=_private) as file,
         ):
             file.write(text + "\n")
+
+
+def start_fields(name: str, world_size: int, device: torch.device) -> dict[str, Any]:
+    """Return the fields of the `start` event of a script."""
+    return {
+        "job": name,
+        "world_size": world_size,
+        "device": str(device),
+        "total_steps": None,
+        "versions": {
+            "zrun": own_release(),
+            "torch": torch.__version__,
+            "python": sys.version.split()[0],
+        },
+        "notes": [],
+        "resumed": None,
+    }
 
 
 def _private(path: str, flags: int) -> int:

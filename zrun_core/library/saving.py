@@ -118,6 +118,7 @@ def save(
             f"save(step={step}): {path} holds that step already: continue to count from the "
             "loaded step"
         )
+    run._is_save_asked = False
     run._background.save(checkpointer, step, progress, wait=wait)
     return True
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import faults
 import pytest
+import scripts
 from rig import Rig
 
 from zrun.transport.slurm import SrunAgent
@@ -133,3 +134,20 @@ def test_another_option_would_be_refused(allocation: Rig, monkeypatch: pytest.Mo
         pass
     assert "Requested nodes are not in it" in agent.end_reason()
     agent.close()
+
+
+def test_a_script_runs_on_both_nodes_and_gets_sigterm_when_asked_to_stop(
+    allocation: Rig, tmp_path: Path
+) -> None:
+    launch = scripts.start(allocation, tmp_path / "script", scripts.ENDLESS, by_ssh=False)
+    scripts.wait_for_steps(launch)
+    assert all(launch.pids(name, "zrun_core.script") for name in NODES)
+    stop = [sys.executable, "-m", "zrun", "stop", "run"]
+    stopped = subprocess.run(
+        stop, cwd=launch.folder, capture_output=True, text=True, timeout=faults.PATIENCE_S
+    )
+    code, report = end(launch)
+    assert code == 143, report
+    assert stopped.stdout == "stopped, exit code 143\n"
+    assert "hosts: 2 hosts, by slurm (Slurm job 7: 2 hosts (SLURM_JOB_NODELIST))" in report
+    assert "SIGTERM: the ranks got SIGTERM" in report

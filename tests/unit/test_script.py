@@ -28,6 +28,9 @@ from zrun.launch.supervise import SupervisedRun, judge
 from zrun.runs.rundir import RunDir
 from zrun.system.ports import free_port, listen_below_range
 from zrun.system.signals import LauncherSignals
+from zrun.watch.panel import body
+from zrun.watch.panel_layout import Facts, PanelSpace
+from zrun.watch.run_state import RunState
 from zrun_core.errors import ExitCode, JobError
 from zrun_core.script import testimony
 from zrun_core.script import worker as script_worker
@@ -465,3 +468,10 @@ def test_a_rank_survives_requests_that_only_the_library_obeys() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.stdout == "alive\n", done.stderr
+
+
+def test_a_panel_of_a_script_waits_for_no_step() -> None:
+    facts = Facts("train", "id", ("node",), is_script=True)
+    text = "\n".join(line.plain for line in body(RunState(), facts, PanelSpace(80, 20)))
+    assert "none is told: see zrun logs for what the script prints" in text
+    assert "starting" not in text

@@ -82,7 +82,9 @@ class _ClaimedRun:
         plan = self.resolved.plan
         hosts = tuple(place.host for place in plan.ranks)
         places = tuple(filter(None, (plan.along_axes(place.rank) for place in plan.ranks)))
-        return Facts(self.resolved.job.name, self.rundir.run_id, hosts, places)
+        name = self.resolved.job.name
+        is_script = self.request.script is not None
+        return Facts(name, self.rundir.run_id, hosts, places, is_script)
 
     def write_page(self, state: RunState, outcome: Outcome) -> Path | None:
         """Write `report.html`, from what the events of this launch have told."""

@@ -139,7 +139,9 @@ def _progress(state: RunState, facts: Facts, room: PanelSpace) -> list[Text]:
 def _beginning(state: RunState, facts: Facts) -> list[Text | str]:
     """Say how far the start has come, and what it waits for."""
     fields: list[Text | str] = [f"starting {several(facts.num_ranks, 'worker')}"]
-    if state.start is not None:
+    if facts.is_script:
+        fields = ["none is told: see zrun logs for what the script prints"]
+    elif state.start is not None:
         fields = [f"{formatting.count(state.start.get('params') or 0)} parameters ready"]
     return fields + _waited_for(state)
 

@@ -22,12 +22,14 @@ class Facts:
     Attributes:
         hosts: of each rank.
         places: of each rank along the axes, as in "pp 1 tp 0"; none where all are data-parallel.
+        is_script: its ranks run a script, which may never tell of a step.
     """
 
     name: str
     run_id: str
     hosts: tuple[str, ...]
     places: tuple[str, ...] = ()
+    is_script: bool = False
 
     @property
     def num_ranks(self) -> int:

@@ -126,6 +126,7 @@ class Recording:
 
 def facts_of(run_dir: Path, state: RunState) -> Facts:
     """Return a run as its plan tells of it; without a plan, as its events do."""
+    from zrun.runs.listing import is_script
     from zrun_core.spine.spec import LaunchPlan
 
     job = str((state.start or {}).get("job") or run_dir.parent.name)
@@ -133,6 +134,6 @@ def facts_of(run_dir: Path, state: RunState) -> Facts:
         plan = LaunchPlan.model_validate_json((run_dir / "plan.json").read_bytes())
         hosts = tuple(place.host for place in plan.ranks)
         places = tuple(filter(None, (plan.along_axes(place.rank) for place in plan.ranks)))
-        return Facts(job, run_dir.name, hosts, places)
+        return Facts(job, run_dir.name, hosts, places, is_script(run_dir))
     size = int((state.start or {}).get("world_size") or 1)
     return Facts(job, run_dir.name, ("",) * size)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import signal
 import socket
 import subprocess
 import sys
@@ -475,3 +476,26 @@ def test_a_panel_of_a_script_waits_for_no_step() -> None:
     text = "\n".join(line.plain for line in body(RunState(), facts, PanelSpace(80, 20)))
     assert "none is told: see zrun logs for what the script prints" in text
     assert "starting" not in text
+
+
+@pytest.mark.parametrize(
+    ("before", "status"),
+    [
+        ("pass", 3),
+        # It is not at its end.
+        ("threading.Thread(target=threading.Event().wait, args=(60,)).start()", -signal.SIGTERM),
+        # The script obeys the signal by itself.
+        ("signal.signal(signal.SIGTERM, lambda *_: os._exit(7))", 7),
+    ],
+)
+def test_a_rank_that_has_ended_keeps_its_status(before: str, status: int) -> None:
+    """The agent ends it together with those that felt its end, while Python still ends."""
+    code = (
+        "import os, signal, sys, threading\n"
+        f"from {script_worker.__name__} import _keep_status\n"
+        f"{before}\n"
+        "_keep_status()\n"
+        "os.kill(os.getpid(), signal.SIGTERM)\n"
+        "sys.exit(3)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == status

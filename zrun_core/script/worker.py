@@ -25,6 +25,7 @@ import json
 import os
 import signal
 import sys
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
@@ -54,12 +55,25 @@ def main() -> None:
     try:
         _run(spec["script"])
     except SystemExit:
+        _keep_status()
         raise  # with a status of the script's own choice
     except KeyboardInterrupt as error:
         _show(error)
         sys.exit(ExitCode.INTERRUPTED)
     except BaseException as error:
         _fail(error, run_dir, rank)
+    _keep_status()
+
+
+def _keep_status() -> None:
+    """End with the status that the script has come to, whatever its end does to other ranks.
+
+    They fail as soon as its connections close, and the agent then ends all ranks, while Python may
+    take a second to end. A script whose threads go on is not at its end.
+    """
+    others = [thread for thread in threading.enumerate() if not thread.daemon]
+    if len(others) == 1 and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def _begin_page(spec: Mapping[str, Any], rank: int, run_dir: Path) -> None:

@@ -62,34 +62,22 @@ def test_dropping_a_batch_is_refused_where_peers_wait_for_parameters():
         job(zero=3, guards={"on_oom": "skip"})
 
 
-def test_advice_is_only_what_the_job_does_not_do_yet():
+def test_changes_are_only_what_the_job_does_not_do_yet():
     batch = BatchPlan(global_size=16, micro=8, accumulation=1, ranks=2)
-    lines = oom.advice(job(zero=1), batch)
-    assert [line.partition("  #")[0] for line in lines] == [
-        "batch.micro: 4",
-        "activations.checkpoint: full",
-        "zero.stage: 2",
-        "precision: bf16",
+    held = {"activations": 100, "grads": 10, "optim": 7}
+    found = oom.changes(job(zero=1), batch, held)
+    assert [(each.key, each.value, each.saves) for each in found] == [
+        ("batch.micro", "4", 50),
+        ("activations.checkpoint", "full", None),
+        ("zero.stage", "2", 5),
+        ("precision", "bf16", 50),
     ]
+    assert str(found[0]) == (
+        "batch.micro: 4  # activations halve, the result stays, about 50 B less here"
+    )
     small = BatchPlan(global_size=2, micro=1, accumulation=1, ranks=2)
-    assert (
-        oom.advice(job(zero=3, precision="bf16", activations={"checkpoint": "full"}), small) == []
-    )
-
-
-def test_the_message_has_a_line_per_holder():
-    text = oom.describe(
-        "forward failed: out of memory: x",
-        [("gradients", 3 << 30), ("tensors (7,) int64", 56)],
-        ["a: b"],
-    )
-    assert text.splitlines() == [
-        "forward failed: out of memory: x. What holds most:",
-        "     3.0 GiB  gradients",
-        "        56 B  tensors (7,) int64",
-        "What would help, in the job file:",
-        "  a: b",
-    ]
+    recomputed = job(zero=3, precision="bf16", activations={"checkpoint": "full"})
+    assert oom.changes(recomputed, small, held) == []
 
 
 def test_a_rank_whose_process_has_taken_all_is_told_so() -> None:

@@ -49,6 +49,7 @@ from zrun.transport.frames import (
 )
 from zrun_core.errors import ExitCode
 from zrun_core.spine import memory_limits
+from zrun_core.spine.held_memory import HeldMemory
 
 _READ_BYTES = 1 << 16
 _REPORTED_S = 1.5  # in which an error of a GPU that ended a rank is told
@@ -95,6 +96,7 @@ class AgentLoop:
         self._memory: MemoryWatch | None = None
         self._shortage = ""  # of memory, for which the workers were killed
         self._short_in = ""  # the phase in which that was
+        self._held: dict[int, HeldMemory] = {}  # by rank, before they were ended for want of memory
         self._boards: BoardWatch | None = None
         self._without_gpu: set[int] = set()  # ranks that were killed because their GPU failed
         self._has_failed = False  # a worker
@@ -237,11 +239,16 @@ class AgentLoop:
         if shortage is None:
             return
         assert self._observer is not None
-        phase, step = self._observer.phase(sorted(self._running))
+        running = sorted(self._running)
+        leaders = self._signals.leaders_of(running)
+        self._held = self._observer.ask_what_is_held(leaders, self._memory.can_wait)
+        fullest = max(self._held, key=lambda rank: self._held[rank].num_bytes, default=None)
+        phase, step = self._observer.phase(running if fullest is None else [fullest])
         text = f"{shortage.text} ({phase}{f' of step {step}' if step else ''})"
         if shortage.may_finish:
             print(f"{text}: the workers finish their step", flush=True)
-            self._uplink.send({"frame": "short", "why": text})
+            held = None if fullest is None else self._held[fullest].to_json()
+            self._uplink.send({"frame": "short", "why": text, "held": held})
             self.stop(StopMode.FINISH)
             return
         print(f"{text}: killing the workers", flush=True)
@@ -356,6 +363,7 @@ class AgentLoop:
                 "oom": is_oom,
                 "shortage": self._shortage if is_oom else "",
                 "short_in": self._short_in if is_oom else "",
+                "held": self._held[rank].to_json() if is_oom and rank in self._held else None,
                 "note": note,
                 "log": log,
             }

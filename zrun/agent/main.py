@@ -37,6 +37,7 @@ from zrun_core.errors import ExitCode
 from zrun_core.spine.flight_page import host_file
 from zrun_core.spine.flight_view import FlightRecorderView
 from zrun_core.spine.folders import make_private
+from zrun_core.spine.held_memory import testimony_file
 from zrun_core.spine.releases import own_release
 
 _STORE = "store"  # the file through which the workers find each other
@@ -125,6 +126,7 @@ def _run(
     spec_file.write_text(json.dumps(start.spec | {"telemetry": telemetry}, indent=1))
     for rank in ranks:  # of an earlier attempt, where the launcher does not see this disk
         (run_dir / "failures" / f"rank-{rank}.json").unlink(missing_ok=True)
+        testimony_file(run_dir, rank).unlink(missing_ok=True)
     hosts = list(dict.fromkeys(place["host"] for place in plan["ranks"]))
     script = start.spec.get("script")
     master = None

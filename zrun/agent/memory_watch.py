@@ -100,6 +100,10 @@ class MemoryWatch:
         self._look_at = now + wait_s
         return None
 
+    def can_wait(self) -> bool:
+        """Return whether the host has memory left for ranks that say what they hold."""
+        return memory_limits.host_available(swap=True) > self._kept // 2
+
     def _excess(self, held: int, bound: int) -> Shortage | None:
         """Judge what the ranks hold by what limits.memory tolerates."""
         assert self._most is not None

@@ -1,7 +1,8 @@
 """The agent's view of the ranks of its host.
 
 How far they are is in the flight recorder, to which they write. Why one ended is in its note and at
-the end of its log. While one hangs, all of them are asked for their stacks.
+the end of its log. While one hangs, all of them are asked for their stacks, and what holds their
+memory before they are ended for want of it.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import json
 import signal
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,11 @@ from zrun.system.tail_file import end_of_text, last_lines
 from zrun.transport.frames import Frame
 from zrun_core.spine.flight_page import RankProgress
 from zrun_core.spine.flight_view import Awaited, FlightRecorderView
+from zrun_core.spine.held_memory import HeldMemory, testimony_file
+from zrun_core.spine.stop_signals import TESTIFY
 
 _STACKS_S = 1.0  # that ranks get for writing their stacks
+_TESTIMONY_S = 2.0  # for saying what holds their memory
 _LARGEST_NOTE = 1 << 18  # characters
 
 
@@ -124,6 +128,32 @@ class Observer:
             halted: those of them that cannot answer.
         """
         return {}
+
+    def ask_what_is_held(
+        self, leaders: Mapping[int, Process], may_wait: Callable[[], bool]
+    ) -> dict[int, HeldMemory]:
+        """Have every worker say what holds its memory; return it by rank, of those that could.
+
+        Args:
+            leaders: the processes of the ranks.
+            may_wait: whether there is still memory for another while.
+        """
+        files = {rank: testimony_file(self._run_dir, rank) for rank in leaders}
+        files = {rank: file for rank, file in files.items() if file.exists()}
+        for file in files.values():
+            with suppress(OSError):
+                file.write_text("")  # what was said when they were asked before
+        processes.send([leaders[rank] for rank in files], TESTIFY)
+        deadline = time.monotonic() + _TESTIMONY_S
+        found: dict[int, HeldMemory] = {}
+        while len(found) < len(files) and time.monotonic() < deadline and may_wait():
+            time.sleep(_TESTIMONY_S / 100)
+            for rank, file in files.items():
+                with suppress(OSError):
+                    held = HeldMemory.from_json(file.read_bytes())
+                    if held is not None:
+                        found[rank] = held
+        return found
 
     def _does(self, rank: int, state: RankProgress) -> str:
         """Return what a rank does, as a verb."""

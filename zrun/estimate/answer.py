@@ -257,6 +257,7 @@ def forecast_of(found: Answer) -> Forecast:
     return Forecast(
         source=chosen.source,
         peak_bytes=rank.allocated,
+        activation_bytes=rank.peak.dynamic,
         reserved_bytes=rank.reserved,
         device_bytes=rank.device_used,
         capacity=chosen.capacity,

@@ -68,6 +68,7 @@ class Forecast:
             that fits; None: of an earlier zrun.
         units_away, units: of the model: those whose states leave, and all.
         runs: earlier ones of this kind, by which the times are scaled.
+        activation_bytes: of `peak_bytes`, with temporaries; None: of an earlier zrun.
     """
 
     source: str
@@ -87,6 +88,7 @@ class Forecast:
     units_away: int = 0
     units: int = 0
     runs: int = 0
+    activation_bytes: int | None = None
 
     @property
     def fits(self) -> bool:

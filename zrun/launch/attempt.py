@@ -33,6 +33,7 @@ from zrun.job.render import with_origins
 from zrun.job.script import KEYS, script_text
 from zrun.launch.bring_up import ClusterSession, bring_up
 from zrun.launch.failures import BESIDE_STEPS, Failure, Hang, LostHost, Stopped
+from zrun.launch.held import beside_plan, held_in_words
 from zrun.launch.launch_request import AttemptResult, LaunchRequest
 from zrun.launch.page import write_page
 from zrun.launch.supervise import SupervisedRun, Supervisor, judge
@@ -457,9 +458,17 @@ def _conclude(
         by = name_of(signals.first) if signals.first is not None else run.stop_reason
         lost = tuple(run.lost.values())
         stopped = Stopped(
-            code, by, run.last_step, committed, lost, run.seen, is_script=run.is_script
+            code,
+            by,
+            run.last_step,
+            committed,
+            lost,
+            run.seen,
+            is_script=run.is_script,
+            held=run.held,
         )
-        message = stopped.describe(resume and request.resume_in_words)
+        planned = beside_plan(run.held, claimed.forecast)
+        message = stopped.describe(resume and request.resume_in_words, planned)
         rundir.write_failure(stopped.to_json() | {"resume": resume, "told": message})
         say(message, sys.stderr)
         claimed.write_page(observed.state, Outcome.of(code, message))
@@ -526,9 +535,15 @@ def _report_failure(
     claimed.rundir.write_failure(record)  # at once: an estimate may take a while
     unfit = _unfit(code, failure, observed.run, claimed.gate)
     message = failure.describe()
+    if isinstance(failure, Failure) and failure.held is not None:
+        planned = beside_plan(failure.held, claimed.gate.forecast)
+        message = failure.describe(planned)
+        of_refusal = ["", *held_in_words(failure.held), *planned]
+    else:
+        of_refusal = []
     if unfit is not None:
         code = ExitCode.PREFLIGHT
-        message = refusal(unfit)
+        message = "\n".join([refusal(unfit), *of_refusal])
         record |= {"exit_code": int(code), "unfit": unfit.to_json()}
     if resume is not None:
         message += f"\n  resume: {claimed.request.resume_in_words}"

@@ -19,6 +19,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from zrun.launch.gpu_faults import GpuFault, lost_ranks
+from zrun.launch.held import held_in_words
 from zrun.transport.frames import GRACE_S
 from zrun_core.errors import (
     PEER_IS_GONE,
@@ -31,6 +32,7 @@ from zrun_core.errors import (
 )
 from zrun_core.spine import tracebacks
 from zrun_core.spine.flight_recorder import listed
+from zrun_core.spine.held_memory import HeldMemory
 from zrun_core.spine.spec import LaunchPlan, RankPlace
 
 _DOES = {
@@ -41,6 +43,8 @@ _DOES = {
 _FOUND_BY_ALL = {DivergedError.__name__, NumericError.__name__}
 # What to do about errors for which no line of the job or of the code is to blame.
 _ADVICE = {
+    OutOfMemoryError.__name__: "make the first change above that the job can bear, or keep less in "
+    "your code of what holds most",
     DivergedError.__name__: "look for bad memory or a broken link (dmesg, zrun doctor), and in "
     "your code for what changes parameters on some ranks only",
     HangError.__name__: "make every rank reach the call that the message names; if one is only "
@@ -77,6 +81,7 @@ class FailureNote(BaseModel):
     exit_code: int
     step: int | None = None
     phase: str | None = None
+    held: dict[str, Any] | None = None  # memory, where that ran out
 
     @classmethod
     def parse(cls, text: str | None) -> FailureNote | None:
@@ -106,6 +111,7 @@ class WorkerExit:
         log: the last lines of its log.
         shortage: of memory, as the agent saw it when it killed the worker.
         short_in: the phase in which that was.
+        held: memory, when the agent was about to kill it; None: it did not, or could not tell.
     """
 
     rank: int
@@ -116,6 +122,12 @@ class WorkerExit:
     log: tuple[str, ...] = ()
     shortage: str = ""
     short_in: str = ""
+    held: HeldMemory | None = None
+
+    @property
+    def held_bytes(self) -> int:
+        """Return what it held when memory ran out; 0: it did not, or is not known."""
+        return 0 if self.held is None else self.held.num_bytes
 
     @property
     def signal(self) -> signal.Signals | None:
@@ -143,7 +155,13 @@ def first_failure(
     start = min(each.time for each in failed)
     return min(
         failed,
-        key=lambda each: (each.rank not in lost, _distance(each, start), each.time),
+        # Of ranks that an agent has ended for want of memory together, the one that held most.
+        key=lambda each: (
+            each.rank not in lost,
+            _distance(each, start),
+            -each.held_bytes,
+            each.time,
+        ),
     )
 
 
@@ -224,6 +242,13 @@ class Failure:
         return self.note is not None and self.note.type == OutOfMemoryError.__name__
 
     @property
+    def held(self) -> HeldMemory | None:
+        """Return what the rank held when memory ran out; None: it did not, or is not known."""
+        if self.end.held is not None or self.note is None:
+            return self.end.held
+        return HeldMemory.of_data(self.note.held)
+
+    @property
     def headline(self) -> str:
         rank = self.end.rank
         who = f"rank {rank} of {self.plan.world_size} ({self.plan.place_in_words(rank)})"
@@ -278,6 +303,10 @@ class Failure:
             return "let the script take less: a smaller batch, fewer ranks or loader processes"
         if self.end.oom:
             batch = "lower batch.micro, raise zero.stage, or checkpoint activations"
+            if self.held is not None and self.held.holders and not self.held.changes:
+                batch = (
+                    "have your code keep less of what the first line names, or raise limits.memory"
+                )
             return BESIDE_STEPS.get(self.end.short_in, batch)
         if self.fault is not None:
             return self.fault.fault.advice
@@ -309,15 +338,22 @@ class Failure:
             return "the script ended itself: look for sys.exit or os._exit in it"
         return "look for os._exit or a crash in the code that the job names: see its log"
 
-    def describe(self) -> str:
-        """Return the last words on the terminal."""
+    def describe(self, planned: Sequence[str] = ()) -> str:
+        """Return the last words on the terminal.
+
+        Args:
+            planned: lines on the memory that was expected.
+        """
         if self.note is not None:
             body = (self.note.traceback or self.note.message).strip()
+        elif self.end.held is not None:
+            body = "\n".join(held_in_words(self.end.held))
         else:
             lines = tracebacks.crash_stack(self.end.log) or self.end.log[-_SHOWN_LINES:]
             body = "\n".join(lines)
         if not body:
             return f"{self.headline}\n  log: {self.log} (empty)\n  next: {self.advice}"
+        body = "\n".join([body, *planned])
         return f"{body}\n\n{self.headline}\n  log: {self.log}\n  next: {self.advice}"
 
     def to_json(self) -> dict[str, Any]:
@@ -331,6 +367,7 @@ class Failure:
             "status": self.end.status,
             "signal": self.end.signal.name if note is None and self.end.signal else None,
             "out_of_memory": self.end.oom,
+            "held": None if self.held is None else self.held.to_json(),
             "gpu_fault": None if self.fault is None else self.fault.to_json(),
             "kind": note.kind if note else None,
             "type": note.type if note else None,
@@ -574,6 +611,7 @@ class Stopped:
         lost: hosts that were lost meanwhile, each with the reason.
         seen: by an agent, in words for the terminal: too little memory, or no launcher.
         is_script: nobody knows what it has saved.
+        held: by the fullest rank, where that was memory; None: it was not, or nobody could tell.
     """
 
     exit_code: int
@@ -583,6 +621,7 @@ class Stopped:
     lost: tuple[str, ...] = ()
     seen: str = ""
     is_script: bool = False
+    held: HeldMemory | None = None
 
     @property
     def headline(self) -> str:
@@ -602,16 +641,20 @@ class Stopped:
             return "not saved"
         return f"not saved, but step {self.committed} is"
 
-    def describe(self, resume: str | None) -> str:
+    def describe(self, resume: str | None, planned: Sequence[str] = ()) -> str:
         """Return the last words on the terminal.
 
         Args:
             resume: the command that goes on.
+            planned: lines on the memory that was expected.
         """
         lost = "".join(f"; lost {why}" for why in self.lost)
         how = f"; resume: {resume}" if resume is not None else ""
         seen = f" ({self.seen})" if self.seen else ""
-        return self.headline + seen + how + lost
+        said = self.headline + seen + how + lost
+        if self.held is None:
+            return said
+        return "\n".join([*held_in_words(self.held), *planned, said])
 
     def to_json(self) -> dict[str, Any]:
         """Return the content of failure.json."""
@@ -625,6 +668,7 @@ class Stopped:
             "signal": self.signal or None,
             "kind": "stopped",
             "message": f"{self.signal}: {self.headline}" if self.signal else self.headline,
+            "held": None if self.held is None else self.held.to_json(),
             "what_to_do": advice,
             "time": time.time(),
         }

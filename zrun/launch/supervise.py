@@ -41,6 +41,7 @@ from zrun_core.errors import ExitCode, RendezvousError
 from zrun_core.spine import profile_request
 from zrun_core.spine.events import Event
 from zrun_core.spine.flight_page import RankProgress
+from zrun_core.spine.held_memory import HeldMemory
 from zrun_core.spine.sections.guards import LimitsConfig
 from zrun_core.spine.spec import LaunchPlan
 
@@ -92,6 +93,7 @@ class SupervisedRun:
         stop_reason: the signal that a rank got, but not through the launcher, or what an agent saw
             that made it stop its ranks; empty: none.
         seen: that of an agent; empty: nothing.
+        held: memory of the fullest rank, where an agent saw too much of that.
         states: of the ranks that run, as their agents saw them last.
         new_states: those of them that the supervisor has not seen yet.
         halted: those that a signal or a debugger has stopped.
@@ -114,6 +116,7 @@ class SupervisedRun:
     is_script: bool = False
     stop_reason: str = ""
     seen: str = ""
+    held: HeldMemory | None = None
     states: dict[int, RankProgress] = field(default_factory=dict)
     new_states: dict[int, RankProgress] = field(default_factory=dict)
     halted: set[int] = field(default_factory=set)
@@ -148,6 +151,7 @@ class SupervisedRun:
                 self._see_silence(host, frame)
             case "short":
                 self._see_stop(f"{host}: {frame['why']}")
+                self.held = self.held or HeldMemory.of_data(frame.get("held"))
         return None
 
     def lose_host(self, host: str, why: str) -> None:
@@ -202,6 +206,7 @@ class SupervisedRun:
             log=tuple(frame["log"]),
             shortage=frame.get("shortage", ""),
             short_in=frame.get("short_in", ""),
+            held=HeldMemory.of_data(frame.get("held")),
         )
         self.states.pop(end.rank, None)
         self.exits.append(end)

@@ -1,34 +1,27 @@
-"""Memory that ran out: what holds it, and what a job can say to need less."""
+"""Memory that ran out: may the run go on without the batch, and what would help a job."""
 
 from __future__ import annotations
 
 import gc
-from collections import Counter
-from collections.abc import Sequence
-
-import torch
+from collections.abc import Mapping
+from dataclasses import replace
 
 from zrun_core.errors import OutOfMemoryError
+from zrun_core.guards.holders import ACTIVATIONS, CallsUnderWay, base_bytes, held_memory
 from zrun_core.hardware import accelerator
 from zrun_core.memory.buffers import Kind
 from zrun_core.sizes import format_size
 from zrun_core.spine.config import JobConfig
 from zrun_core.spine.events import Emitter
+from zrun_core.spine.held_memory import Change, HeldMemory
 from zrun_core.spine.spec import BatchPlan, RunSpec
-from zrun_core.telemetry.metrics import process_memory
 from zrun_core.user_code.user import is_out_of_memory
-from zrun_core.zero.account import allocated_memory, own_tensors
 from zrun_core.zero.sharded_model import ShardedModel
 
-_SHOWN = 5
 _TOLD = 3  # holders in a warning
-_NAMES = {
-    Kind.PARAM: "parameters",
-    Kind.GRAD: "gradients",
-    Kind.OPTIM: "optimizer states and fp32 masters",
-    Kind.RING: "scratch of gathers and reductions",
-    Kind.BUFFER: "buffers of modules",
-}
+_WORTH_IT = 0.2  # of what is held: less of it for the model, and no key of the job helps
+# What the next stage divides, by stage.
+_DIVIDED = dict(enumerate((Kind.OPTIM, Kind.GRAD, Kind.PARAM)))
 
 
 class MemoryGuard:
@@ -53,6 +46,7 @@ class MemoryGuard:
         self._emitter = emitter
         self._last_step = 0  # in which memory ran out
         self._in_a_row = 0  # steps
+        self._base_bytes = base_bytes(sharded)
 
     def see(self, error: OutOfMemoryError, step: int) -> None:
         """Note that memory ran out in `step`. Return if the step is to be dropped.
@@ -72,7 +66,8 @@ class MemoryGuard:
                 f"{error} (guards.on_oom: skip does not drop this batch: {why_not})"
             ) from error
         most = ", ".join(
-            f"{format_size(size)} {name}" for name, size in largest_holders(self._sharded)[:_TOLD]
+            f"{format_size(each.num_bytes)} {each.name}"
+            for each in self.held(0, CallsUnderWay.of_error(error)).holders[:_TOLD]
         )
         self._emitter.emit(
             "warning",
@@ -80,6 +75,34 @@ class MemoryGuard:
         )
         # The traceback holds the activations.
         error.__cause__ = error.__context__ = error.__traceback__ = None
+
+    def held(self, rank: int, calls: CallsUnderWay) -> HeldMemory:
+        """Return what a rank holds, and the changes of its job that would help. Of any thread.
+
+        Args:
+            rank: its number.
+            calls: of the user's code.
+        """
+        held = held_memory(self._sharded, rank, calls, self._base_bytes)
+        of_model = held.num_bytes - held.by_kind.get("tensors", 0) - held.by_kind.get("rest", 0)
+        if of_model < _WORTH_IT * held.num_bytes:
+            return held  # no change of the job frees what the user's code keeps
+        found = changes(self._job, self._spec.batch, held.by_kind)
+        return replace(held, changes=tuple(found))
+
+    def explain(self, error: OutOfMemoryError, rank: int) -> HeldMemory | None:
+        """Return what a rank holds that stops; None: not even this can be told.
+
+        Args:
+            error: ended it. Its traceback holds what the calls under way held.
+            rank: its number.
+        """
+        try:
+            return self.held(rank, CallsUnderWay.of_error(error))
+        except Exception as failed:
+            if not is_out_of_memory(failed):
+                raise
+            return None  # there is none left even for this
 
     def _why_not(self, step: int) -> str | None:
         """Say why a batch cannot be dropped; None if it can."""
@@ -99,90 +122,31 @@ class MemoryGuard:
             accelerator.empty_cache()
 
 
-def largest_holders(sharded: ShardedModel) -> list[tuple[str, int]]:
-    """Return what holds most bytes of this rank, largest first.
+def changes(job: JobConfig, batch: BatchPlan, by_kind: Mapping[str, int]) -> list[Change]:
+    """Return changes of a job that lower memory, the cheapest first.
 
-    These are the runtime's buffers by kind, tensors beyond them, and the rest of the process.
+    Args:
+        job: as it runs.
+        batch: of a rank.
+        by_kind: bytes that a rank holds, of which each change saves a part.
     """
-    by_kind = allocated_memory(sharded).by_kind
-    found = Counter({_NAMES[kind]: size for kind, size in by_kind.items()})
-    params = _NAMES[Kind.PARAM]
-    size, name = max((unit.allocated()[0].num_bytes, unit.name) for unit in sharded.units)
-    found[f"{params}, largest unit {name!r} with {format_size(size)}"] = found.pop(params)
-    found.update(_other_tensors(sharded))
-    memory = process_memory(sharded.comm.device)
-    held = memory["device_allocated"]
-    if held is None:  # on a CPU
-        held = memory["rss_bytes"]
-    rest = (held or 0) - sum(found.values())
-    if rest > 0:
-        found["activations saved for backward, libraries and what else the process holds"] = rest
-    return [(name, size) for name, size in found.most_common(_SHOWN) if size]
-
-
-def _other_tensors(sharded: ShardedModel) -> Counter[str]:
-    """Return bytes of tensors that Python knows, but for the runtime's, by shape and format."""
-    known = {tensor.untyped_storage().data_ptr() for tensor in own_tensors(sharded)}
-    device = sharded.comm.device.type
-    found: Counter[str] = Counter()
-    for thing in gc.get_objects():
-        if type(thing) is not torch.Tensor:
-            continue
-        if thing.device.type != device or thing.is_sparse:
-            continue
-        storage = thing.untyped_storage()
-        if not storage.nbytes() or storage.data_ptr() in known:
-            continue
-        known.add(storage.data_ptr())
-        found[f"tensors {tuple(thing.shape)} {str(thing.dtype).removeprefix('torch.')}"] += (
-            storage.nbytes()
-        )
-    return found
-
-
-def advice(job: JobConfig, batch: BatchPlan) -> list[str]:
-    """Return lines of a job file that lower memory, the cheapest first."""
     found = []
+    activations = by_kind.get(ACTIVATIONS, 0)
     if batch.micro > 1:
-        found.append(f"batch.micro: {batch.micro // 2}  # activations halve, the result stays")
+        fewer = batch.micro // 2
+        why = "activations halve, the result stays"
+        saves = activations - activations * fewer // batch.micro
+        found.append(Change("batch.micro", str(fewer), why, saves or None))
     if job.activations.checkpoint == "none":
-        found.append("activations.checkpoint: full  # recompute blocks in backward")
-    if job.zero.stage < 3 and batch.ranks > 1:
-        found.append(
-            f"zero.stage: {job.zero.stage + 1}  # divide more states over the {batch.ranks} ranks"
-        )
+        found.append(Change("activations.checkpoint", "full", "recompute blocks in backward"))
+    stage = job.zero.stage
+    next_divided = _DIVIDED.get(stage)
+    if next_divided is not None and batch.ranks > 1:
+        held = by_kind.get(next_divided.value, 0)
+        why = f"divide more states over the {batch.ranks} ranks"
+        saves = held - held // batch.ranks
+        found.append(Change("zero.stage", str(stage + 1), why, saves or None))
     if job.precision.compute == "fp32":
-        found.append("precision: bf16  # half the activations")
+        why = "half the activations"
+        found.append(Change("precision", "bf16", why, activations // 2 or None))
     return found
-
-
-def explain(error: OutOfMemoryError, spec: RunSpec, sharded: ShardedModel) -> str:
-    """Return the message of a run that stops: what holds most, and what would help.
-
-    Args:
-        error: ended it.
-        spec: the run.
-        sharded: the model, which knows what holds memory.
-    """
-    try:
-        return describe(str(error), largest_holders(sharded), advice(spec.job, spec.batch))
-    except Exception as failed:
-        if not is_out_of_memory(failed):
-            raise
-        return str(error)  # there is none left even for this
-
-
-def describe(what: str, holders: Sequence[tuple[str, int]], lines: Sequence[str]) -> str:
-    """Return the message of a run that stops.
-
-    Args:
-        what: ended it.
-        holders: of memory: name and bytes, largest first.
-        lines: of a job file that would help.
-    """
-    text = [f"{what}. What holds most:"]
-    text += [f"  {format_size(size):>10}  {name}" for name, size in holders]
-    if lines:
-        text.append("What would help, in the job file:")
-        text += [f"  {line}" for line in lines]
-    return "\n".join(text)

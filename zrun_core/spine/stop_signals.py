@@ -15,6 +15,7 @@ from zrun_core.errors import ExitCode
 # Save at the end of this step. The signal before it ends a launcher (`zrun stop --now`).
 SAVE = signal.SIGRTMIN + 1
 PROFILE = signal.SIGRTMIN + 2  # trace the next steps, as `spine/profile_request.py` has it
+TESTIFY = signal.SIGRTMIN + 3  # write down what holds memory: see `guards/memory_witness.py`
 _FIRM = (signal.SIGINT, signal.SIGTERM)
 # Of a scheduler, of the launcher, of a terminal.
 _WARNINGS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)

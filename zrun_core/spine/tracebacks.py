@@ -148,7 +148,7 @@ def user_location(frame: FrameType | None) -> str:
     while frame is not None:
         code = frame.f_code
         if is_users(code.co_filename):
-            return _place(code.co_filename, frame.f_lineno)
+            return in_words(code.co_filename, frame.f_lineno)
         frame = frame.f_back
     return "an unknown place"
 
@@ -161,7 +161,7 @@ def raised_at(error: BaseException) -> str | None:
         for frame, line in traceback.walk_tb(each.__traceback__)
         if is_users(frame.f_code.co_filename)
     ]
-    return _place(*places[-1]) if places else None
+    return in_words(*places[-1]) if places else None
 
 
 def names_users_code(text: str) -> bool:
@@ -193,7 +193,8 @@ def is_packaged(file: str) -> bool:
     return file.startswith(_PYTHON) or any(folder in file for folder in _PACKAGE_FOLDERS)
 
 
-def _place(file: str, number: int) -> str:
+def in_words(file: str, number: int) -> str:
+    """Return a line of a file as errors name it: "loop.py:12, model(x)"."""
     place = f"{os.path.relpath(file)}:{number}"
     line = linecache.getline(file, number).strip()
     return f"{place}, {line}" if line else place

@@ -13,9 +13,9 @@ from zrun_core.errors import (
     ZrunError,
     lack_of_threads,
 )
-from zrun_core.guards import oom
 from zrun_core.spine import tracebacks
 from zrun_core.spine.failure_files import TOLD_CHARS, write_note
+from zrun_core.spine.held_memory import HeldMemory
 from zrun_core.train.trainer import Trainer
 from zrun_core.user_code import user
 
@@ -48,8 +48,11 @@ def report(
         kind = "bug"
         code = ExitCode.WORKER
         text = tracebacks.full_traceback(error, TOLD_CHARS)
+    held: HeldMemory | None = None
     if isinstance(error, OutOfMemoryError) and trainer is not None:
-        text = oom.explain(error, trainer.spec, trainer.sharded)
+        held = trainer.memory.explain(error, rank)
+    if held is not None:
+        text = "\n".join([f"{text}. What holds most:", *held.lines()])
     write_note(
         run_dir,
         rank,
@@ -60,6 +63,7 @@ def report(
         message=_in_a_line(error),
         traceback=text,
         whole_traceback=None if cause is None else tracebacks.full_traceback(cause, TOLD_CHARS),
+        held=None if held is None else held.to_json(),
         exit_code=int(code),
     )
     if cause is not None:
@@ -91,7 +95,10 @@ def in_users_terms(error: BaseException, phase: str) -> BaseException:
         return error
     told: ZrunError | None
     if user.is_out_of_memory(error):
-        told = OutOfMemoryError(f"{phase} failed: out of memory: {tracebacks.first_line(error)}")
+        place = tracebacks.raised_at(error)
+        where = f" at {place}" if place is not None else ""
+        why = tracebacks.first_line(error)
+        told = OutOfMemoryError(f"{phase} failed{where}: out of memory: {why}")
     elif isinstance(error, KeyboardInterrupt):  # no signal raises one here: the user's code did
         told = UserCodeError(f"{phase} failed\n{tracebacks.user_traceback(error)}")
     else:

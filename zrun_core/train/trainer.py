@@ -149,8 +149,10 @@ class Trainer:
         self.recorder = Recorder(spec, sharded, emitter, self._clock)
         self.progress = self.recorder.progress
 
-        memory = MemoryGuard(spec, sharded, emitter)
-        context = RunnerContext(spec, sharded, functions.loss, self._clock, phase, memory, draws)
+        self.memory = MemoryGuard(spec, sharded, emitter)
+        context = RunnerContext(
+            spec, sharded, functions.loss, self._clock, phase, self.memory, draws
+        )
         self.micro_batches = make_runner(context, stage)
         self.hooks = Hooks(
             functions.hooks,

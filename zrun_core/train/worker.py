@@ -46,6 +46,8 @@ from zrun_core.errors import (
     StoppedError,
     ZrunError,
 )
+from zrun_core.guards.holders import CallsUnderWay
+from zrun_core.guards.memory_witness import MemoryWitness
 from zrun_core.guards.watchdog import Watchdog
 from zrun_core.hardware import accelerator
 from zrun_core.memory.buffers import placement_of
@@ -57,6 +59,7 @@ from zrun_core.spine import heap, memory_limits
 from zrun_core.spine.events import Emitter
 from zrun_core.spine.flight_page import host_file
 from zrun_core.spine.flight_recorder import FlightRecorder
+from zrun_core.spine.held_memory import HeldMemory, Holder
 from zrun_core.spine.sections.section import Ref
 from zrun_core.spine.spec import RunSpec
 from zrun_core.spine.stop_signals import StopSignals
@@ -194,6 +197,7 @@ class Worker:
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
         stacks = os.open(folder / f"rank-{self.rank}.txt", flags, 0o600)  # open until the end
         faulthandler.register(signal.SIGQUIT, stacks)
+        MemoryWitness(self.run_dir, self.rank, self._held_memory)
 
     def run(self) -> None:
         """Join the other ranks, build the rank's trainer, and train to the end."""
@@ -620,6 +624,14 @@ class Worker:
             self.emitter.emit("save", **fields)
 
     # Failures
+
+    def _held_memory(self, calls: CallsUnderWay) -> HeldMemory:
+        """Return what this rank holds while the user's code is in these calls. Of any thread."""
+        if self._trainer is not None:
+            return self._trainer.memory.held(self.rank, calls)
+        held = memory_limits.resident_bytes([os.getpid()])
+        whole = Holder("the process, which has not begun to train", "since", held)
+        return HeldMemory(self.rank, held, calls.place, {whole.kind: held}, (whole,))
 
     def _give_up(self, error: ZrunError) -> None:
         """Exit with `error`. Called by another thread: the main one waits in a collective."""

@@ -19,7 +19,8 @@ from zrun_core.user_code.user import is_out_of_memory
 from zrun_core.zero.sharded_model import ShardedModel
 
 _TOLD = 3  # holders in a warning
-_WORTH_IT = 0.2  # of what is held: less of it for the model, and no key of the job helps
+# Of what is held beside libraries: where the model has less of it, no key of the job helps.
+_WORTH_IT = 0.2
 # What the next stage divides, by stage.
 _DIVIDED = dict(enumerate((Kind.OPTIM, Kind.GRAD, Kind.PARAM)))
 
@@ -84,8 +85,9 @@ class MemoryGuard:
             calls: of the user's code.
         """
         held = held_memory(self._sharded, rank, calls, self._base_bytes)
-        of_model = held.num_bytes - held.by_kind.get("tensors", 0) - held.by_kind.get("rest", 0)
-        if of_model < _WORTH_IT * held.num_bytes:
+        tensors = held.by_kind.get("tensors", 0)
+        grown = held.num_bytes - held.by_kind.get("rest", 0)
+        if grown - tensors < _WORTH_IT * grown:
             return held  # no change of the job frees what the user's code keeps
         found = changes(self._job, self._spec.batch, held.by_kind)
         return replace(held, changes=tuple(found))

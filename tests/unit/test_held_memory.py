@@ -128,7 +128,7 @@ class Cache:
 def test_all_that_a_rank_holds_is_counted_once():
     sharded = sharded_net()
     cache = Cache()
-    held = held_memory(sharded, 3, CallsUnderWay(), 1000)
+    held = held_memory([sharded], 3, CallsUnderWay(), 1000)
     assert held.rank == 3
     assert sum(held.by_kind.values()) == held.num_bytes
     params = sum(param.numel() for param in sharded.module.parameters())
@@ -150,7 +150,7 @@ def test_a_tensor_of_a_call_under_way_is_named_by_the_call():
 
     with pytest.raises(MemoryError) as caught:
         take()
-    held = held_memory(sharded, 0, CallsUnderWay.of_error(caught.value), 0)
+    held = held_memory([sharded], 0, CallsUnderWay.of_error(caught.value), 0)
     assert held.place.endswith(line_of(take, "raise"))
     assert any(", mine in " in each.name and ".take" in each.name for each in held.holders)
 

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
+import zrun_core
 from zrun.runs.listing import RunStatus, read_run
 from zrun_core.errors import JobError
+from zrun_core.library import run as library
 from zrun_core.library.run_record import Record
 
 SCRIPT = """
@@ -109,3 +111,33 @@ def test_without_a_folder_nothing_is_written() -> None:
     record.start(["here"], None)
     record.metrics(1, {"loss": 1.0})
     assert not record
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"trackers": ["csv"]}, "init(trackers=['csv']): these belong to a record: name a run_dir"),
+        ({"profile": [2, 3]}, "init(profile=[2, 3]): these belong to a record: name a run_dir too"),
+        ({"trackers": "csv"}, "init(trackers='csv'): write a list, such as ['csv']"),
+        ({"trackers": 3}, "init(trackers=3): write a list of names"),
+        ({"trackers": ["csv", "csv"]}, "a tracker is named twice"),
+        ({"trackers": ["paper"]}, "to.0: Input should be 'csv', "),
+        ({"trackers": {"csv": 3}}, "args.csv: Input should be a valid dictionary"),
+        ({"profile": [3, 2]}, "[3, 2] ends before it begins: write [2, 3]"),
+        ({"profile": {"stepz": 1}}, "steps: Field required"),
+        (
+            {"profile": {"steps": [2, 3], "ranks": [1]}},
+            "there is no rank 1: the run has rank 0 only",
+        ),
+    ],
+)
+def test_what_is_not_a_tracker_or_a_profile_is_refused_before_anything_starts(
+    tmp_path, monkeypatch, arguments, said
+):
+    monkeypatch.setattr(library, "_current", None)
+    if "name a run_dir" not in said:
+        arguments = {**arguments, "run_dir": str(tmp_path / "run")}
+    with pytest.raises(JobError) as caught:
+        zrun_core.init(device="cpu", **arguments)
+    assert said in str(caught.value)
+    assert not (tmp_path / "run").exists()

@@ -15,13 +15,14 @@ from typing import Any, ClassVar, get_args
 import pytest
 
 from zrun.job.flat_keys import flat_keys
-from zrun.trackers import feed, process
+from zrun.trackers import feed
 from zrun.trackers.feed import Feed, scalars_of
-from zrun.trackers.process import TrackerProcess
 from zrun.trackers.prometheus import PrometheusFile
 from zrun.trackers.tracker import KINDS, TrackedRun, check_installed, maker_of
 from zrun_core.errors import JobError
+from zrun_core.spine import tracker_process
 from zrun_core.spine.sections.launch import TrackerName
+from zrun_core.spine.tracker_process import TrackerProcess
 
 
 class Notes:
@@ -208,7 +209,7 @@ def test_the_process_reads_the_record_to_its_end(tmp_path: Path) -> None:
 
 
 def test_one_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "_END_S", 1.0)
+    monkeypatch.setattr(tracker_process, "_END_S", 1.0)
     os.mkfifo(tmp_path / "metrics.csv")  # opening it waits for a reader, for ever
     trackers = start(tmp_path)
     (said,) = trackers.end("finished")

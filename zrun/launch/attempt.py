@@ -45,7 +45,6 @@ from zrun.runs.start_point import StartPoint, choose_restart, choose_start, choo
 from zrun.system.output import Dispensable, say
 from zrun.system.ports import free_port
 from zrun.system.signals import LauncherSignals, ends_with_parent, ignore, name_of, stoppable
-from zrun.trackers.process import TrackerProcess
 from zrun.trackers.tracker import check_installed
 from zrun.transport.agent_process import AgentLink
 from zrun.transport.agents import AgentGroup
@@ -66,6 +65,7 @@ from zrun_core.checkpoint.names import steps_in
 from zrun_core.errors import CheckpointError, ExitCode, StoppedError, ZrunError
 from zrun_core.spine.events import Event
 from zrun_core.spine.spec import RunSpec, ScriptSpec, checkpoint_folder
+from zrun_core.spine.tracker_process import TrackerProcess
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,11 @@ class _ClaimedRun:
     rundir: RunDir
     spec: RunSpec
     gate: Gate | None  # None: a script, of which nothing can be foreseen
+
+    @property
+    def forecast(self) -> Forecast | None:
+        """What was foreseen of it."""
+        return None if self.gate is None else self.gate.forecast
 
     @property
     def facts(self) -> Facts:
@@ -536,7 +541,7 @@ def _report_failure(
     unfit = _unfit(code, failure, observed.run, claimed.gate)
     message = failure.describe()
     if isinstance(failure, Failure) and failure.held is not None:
-        planned = beside_plan(failure.held, claimed.gate.forecast)
+        planned = beside_plan(failure.held, claimed.forecast)
         message = failure.describe(planned)
         of_refusal = ["", *held_in_words(failure.held), *planned]
     else:

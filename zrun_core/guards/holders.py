@@ -15,6 +15,7 @@ import re
 import sys
 import traceback
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 from types import CellType, FrameType
 from typing import NamedTuple
@@ -93,20 +94,24 @@ class CallsUnderWay(NamedTuple):
 
 
 def held_memory(
-    sharded: ShardedModel, rank: int, calls: CallsUnderWay, base_bytes: int
+    models: Sequence[ShardedModel], rank: int, calls: CallsUnderWay, base_bytes: int
 ) -> HeldMemory:
     """Return what this rank holds.
 
     Args:
-        sharded: its model.
+        models: that it trains, one or more.
         rank: its number.
         calls: of the user's code.
         base_bytes: that the process held beside the model before it trained.
     """
-    device = sharded.comm.device
-    holders = [*_states(sharded)]
-    known = {tensor.untyped_storage().data_ptr() for tensor in own_tensors(sharded)}
-    holders += _activations(sharded, known)
+    device = models[0].comm.device
+    holders: list[Holder] = []
+    known: set[int] = set()
+    for sharded in models:
+        holders += _states(sharded)
+        known |= {tensor.untyped_storage().data_ptr() for tensor in own_tensors(sharded)}
+    for sharded in models:
+        holders += _activations(sharded, known)
     holders += _other_tensors(device.type, known, calls)
     memory = process_memory(device)
     held = memory["device_allocated"]

@@ -84,7 +84,7 @@ class MemoryGuard:
             rank: its number.
             calls: of the user's code.
         """
-        held = held_memory(self._sharded, rank, calls, self._base_bytes)
+        held = held_memory([self._sharded], rank, calls, self._base_bytes)
         tensors = held.by_kind.get("tensors", 0)
         grown = held.num_bytes - held.by_kind.get("rest", 0)
         if grown - tensors < _WORTH_IT * grown:

@@ -8,11 +8,15 @@ import os
 from contextlib import suppress
 from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from pydantic import ValidationError
 
 from zrun_core.errors import JobError
+from zrun_core.spine.sections.section import Section
+
+_Section = TypeVar("_Section", bound=Section)
 
 
 def whole(function: str, name: str, value: Any, least: int | None, write: str) -> int:
@@ -97,3 +101,31 @@ def scalar(function: str, name: str, value: Any, *, is_weight: bool = False) -> 
     if is_weight and not (math.isfinite(value) and float(value) >= 0):
         raise JobError(f"{function}({name}={value!r}): write a finite number, 0 or more")
     return torch.tensor(float(value), dtype=torch.float64)
+
+
+def section(function: str, name: str, kind: type[_Section], value: Any) -> _Section:
+    """Return an argument, in the short form or as a mapping, as a section of a job.
+
+    Args:
+        function, name: of the argument, for the message.
+        kind: of the section.
+        value: of the user.
+
+    Raises:
+        JobError: it is not one.
+    """
+    try:
+        return kind.model_validate(value)
+    except ValidationError as error:
+        first = error.errors()[0]
+        if not first["loc"] and first["type"] == "model_type":
+            short = ""
+            if kind.short:
+                short = f"{kind.short[1].__name__} or "
+            write = f"write {short}a mapping with some of {', '.join(kind.model_fields)}"
+            raise JobError(f"{function}({name}={value!r}): {write}") from None
+        problem = first["msg"]
+        place = ".".join(str(part) for part in first["loc"])
+        if place:
+            problem = f"{place}: {problem}"
+        raise JobError(f"{function}({name}={value!r}): {problem}") from None

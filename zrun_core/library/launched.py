@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from zrun_core.library.run_record import Record, start_fields
+from zrun_core.library.run_record import Record, Trackers, start_fields
 from zrun_core.spine.events import Emitter, EventType
 from zrun_core.spine.flight_page import host_file
 from zrun_core.spine.script_files import SPEC
@@ -55,6 +55,14 @@ class Launch:
         """Take note of `zrun save`, which signals rank 0. Only the main thread may listen."""
         if threading.current_thread() is threading.main_thread():
             signal.signal(SAVE, self._note)
+
+    def say_where_the_record_is(self, folder: Path) -> None:
+        """Say that the folder that the script named for its record is not used."""
+        print(
+            f"zrun_core: zrun run keeps the record, in {self.run_dir}: "
+            f"init(run_dir={str(folder)!r}) is not used",
+            file=sys.stderr,
+        )
 
     def take_request(self) -> bool:
         """Return whether a save was asked for since the last call."""
@@ -93,18 +101,25 @@ class LaunchedRecord(Record):
     def __bool__(self) -> bool:
         return True
 
-    def start(self, hosts: Sequence[str], device: torch.device) -> None:
-        """Send the first event of the run."""
-        self.emit("start", **start_fields(self._launch.name, len(hosts), device))
+    def start(
+        self, hosts: Sequence[str], device: torch.device, trackers: Trackers | None = None
+    ) -> None:
+        """Send the first event of the run, and begin the trackers that the script names."""
+        launch = self._launch
+        self.emit("start", **start_fields(launch.name, len(hosts), device))
+        self._begin_trackers(launch.run_dir, launch.name, len(hosts), device, trackers)
 
     def emit(self, kind: EventType, **fields: Any) -> None:
         """Send one event."""
         self._emitter.emit(kind, **fields)
+        self._feed_trackers(kind)
 
     def _end(self) -> None:
         """Say that the script ended; of an exception the launcher tells by itself."""
         if os.getpid() != self._pid:
             return
-        if getattr(sys, "last_value", None) is None:
+        has_failed = getattr(sys, "last_value", None) is not None
+        if not has_failed:
             self.emit("end", reason="the script ended", total_s=time.monotonic() - self._began)
+        self._end_trackers(has_failed=has_failed)
         self._emitter.close()

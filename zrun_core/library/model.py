@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
 import torch
-from pydantic import ValidationError
 from torch import nn
 
 from zrun_core.activations.offloaded_inputs import OffloadedInputs
@@ -25,7 +24,6 @@ from zrun_core.spine.parallel_dims import resolve_shard_size
 from zrun_core.spine.sections.activations import ActivationsConfig
 from zrun_core.spine.sections.offload import OffloadConfig
 from zrun_core.spine.sections.precision import PrecisionConfig
-from zrun_core.spine.sections.section import Section
 from zrun_core.spine.sections.zero import ZeroConfig
 from zrun_core.train import parallelize
 from zrun_core.user_code.build import Built, build_once_per_host, check
@@ -36,7 +34,6 @@ from zrun_core.zero.sharded_model import ShardedModel
 from zrun_core.zero.tiling import read_tiles
 
 Model = TypeVar("Model", bound=nn.Module)
-_Section = TypeVar("_Section", bound=Section)
 
 _HANDLE = "_zrun"  # attribute of a sharded module
 
@@ -115,9 +112,11 @@ def shard(
         HangError: not every rank called it.
     """
     run = current()
-    zero_config = _section(ZeroConfig, zero, "zero")
-    precision_config = _section(PrecisionConfig, precision, "precision")
-    activations_config = _section(ActivationsConfig, activations or {}, "activations")
+    zero_config = arguments.section("shard", "zero", ZeroConfig, zero)
+    precision_config = arguments.section("shard", "precision", PrecisionConfig, precision)
+    activations_config = arguments.section(
+        "shard", "activations", ActivationsConfig, activations or {}
+    )
     if activations_config.partition:
         raise JobError(
             f"shard(activations={activations!r}): partition divides inputs of blocks among ranks "
@@ -168,6 +167,7 @@ def shard(
     built.module.to(run.device)  # buffers: the parameters are there
     _broadcast_buffers(built.module, run)
     run._num_units += len(sharded.units)
+    run._models.add(sharded)
     built.module.__dict__[_HANDLE] = ModelHandle(
         run, sharded, sharded.use_implicit_passes(accumulate)
     )
@@ -226,7 +226,9 @@ def _offload(offload: Any, zero: ZeroConfig) -> OffloadConfig:
     Raises:
         JobError: it is not one, or asks for what only a job or another stage can have.
     """
-    config = _section(OffloadConfig, {} if offload is None else offload, "offload")
+    config = arguments.section(
+        "shard", "offload", OffloadConfig, {} if offload is None else offload
+    )
     if config.fraction == "auto":
         raise JobError(
             f"shard(offload={offload!r}): auto needs an estimate, which a job has; write the share "
@@ -246,34 +248,6 @@ def _notes(sharded: ShardedModel, inputs: OffloadedInputs | None) -> Iterator[st
         yield from sharded.tiers.notes
     if inputs is not None and inputs.note:
         yield inputs.note
-
-
-def _section(section: type[_Section], value: Any, name: str) -> _Section:
-    """Return `value`, in the short form or as a mapping, as a section of a job.
-
-    Args:
-        section: its class.
-        value: of the user.
-        name: of the argument.
-
-    Raises:
-        JobError: it is not one.
-    """
-    try:
-        return section.model_validate(value)
-    except ValidationError as error:
-        first = error.errors()[0]
-        if not first["loc"] and first["type"] == "model_type":
-            short = ""
-            if section.short:
-                short = f"{section.short[1].__name__} or "
-            write = f"write {short}a mapping with some of {', '.join(section.model_fields)}"
-            raise JobError(f"shard({name}={value!r}): {write}") from None
-        problem = first["msg"]
-        place = ".".join(str(part) for part in first["loc"])
-        if place:
-            problem = f"{place}: {problem}"
-        raise JobError(f"shard({name}={value!r}): {problem}") from None
 
 
 def _build(model: nn.Module | Callable[[], nn.Module], init: str, run: Run, mesh: Mesh) -> Built:

@@ -17,6 +17,7 @@ from zrun_core.distributed.named_vector import NamedVector, sent_to
 from zrun_core.errors import JobError, UserCodeError
 from zrun_core.guards.replicas import ReplicaGuard
 from zrun_core.library import arguments
+from zrun_core.library.loop_profiles import LoopProfiles
 from zrun_core.library.model import ModelHandle
 from zrun_core.library.optimizer_choice import choose, make_groups
 from zrun_core.library.skips import LoopSkips
@@ -81,6 +82,9 @@ class Optimizer(torch.optim.Optimizer):
         self._num_steps = 0
         self._is_first = handle.run._claim_steps()
         self._told_at = time.monotonic()
+        self._profiles: LoopProfiles | None = None  # of the run, whose steps these are
+        if self._is_first and handle.run.run_dir is not None:
+            self._profiles = LoopProfiles(handle.run, handle.sharded)
         self._trained = [
             param for unit in handle.sharded.units if unit.trainable for param in unit.params
         ]
@@ -196,6 +200,8 @@ class Optimizer(torch.optim.Optimizer):
             number, consensus = self._consensus
             self._consensus = None
             handle.run._background.advance(number, consensus)
+        if self._profiles is not None:
+            self._profiles.between_steps(handle.run._loaded_step + self._num_steps)
         return result
 
     def _own_sums(
@@ -210,7 +216,11 @@ class Optimizer(torch.optim.Optimizer):
         share = arguments.scalar("step", "weight", weight, is_weight=True)
         device = handle.run.device
         sums = NamedVector.of(
-            device, weight=0.0, written=consensus.written, settled=consensus.settled
+            device,
+            weight=0.0,
+            written=consensus.written,
+            settled=consensus.settled,
+            profile=0.0 if self._profiles is None else self._profiles.contribution,
         )
         sums.add(weight=sent_to(device, share))
         launch = handle.run._launch
@@ -254,6 +264,8 @@ class Optimizer(torch.optim.Optimizer):
         self._record(issued, totals)
         if totals.asked:
             self._handle.run._is_save_asked = True
+        if self._profiles is not None:
+            self._profiles.update(totals.profile)
         # The script saves, and not the save that is under way.
         self._consensus = issued.save, totals.consensus._replace(asked=0.0)
         self._skips.see(totals, issued.least_scale, is_late=is_late)

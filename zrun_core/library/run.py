@@ -8,12 +8,12 @@ import os
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from socket import gethostname
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -40,10 +40,13 @@ from zrun_core.hardware import accelerator
 from zrun_core.library import arguments
 from zrun_core.library.background_save import Background
 from zrun_core.library.launched import Launch, LaunchedRecord, find_launch
-from zrun_core.library.run_record import Record
+from zrun_core.library.out_of_memory import ModelsHeld
+from zrun_core.library.run_record import Record, Trackers
 from zrun_core.spine import device_names, heap, visible_devices
 from zrun_core.spine.flight_recorder import FlightRecorder
 from zrun_core.spine.releases import check_release
+from zrun_core.spine.sections.launch import LogConfig
+from zrun_core.spine.sections.profile import ProfileConfig, why_no_ranks
 from zrun_core.spine.tracebacks import user_location
 
 _ADVICE = (
@@ -73,6 +76,7 @@ class Run:
         device: where models are sharded to, and where batches belong.
         seed: of model factories; each rank's own stream was seeded from it too.
         run_dir: where the record lies, that of the launcher under `zrun run`; None: there is none.
+        profile: which steps of which ranks are traced, unasked; None: none.
     """
 
     def __init__(
@@ -85,6 +89,8 @@ class Run:
         patience_s: float,
         run_dir: Path | None,
         launch: Launch | None = None,
+        trackers: Trackers | None = None,
+        profile: ProfileConfig | None = None,
     ) -> None:
         self._launch = launch
         self._is_save_asked = False
@@ -128,11 +134,14 @@ class Run:
                 )
             self._comm.barrier(mesh.world)  # all have opened the board
         self.run_dir = run_dir
-        self._record = self._open_record(run_dir)
+        self.profile = profile
+        self._record = self._open_record(run_dir, trackers)
         self._step = 0  # of the first optimizer
         self._loaded_step = 0  # from which it goes on
         self._has_optimizer = False
         self._num_units = 0  # of the models sharded so far
+        self._models = ModelsHeld(self.rank)
+        self._record.models = self._models
         self._background = Background()
 
     @property
@@ -187,7 +196,7 @@ class Run:
         self._has_optimizer = True
         return is_first
 
-    def _open_record(self, run_dir: Path | None) -> Record:
+    def _open_record(self, run_dir: Path | None, trackers: Trackers | None) -> Record:
         """Begin the record on rank 0. Collective where there is one.
 
         Raises:
@@ -207,7 +216,7 @@ class Run:
         problem = self._comm.all_gather_bytes(problem.encode(), world, name="record")[0].decode()
         if problem:
             raise JobError(problem)
-        record.start([name.decode() for name in names], self.device)
+        record.start([name.decode() for name in names], self.device, trackers)
         return record
 
     def _mesh(self, shard_size: int) -> Mesh:
@@ -257,6 +266,8 @@ def init(
     timeout_s: float = 600.0,
     patience_s: float = 25.0,
     run_dir: str | os.PathLike[str] | None = None,
+    trackers: Sequence[str] | Mapping[str, Mapping[str, Any]] | None = None,
+    profile: Sequence[int] | Mapping[str, Any] | None = None,
 ) -> Run:
     """Join the ranks that `torchrun` has started; without torchrun this is a world of one rank.
 
@@ -278,6 +289,10 @@ def init(
             for each step of the first optimizer, the numbers of `Run.metric`, saves and the end;
             `zrun ps` lists it. A script that is started again goes on in it. Under `zrun run` the
             record is the launcher's, and this folder is not used.
+        trackers: that get every number of the record: names as of a job's `log.to`, or these with
+            their arguments, as in {"wandb": {"project": "gan"}}.
+        profile: steps to trace, as a job's `profile`: [10, 12], or {"steps": [10, 12], "ranks":
+            [0, 1]}.
 
     Raises:
         JobError: an argument is wrong.
@@ -298,7 +313,15 @@ def init(
         folder = None
         if run_dir is not None:
             folder = arguments.folder("init", run_dir, name="run_dir")
+        chosen_trackers = _find_trackers(trackers)
         slot = _find_slot()
+        launch = find_launch()
+        for name, value in (("trackers", trackers), ("profile", profile)):
+            if value is not None and folder is None and launch is None:
+                raise JobError(
+                    f"init({name}={value!r}): these belong to a record: name a run_dir too"
+                )
+        chosen_profile = _find_profile(profile, slot.world_size)
         chosen = _find_device(device, slot.local_rank)
         if threads is None:
             threads = 1
@@ -308,14 +331,9 @@ def init(
         if chosen.type == "cpu":
             heap.keep_freed_memory()
         _join(slot.world_size, chosen, timeout_s)
-        launch = find_launch()
         if launch is not None:
             if folder is not None and slot.rank == 0:
-                print(
-                    f"zrun_core: zrun run keeps the record, in {launch.run_dir}: "
-                    f"init(run_dir={str(folder)!r}) is not used",
-                    file=sys.stderr,
-                )
+                launch.say_where_the_record_is(folder)
             folder = launch.run_dir
             launch.listen()
         _current = Run(
@@ -326,6 +344,8 @@ def init(
             patience_s=patience_s,
             run_dir=folder,
             launch=launch,
+            trackers=chosen_trackers,
+            profile=chosen_profile,
         )
         _current._streams.begin()  # as a job's worker does
     return _current
@@ -340,6 +360,39 @@ def current() -> Run:
     if _current is None:
         raise UserCodeError("zrun_core.init() comes first")
     return _current
+
+
+def _find_trackers(given: Sequence[str] | Mapping[str, Mapping[str, Any]] | None) -> Trackers:
+    """Return the trackers that `init` was given, with the arguments of each.
+
+    Raises:
+        JobError: there is no such tracker, or one is named twice.
+    """
+    if isinstance(given, str):
+        raise JobError(f"init(trackers={given!r}): write a list, such as [{given!r}]")
+    try:
+        asked: dict[str, Any] = {"to": list(given or ())}
+    except TypeError:
+        raise JobError(f"init(trackers={given!r}): write a list of names") from None
+    if isinstance(given, Mapping):
+        asked["args"] = given
+    found = arguments.section("init", "trackers", LogConfig, asked)
+    return {kind: found.args.get(kind) or {} for kind in found.to}
+
+
+def _find_profile(given: object, world_size: int) -> ProfileConfig | None:
+    """Return the profile that `init` was given.
+
+    Raises:
+        JobError: it is wrong, or of ranks that there are not.
+    """
+    if given is None:
+        return None
+    found = arguments.section("init", "profile", ProfileConfig, given)
+    why = why_no_ranks(found.ranks, world_size)
+    if why is not None:
+        raise JobError(f"init(profile={given!r}): {why}")
+    return found
 
 
 def _find_slot() -> ProcessPlace:

@@ -26,16 +26,24 @@ from typing import Any
 import torch
 
 from zrun_core.errors import JobError
-from zrun_core.spine.events import EventType, encode
+from zrun_core.library.out_of_memory import ModelsHeld
+from zrun_core.spine.events import Event, EventType, encode
 from zrun_core.spine.folders import make_private
 from zrun_core.spine.releases import own_release
+from zrun_core.spine.tracker_process import TrackerProcess
 from zrun_core.telemetry.recorder import checked_name
+
+Trackers = dict[str, dict[str, Any]]  # their arguments, by name
 
 _UNCAUGHT = 1  # Python's exit code of an exception
 
 
 class Record:
-    """Writes events to a run directory; without one, nothing."""
+    """Writes events to a run directory; without one, nothing.
+
+    Attributes:
+        models: that tell what holds memory, where the script ends for want of that.
+    """
 
     def __init__(self, folder: Path | None) -> None:
         """Make the directory, or go on in it.
@@ -45,6 +53,8 @@ class Record:
         """
         self._file = -1
         self._folder = folder
+        self._trackers: TrackerProcess | None = None
+        self.models: ModelsHeld | None = None
         if folder is None:
             return
         try:
@@ -74,8 +84,16 @@ class Record:
     def __bool__(self) -> bool:
         return self._folder is not None
 
-    def start(self, hosts: Sequence[str], device: torch.device) -> None:
-        """Write the names and the first event of the run."""
+    def start(
+        self, hosts: Sequence[str], device: torch.device, trackers: Trackers | None = None
+    ) -> None:
+        """Write the names and the first event of the run, and begin its trackers.
+
+        Args:
+            hosts: of the ranks.
+            device: of this one.
+            trackers: that read the record.
+        """
         if self._folder is None:
             return
         name = self._folder.parent.name
@@ -85,6 +103,43 @@ class Record:
         self._write("job.yaml", f"name: {json.dumps(name)}\ncheckpoint: null\n")
         self._write("plan.json", json.dumps({"ranks": places}, indent=1))
         self.emit("start", **start_fields(name, len(hosts), device))
+        self._begin_trackers(self._folder, name, len(hosts), device, trackers)
+
+    def _begin_trackers(
+        self,
+        folder: Path,
+        name: str,
+        world_size: int,
+        device: torch.device,
+        trackers: Trackers | None,
+    ) -> None:
+        """Begin the trackers, if there are some.
+
+        Args:
+            folder: whose `events.jsonl` they read.
+            name: of the project.
+            world_size: number of ranks.
+            device: of this one.
+            trackers: with their arguments.
+        """
+        if not trackers:
+            return
+        config = {"script": sys.argv[0], "ranks": world_size, "device": str(device)}
+        try:
+            self._trackers = TrackerProcess(
+                list(trackers), folder, project=name, config=config, args=trackers
+            )
+        except OSError as error:
+            print(f"zrun_core: the trackers cannot be started: {error}", file=sys.stderr)
+
+    def _feed_trackers(self, kind: EventType) -> None:
+        if kind == "step" and self._trackers is not None:
+            self._trackers.turn(self._pass_on)
+
+    def _end_trackers(self, *, has_failed: bool) -> None:
+        if self._trackers is not None:
+            for note in self._trackers.end("failed" if has_failed else "finished"):
+                print(f"zrun_core: {note}", file=sys.stderr)
 
     def emit(self, kind: EventType, **fields: Any) -> None:
         """Add one event at once. A full disk ends the record, and not the training."""
@@ -100,6 +155,12 @@ class Record:
                 f"zrun_core: {self._folder}/events.jsonl ends here: {error.strerror}",
                 file=sys.stderr,
             )
+        self._feed_trackers(kind)
+
+    def _pass_on(self, event: Event) -> None:
+        """Say what there is to say of trackers."""
+        print(f"zrun_core: {event['message']}", file=sys.stderr)
+        self.emit("warning", message=event["message"])
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         """Add numbers of the user's own.
@@ -139,15 +200,18 @@ class Record:
         if error is None:
             self.emit("end", reason="the script ended")
         else:
+            held = None if self.models is None else self.models.at_end
             failure = {
                 "rank": 0,
                 "kind": "user",
                 "message": f"{type(error).__name__}: {error}",
                 "traceback": "".join(traceback.format_exception(error)),
+                "held": None if held is None else held.to_json(),
                 "exit_code": _UNCAUGHT,
                 "time": time.time(),
             }
             self._write("failure.json", json.dumps(failure, indent=1))
+        self._end_trackers(has_failed=error is not None)
         code = _UNCAUGHT if error is not None else 0
         self._write("exit.json", json.dumps({"exit_code": code, "time": time.time()}))
 

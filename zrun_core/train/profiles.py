@@ -15,13 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zrun_core.spine import profile_request
-from zrun_core.spine.events import Emitter
 from zrun_core.spine.profile_request import ProfileRequest
+from zrun_core.spine.sections.profile import ProfileConfig
 from zrun_core.spine.spec import RunSpec
-from zrun_core.spine.stop_signals import StopSignals
-from zrun_core.telemetry.metrics import StepClock
 from zrun_core.telemetry.profiler import Profiled, Profiler
-from zrun_core.train.rank_phase import RankPhase
 from zrun_core.zero.sharded_model import ShardedModel
 
 _TOLD = 10  # parts in the event
@@ -47,6 +44,43 @@ class _Planned:
         return f"steps {self.first} to {self.last}"
 
 
+@dataclass(frozen=True)
+class ProfiledRun:
+    """A run as its profiles know it, on one rank.
+
+    Attributes:
+        folder: the run directory.
+        config: which steps are traced anyway; None: none are.
+        total_steps: of the run; None: unknown.
+        rank_name: this rank in words.
+        host: of it; None: there is only one.
+        has_threads: the runtime has others than the one that trains.
+    """
+
+    folder: Path
+    config: ProfileConfig | None
+    total_steps: int | None
+    rank_name: str
+    host: str | None
+    has_threads: bool
+
+    @classmethod
+    def of_job(cls, spec: RunSpec, sharded: ShardedModel) -> ProfiledRun:
+        """Return that of a job."""
+        rank = sharded.mesh.world.index
+        plan = spec.plan
+        # Updates beside training have a thread, and each forward that goes through in slices.
+        slices = spec.job.parallel.facts.goes_in_slices
+        return cls(
+            Path(spec.run_dir),
+            spec.job.profile,
+            spec.job.steps,
+            f"rank {plan.named(rank)}",
+            plan.ranks[rank].host if len(plan.hosts) > 1 else None,
+            slices or sharded.tiers is not None,
+        )
+
+
 class Profiles:
     """The profiles of a run, on one rank.
 
@@ -56,43 +90,46 @@ class Profiles:
 
     def __init__(
         self,
-        spec: RunSpec,
+        run: ProfiledRun,
         sharded: ShardedModel,
-        emitter: Emitter,
-        phase: RankPhase,
-        stop: StopSignals,
-        clock: StepClock,
+        emit: Callable[..., None],
+        *,
+        take_request: Callable[[], bool],
+        pauses: Callable[[], object] = lambda: None,
+        goes_on: Callable[[], object] = lambda: None,
     ) -> None:
         """
         Args:
-            spec: of the run.
-            sharded: the model.
-            emitter: of events.
-            phase: told what this rank does.
-            stop: tells of requests.
-            clock: of steps, whose time a profile's beginning and end are not part of.
+            run: that is profiled.
+            sharded: its model.
+            emit: of events, with their type first.
+            take_request: says whether this process was asked since the last call.
+            pauses: called before a profile begins or ends, which is part of no step.
+            goes_on: called after that.
         """
-        self._spec = spec
+        self._run = run
         self._comm = sharded.comm
         self._world = sharded.mesh.world
-        # Updates beside training have one, and each forward that goes through the model in slices.
-        slices = spec.job.parallel.facts.goes_in_slices
-        self._has_threads = slices or sharded.tiers is not None
-        self._emitter = emitter
-        self._phase = phase
-        self._stop = stop
-        self._clock = clock
+        self._emit = emit
+        self._take_request = take_request
+        self._pauses = pauses
+        self._goes_on = goes_on
         self._is_asked = False  # rank 0 has a request
         self._planned: list[_Planned] = []
         self._current: _Planned | None = None  # on all ranks, traced or not
         self._profiler: Profiler | None = None
-        config = spec.job.profile
+        config = run.config
         if config is not None:
             self._planned.append(_Planned(config.first, config.last, tuple(config.ranks)))
 
     @property
     def is_on(self) -> bool:
         return self._profiler is not None
+
+    @property
+    def is_under_way(self) -> bool:
+        """Return whether a profile is on, on this rank or on others."""
+        return self._current is not None
 
     @property
     def _rank(self) -> int:
@@ -103,7 +140,7 @@ class Profiles:
     @property
     def contribution(self) -> float:
         """What this rank adds to the step's message: 1 if it was asked for a profile."""
-        return float(self._stop.take_profile())
+        return float(self._take_request())
 
     def update(self, asked: float) -> None:
         """Learn from a step's message whether rank 0 was asked.
@@ -171,7 +208,7 @@ class Profiles:
         text = b""
         if self._rank == 0:
             try:
-                text = profile_request.read(Path(self._spec.run_dir)).to_text().encode()
+                text = profile_request.read(self._run.folder).to_text().encode()
             except (OSError, ValueError) as error:
                 self._refuse(None, f"the request cannot be read: {error}")
         text = self._comm.all_gather_bytes(text, self._world, name="profile")[0]
@@ -180,7 +217,7 @@ class Profiles:
 
     def _plan(self, request: ProfileRequest, done: int) -> None:
         """Plan the profile of a request, or refuse it: on all ranks alike."""
-        total = self._spec.job.steps
+        total = self._run.total_steps
         last = done + request.steps
         if self._current is not None:
             why = f"{self._current.in_words()} are being profiled: ask again afterwards"
@@ -216,7 +253,7 @@ class Profiles:
             self._warn(request, f"{what} is not taken: {why}")
 
     def _warn(self, request: str | None, message: str) -> None:
-        self._emitter.emit("warning", message=message, unprofiled=request or "profile")
+        self._emit("warning", message=message, unprofiled=request or "profile")
 
     def _begin(self, planned: _Planned, first: int) -> None:
         """Begin a profile: it is on for all ranks, and traces some of them.
@@ -228,16 +265,16 @@ class Profiles:
         self._current = _Planned(first, planned.last, planned.ranks, planned.request)
         if self._rank not in planned.ranks:
             return
-        self._phase.enter("profile")
-        name = f"rank {self._spec.plan.named(self._rank)}"
-        profiler = Profiler(self._comm, self._rank, name, all_threads=self._has_threads)
+        self._pauses()
+        run = self._run
+        profiler = Profiler(self._comm, self._rank, run.rank_name, all_threads=run.has_threads)
         failure = _tried(profiler.begin)
         if failure:
             self._comm.spans.is_on = False
             self._warn(planned.request, f"{planned.in_words()} are not profiled: {failure}")
         else:
             self._profiler = profiler
-        self._clock.restart()
+        self._goes_on()
 
     def _end(self, done: int) -> None:
         """End the profile that is on.
@@ -259,11 +296,11 @@ class Profiles:
         profiler, self._profiler = self._profiler, None
         if profiler is None:
             return
-        self._phase.enter("profile")
+        self._pauses()
         found: list[Profiled] = []
         ended = _Planned(current.first, max(done, current.first), current.ranks, current.request)
         name = f"steps-{ended.first}-{ended.last}"
-        folder = Path(self._spec.run_dir) / profile_request.FOLDER / name
+        folder = self._run.folder / profile_request.FOLDER / name
         failure = _tried(lambda: found.append(profiler.end(folder)))
         if failure:
             self._comm.spans.is_on = False
@@ -271,23 +308,17 @@ class Profiles:
             self._warn(current.request, f"{what}: {failure}")
         else:
             self._tell(ended, found[0])
-        self._clock.restart()
-
-    @property
-    def _host(self) -> str | None:
-        """This rank's host; None: there is only one."""
-        plan = self._spec.plan
-        return plan.ranks[self._rank].host if len(plan.hosts) > 1 else None
+        self._goes_on()
 
     def _tell(self, ended: _Planned, found: Profiled) -> None:
         """Emit what a profile has found on this rank."""
         if found.note:
-            self._emitter.emit("warning", message=found.note)
-        self._emitter.emit(
+            self._emit("warning", message=found.note)
+        self._emit(
             "profile",
             steps=[ended.first, ended.last],
             path=str(found.path),
-            host=self._host,
+            host=self._run.host,
             bytes=found.num_bytes,
             memory=None if found.memory is None else str(found.memory),
             seconds=found.parts.steps_s,

@@ -45,7 +45,7 @@ from zrun_core.train.evaluations import Evaluations
 from zrun_core.train.evaluator import Evaluator, HeldOut, broadcast_buffers
 from zrun_core.train.micro_batches import RunnerContext
 from zrun_core.train.pipedream import PipeDreamRunner, Windows
-from zrun_core.train.profiles import Profiles
+from zrun_core.train.profiles import ProfiledRun, Profiles
 from zrun_core.train.rank_phase import RankPhase
 from zrun_core.train.run_saves import RunSaves
 from zrun_core.train.runners import make_runner
@@ -163,7 +163,14 @@ class Trainer:
             phase,
         )
         self.ending = EndRequests(stop, self.hooks, self.comm, self.world, emitter, self.progress)
-        self.profiles = Profiles(spec, sharded, emitter, phase, stop, self._clock)
+        self.profiles = Profiles(
+            ProfiledRun.of_job(spec, sharded),
+            sharded,
+            emitter.emit,
+            take_request=stop.take_profile,
+            pauses=partial(phase.enter, "profile"),
+            goes_on=self._clock.restart,
+        )
         self._windows: Windows | None = None
         if isinstance(self.micro_batches, PipeDreamRunner):
             stages = sharded.mesh.pipe.size

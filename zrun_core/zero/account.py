@@ -103,7 +103,8 @@ def own_tensors(sharded: ShardedModel) -> Iterator[torch.Tensor]:
         yield from unit.tensors()
     yield from sharded.reducer.ring.tensors
     yield from sharded.module.buffers()
-    yield from sharded.optimizer.tensors()
+    if sharded.settings.optimizer is not None:
+        yield from sharded.optimizer.tensors()
 
 
 def grown_rings(sharded: ShardedModel) -> list[tuple[str, int, int]]:

@@ -31,6 +31,7 @@ import step
 import step_profile
 import systems
 import table
+import telemetry
 import turns
 from cases import PARTS, SYSTEMS, Case, cases_of
 from table import Spread, Verdict
@@ -445,7 +446,7 @@ def test_quick_fills_in_only_what_was_not_given() -> None:
     assert step.parse([]).rounds >= 4
 
 
-@pytest.mark.parametrize("name", ["step", "comm", "limits", "gpu", "launches"])
+@pytest.mark.parametrize("name", ["step", "comm", "limits", "gpu", "launches", "telemetry"])
 def test_help(name: str) -> None:
     done = subprocess.run(
         [sys.executable, str(BENCHMARKS / f"{name}.py"), "--help"],
@@ -607,3 +608,33 @@ def test_the_page_has_a_place_for_the_table_of_gpus() -> None:
     between = gpu_systems.PAGE.read_text()[len(head) : -len(tail)]
     assert gpu_systems.PUBLISHED in between
     assert "Simulated" not in between
+
+
+def test_what_watching_costs_is_told_beside_ranks_that_nobody_watches(tmp_path: Path) -> None:
+    runs = {
+        way: [telemetry.Run([0.3 + more, 0.3 + more], [0.006 + more], shares)]
+        for way, more, shares in (
+            ("alone", 0.0, {}),
+            ("watched", 0.0015, {"launcher": 0.004, "agent": 0.002, "trackers": 0.0}),
+            ("tracked", 0.003, {"launcher": 0.005, "agent": 0.002, "trackers": 0.001}),
+        )
+    }
+    step, cpu, launcher, *_ = telemetry.rows_of(runs, 0.3)
+    assert step[-3:] == ["+1.50 (+0.50%)", "+3.00 (+1.00%)", "0.5% of a step"]
+    assert cpu[1:3] == ["6.00 (6.00 to 6.00)", "7.50 (7.50 to 7.50)"]
+    assert launcher[1:4] == ["", "0.40% (0.40% to 0.40%)", "0.50% (0.50% to 0.50%)"]
+
+    frames = telemetry.frames_of(tmp_path / "top", 1)
+    views = {view for view, _, _ in frames}
+    assert {"overview", "ranks", "memory"} <= views
+    assert all(len(times) == 1 for times in frames.values())
+    page = tmp_path / "page.md"
+    page.write_text(f"before {telemetry.BEGIN} old {telemetry.END} after")
+    text = telemetry.markdown(runs, frames, telemetry.parse(["--rounds", "1"]), ["--rounds", "1"])
+    telemetry.write(page, text)
+    assert "`python benchmarks/telemetry.py --rounds 1`, " in page.read_text()
+    assert page.read_text().startswith("before ")
+    assert page.read_text().endswith(" after")
+    assert "old" not in page.read_text()
+    with pytest.raises(ValueError, match="must have"):
+        telemetry.around(tmp_path / "top" / "events.jsonl")

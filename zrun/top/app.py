@@ -232,7 +232,7 @@ def run_top(
             lines = _too_small(room) or picture(
                 where, recording, status(recording.run_dir), room, seen
             )
-            screen.show(_drawn(lines, console, room))
+            screen.show(as_terminal_gets(lines, console, room))
             key = screen.key(max(0.0, due - time.monotonic()) if not where.is_still else 1.0)
             if key is not None:
                 where = pressed(where, key, len(recording.moments))
@@ -247,7 +247,7 @@ def run_on_machine(
         while True:
             room = _room(screen, console)
             lines = _too_small(room) or machine_picture(watch.look(), list_runs(), room)
-            screen.show(_drawn(lines, console, room))
+            screen.show(as_terminal_gets(lines, console, room))
             if screen.key(2 * _PERIOD_S) == "q":
                 return
 
@@ -263,7 +263,7 @@ def _too_small(room: PanelSpace) -> list[Text]:
     return [Text(f"{room.width}x{room.height}: too small"), Text("q leaves")]
 
 
-def _drawn(lines: Sequence[Text], console: Console, room: PanelSpace) -> list[str]:
+def as_terminal_gets(lines: Sequence[Text], console: Console, room: PanelSpace) -> list[str]:
     """Return lines as a terminal gets them."""
     pen = Console(
         file=io.StringIO(),

@@ -36,6 +36,7 @@ KINDS = ("params", "grads", "optim", "rings", "buffers")
 
 def record(folder: Path, events: list[dict[str, Any]], *, more: bytes = b"") -> Path:
     lines = b"".join(json.dumps(event).encode() + b"\n" for event in events)
+    folder.mkdir(exist_ok=True)
     with (folder / "events.jsonl").open("ab") as file:
         file.write(lines + more)
     return folder
@@ -241,6 +242,37 @@ def test_the_past_is_shown_as_it_was(tmp_path: Path) -> None:
     messages = text_of(recording, Position(len(VIEWS) - 1))
     assert any("saved step 18" in line for line in messages)
     assert not any("saved step 18" in line for line in text_of(recording, Position(5, 4)))
+
+
+def test_each_host_tells_of_its_cores_memory_disk_and_network(tmp_path: Path) -> None:
+    told = {
+        "type": "host",
+        "time": 101.0,
+        "rank": 0,
+        "cores": 8,
+        "cores_busy": 0.25,
+        "load": 2.5,
+        "memory_bytes": 4 << 30,
+        "memory_used_bytes": 1 << 30,
+        "disk_bytes": 100 << 30,
+        "disk_free_bytes": 5 << 30,
+        "sent_bytes_per_s": 2048.0,
+        "disk_read_bytes_per_s": None,
+    }
+    recording = Recording(record(tmp_path, [start(), step(1), told]))
+    recording.read()
+    hosts = next(number for number, view in enumerate(VIEWS) if view.name == "hosts")
+    lines = text_of(recording, Position(hosts))
+    assert any(line.startswith("  cores ") and "25%  8 cores, load 2.5" in line for line in lines)
+    assert any("25%  1.0 GiB of 4.0 GiB" in line for line in lines)
+    assert any("95%  5.0 GiB free of the run's" in line for line in lines)
+    assert "  2.0 KiB/s sent" in lines
+    half = {"type": "host", "time": 102.0, "rank": 0, "memory_bytes": 0, "cores_busy": "x"}
+    recording = Recording(record(tmp_path / "half", [start(), step(1), half]))
+    recording.read()
+    lines = text_of(recording, Position(hosts))
+    assert any("no GPU has told of itself" in line for line in lines)
+    assert not any("cores" in line for line in lines)
 
 
 def test_of_many_ranks_the_slow_one_is_named(tmp_path: Path) -> None:

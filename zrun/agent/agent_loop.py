@@ -33,6 +33,7 @@ from queue import SimpleQueue
 
 from zrun.agent.board_watch import BoardWatch, OpenMonitor
 from zrun.agent.echo import Echo
+from zrun.agent.host_watch import HostWatch
 from zrun.agent.launcher_silence import LauncherSilence
 from zrun.agent.memory_watch import MemoryWatch
 from zrun.agent.observer import Observer
@@ -97,6 +98,7 @@ class AgentLoop:
         self._shortage = ""  # of memory, for which the workers were killed
         self._short_in = ""  # the phase in which that was
         self._held: dict[int, HeldMemory] = {}  # by rank, before they were ended for want of memory
+        self._host: HostWatch | None = None
         self._boards: BoardWatch | None = None
         self._without_gpu: set[int] = set()  # ranks that were killed because their GPU failed
         self._has_failed = False  # a worker
@@ -133,6 +135,7 @@ class AgentLoop:
         *,
         is_remote: bool,
         memory: int | None,
+        host: HostWatch | None = None,
     ) -> None:
         """Report on these ranks, and stop them when the launcher says so or dies.
 
@@ -143,7 +146,9 @@ class AgentLoop:
             echoes: what the launcher shows of their output, by rank.
             is_remote: the launcher is on another host, and may vanish without a word.
             memory: bytes that the ranks may take together; None: what the host has.
+            host: looks at what else is used; None: another agent of this host does.
         """
+        self._host = host
         self._running = set(ranks)
         self._uplink.send({"frame": "started"})
         self._silence.restart()
@@ -226,6 +231,9 @@ class AgentLoop:
             self._uplink.send(board)
             for echo in self._echoes.values():
                 self._uplink.send_events(echo.look(now))
+            told = None if self._host is None else self._host.look(now)
+            if told is not None:
+                self._uplink.send_events([told])
         if self._memory is None or not observer.have_allocated_all(running):
             return
         is_limited = self._memory.settle()

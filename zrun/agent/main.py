@@ -24,6 +24,7 @@ from typing import Any
 from zrun.agent import reaper
 from zrun.agent.agent_loop import AgentLoop
 from zrun.agent.echo import Echo
+from zrun.agent.host_watch import HostWatch
 from zrun.agent.observer import Observer
 from zrun.agent.rpc_server import RpcServer
 from zrun.agent.script_observer import ScriptObserver
@@ -163,7 +164,18 @@ def _run(
         observer = ScriptObserver(view, run_dir)
         loop.finish_by(signal.SIGTERM)  # which scripts may know
     memory = start.spec["job"].get("limits", {}).get("memory")
-    loop.watch(ranks, server.pid, observer, echoes, is_remote=start.is_remote, memory=memory)
+    host = None
+    if ranks.start == all_here.start:  # of several agents of a host, one tells of it
+        host = HostWatch(ranks.start, run_dir)
+    loop.watch(
+        ranks,
+        server.pid,
+        observer,
+        echoes,
+        is_remote=start.is_remote,
+        memory=memory,
+        host=host,
+    )
     workers = server.workers()
     loop.follow(workers)
     gpus = {

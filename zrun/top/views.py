@@ -17,7 +17,7 @@ from typing import Any
 from rich.text import Text
 
 from zrun.hosts.cluster import several
-from zrun.top.machine import Machine, usage_line
+from zrun.top.machine import Machine, Use, usage_line
 from zrun.watch import formatting
 from zrun.watch.braille import plot
 from zrun.watch.curves import Curves, held_by_tier
@@ -306,7 +306,7 @@ def _process(event: Event) -> list[Text]:
 
 
 def hosts(scene: Scene, room: PanelSpace) -> list[Text]:
-    """Draw what GPUs say by host, and this machine."""
+    """Draw each host, as its agent and its GPUs tell of it, and this machine."""
     lines: list[Text] = []
     by_host: dict[str, list[int]] = defaultdict(list)
     for rank, host in enumerate(scene.facts.hosts):
@@ -314,6 +314,7 @@ def hosts(scene: Scene, room: PanelSpace) -> list[Text]:
     for host, members in by_host.items():
         sensed = {rank: scene.state.gpus.get(rank) for rank in members}
         lines.append(Text(f"{host or 'this host'}: {several(len(members), 'rank')}", GOOD))
+        lines += _host(scene.state.hosts.get(members[0]), room)
         told = {rank: each for rank, each in sensed.items() if each}
         lines += [Text(f"  rank {rank:<4} {_sensors(each)}") for rank, each in told.items()]
         if not told:
@@ -321,6 +322,35 @@ def hosts(scene: Scene, room: PanelSpace) -> list[Text]:
     if scene.machine is not None:
         lines += [Text(), *machine(scene.machine, room)]
     return lines
+
+
+def _host(told: Event | None, room: PanelSpace) -> list[Text]:
+    """Draw what is used of a host; nothing where its agent has not told."""
+    if told is None:
+        return []
+    uses = []
+    if (busy := told.get("cores_busy")) is not None:
+        load = f", load {told['load']:.1f}" if told.get("load") is not None else ""
+        words = f"{told.get('cores') or '?'} cores{load}"
+        uses.append(Use("cores", float(busy), words))
+    if (size := told.get("memory_bytes")) and (used := told.get("memory_used_bytes")) is not None:
+        words = f"{format_size(used)} of {format_size(size)}"
+        uses.append(Use("memory", used / size, words))
+    if (size := told.get("disk_bytes")) and (free := told.get("disk_free_bytes")) is not None:
+        uses.append(Use("disk", 1 - free / size, f"{format_size(free)} free of the run's"))
+    rates = [
+        f"{format_size(told[key])}/s {word}"
+        for key, word in (
+            ("sent_bytes_per_s", "sent"),
+            ("received_bytes_per_s", "received"),
+            ("disk_read_bytes_per_s", "read"),
+            ("disk_written_bytes_per_s", "written"),
+        )
+        if told.get(key) is not None
+    ]
+    drawn = [usage_line(use, room.width - 2, ascii_only=room.ascii_only) for use in uses]
+    shown = [Text.assemble("  ", line) for line in drawn]
+    return [*shown, Text(f"  {', '.join(rates)}")] if rates else shown
 
 
 def _sensors(sensed: Mapping[str, Any]) -> str:

@@ -142,6 +142,7 @@ class RunState:
     update_lag: float = 0.0  # seconds that rank 0 has waited for updates beside training
     memory: ByRank = field(default_factory=ByRank)  # by rank, its newest `memory` event
     gpus: ByRank = field(default_factory=ByRank)  # by rank, what its GPU's sensors said last
+    hosts: Mapping[int, Event] = field(default_factory=dict)  # by first rank, the newest `host`
     stages: Mapping[int, Event] = field(default_factory=dict)  # of a pipeline, by number
     schedules: Mapping[int, Event] = field(default_factory=dict)  # by stage, the newest recorded
     evals: tuple[Evaluation, ...] = ()
@@ -256,7 +257,7 @@ def fold(state: RunState, event: Event) -> RunState:
             return _fold_newest(state, event)
         case "step":
             return _fold_step(state, event)
-        case "memory" | "gpus":
+        case "memory" | "gpus" | "host":
             return _fold_ranks(state, event)
         case "eval":
             found = event.get("metrics") or {"loss": event["loss"]}  # older records have no more
@@ -295,6 +296,9 @@ def _fold_newest(state: RunState, event: Event) -> RunState:
 
 
 def _fold_ranks(state: RunState, event: Event) -> RunState:
+    if event["type"] == "host":
+        numbers = {key: told for key, told in event.items() if isinstance(told, int | float)}
+        return replace(state, hosts={**state.hosts, int(event["rank"]): numbers})
     if event["type"] == "gpus":
         return replace(state, gpus=state.gpus.plus(event["gpus"]))
     return fold_memory(state, [event])

@@ -30,6 +30,7 @@ EventType = Literal[
     "peak",
     "profile",
     "gpus",
+    "host",
     "stop",
     "estimate",
     "end",

@@ -275,6 +275,25 @@ def test_each_host_tells_of_its_cores_memory_disk_and_network(tmp_path: Path) ->
     assert not any("cores" in line for line in lines)
 
 
+def test_in_a_narrow_terminal_words_go_on_in_the_next_line(tmp_path: Path) -> None:
+    long = "rank 3 is slow, and the others wait for it: busy 0.24s of each step, " * 3
+    told = [
+        {"type": "warning", "time": 100.5 + number, "rank": 0, "message": f"{number}: {long}end"}
+        for number in range(6)
+    ]
+    recording = Recording(record(tmp_path, [start(), *told, step(1)]))
+    recording.read()
+    newest = text_of(recording, Position(len(VIEWS) - 1), 60, 12)
+    assert all(len(line) <= 60 for line in newest)
+    assert newest[-2].endswith("end") or newest[-1].endswith("end")
+    assert any("5: rank 3" in line for line in newest)
+    oldest = text_of(recording, Position(len(VIEWS) - 1, scroll=99), 60, 12)
+    assert any("0: rank 3" in line for line in oldest), "scrolled to the first one"
+    helped = text_of(recording, Position(helps=True), 40, 30)
+    assert all(len(line) <= 40 for line in helped)
+    assert "ten times as far" in " ".join(line.strip() for line in helped)
+
+
 def test_of_many_ranks_the_slow_one_is_named(tmp_path: Path) -> None:
     events = [start(world_size=256), step(1)]
     for number in (1, 2):

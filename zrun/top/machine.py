@@ -18,6 +18,7 @@ from zrun.watch.panel_layout import ALERT, GOOD, QUIET
 from zrun_core.sizes import format_size
 
 _FULL = 0.9  # of something: from there on it is shown as a warning
+_WORDS = 36  # columns beside a bar, enough for most
 _GPUS_S = 2.0  # between two looks at GPUs: drivers may take their time
 
 
@@ -88,9 +89,8 @@ class MachineWatch:
 
     def _disk(self) -> Use:
         seen = psutil.disk_usage(".")
-        return Use(
-            "disk", seen.used / seen.total, f"{format_size(seen.free)} free of this folder's"
-        )
+        words = f"{format_size(seen.free)} free of this folder's"
+        return Use("disk", 1 - seen.free / seen.total, words)
 
     def _traffic(self) -> tuple[float, int, int]:
         with suppress(OSError, AttributeError):
@@ -124,7 +124,8 @@ def usage_line(use: Use, width: int, *, ascii_only: bool) -> Text:
     """Draw how much of something is used."""
     full, empty = ("#", "-") if ascii_only else ("━", "─")
     words = f" {use.share:4.0%}  {use.words}"
-    length = max(8, min(40, width - 8 - len(words)))
+    # As long for all things of one terminal, so that they can be compared.
+    length = max(8, min(40, width - 8 - max(_WORDS, len(words))))
     filled = round(min(1.0, use.share) * length)
     style = ALERT if use.share >= _FULL else GOOD
     return Text.assemble(

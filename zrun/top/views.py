@@ -24,7 +24,7 @@ from zrun.watch.curves import Curves, held_by_tier
 from zrun.watch.memory_course import held_by_kind
 from zrun.watch.memory_kinds import KINDS
 from zrun.watch.panel import body
-from zrun.watch.panel_layout import ALERT, GAP, GOOD, QUIET, Facts, PanelSpace
+from zrun.watch.panel_layout import ALERT, GAP, GOOD, QUIET, Facts, PanelSpace, packed
 from zrun.watch.recording import Message
 from zrun.watch.run_state import SPLIT, RunState
 from zrun.watch.stages import stage_rows
@@ -241,7 +241,16 @@ def _memory_of_ranks(events: Mapping[int, Event], room: PanelSpace) -> list[Text
 
     fullest = heapq.nlargest(_WORST, events, key=held)
     words = [f"rank {rank} {format_size(held(rank))}" for rank in fullest if held(rank)]
-    return [Text(f"fullest: {', '.join(words)}", QUIET)] if words else []
+    if not words:
+        return []
+    return _behind("fullest: ", Text(", ".join(words), QUIET), room.width)
+
+
+def _behind(head: str, words: Text, width: int) -> list[Text]:
+    """Return words on as many lines as they need, all of them behind a head."""
+    lines = packed([words], max(1, width - len(head)))
+    heads = [head, *[" " * len(head)] * (len(lines) - 1)]
+    return [Text.assemble((head, QUIET), line) for head, line in zip(heads, lines, strict=True)]
 
 
 # Memory
@@ -350,7 +359,7 @@ def _host(told: Event | None, room: PanelSpace) -> list[Text]:
     ]
     drawn = [usage_line(use, room.width - 2, ascii_only=room.ascii_only) for use in uses]
     shown = [Text.assemble("  ", line) for line in drawn]
-    return [*shown, Text(f"  {', '.join(rates)}")] if rates else shown
+    return shown + (_behind("  ", Text(", ".join(rates)), room.width) if rates else [])
 
 
 def _sensors(sensed: Mapping[str, Any]) -> str:
@@ -391,7 +400,9 @@ def stages(scene: Scene, room: PanelSpace) -> list[Text]:
     if not rows:
         return [Text("the job has no pipeline, or has not begun", QUIET)]
     margin = max(len(name) for name, _ in rows) + len(GAP)
-    lines = [Text(f"{name:<{margin}}{text}") for name, text in rows]
+    lines = [
+        line for name, text in rows for line in _behind(f"{name:<{margin}}", Text(text), room.width)
+    ]
     bars = _stage_bars(scene.state, room.width - margin)
     return [*lines, Text(), *(Text(f"{name:<{margin}}") + bar for name, bar in bars)]
 
@@ -422,15 +433,28 @@ def _stage_bars(state: RunState, width: int) -> list[tuple[str, Text]]:
 def messages(scene: Scene, room: PanelSpace) -> list[Text]:
     """Show the newest messages; scrolled, older ones."""
     wanted = list(scene.messages)
-    stop = max(min(len(wanted), room.height), len(wanted) - scene.scroll)
+    stop = max(_first_page(wanted, room), len(wanted) - scene.scroll)
     lines = []
     for each in wanted[max(0, stop - room.height) : stop]:
-        clock = time.strftime("%H:%M:%S", time.localtime(each.time))
-        style = ALERT if each.text.startswith("warning") else ""
-        line = Text.assemble((f"{clock}  ", QUIET), (each.text, style))
-        line.truncate(room.width)
-        lines.append(line)
-    return lines or [Text("no messages so far", QUIET)]
+        lines += _message(each, room.width)
+    return lines[-room.height :] or [Text("no messages so far", QUIET)]
+
+
+def _message(told: Message, width: int) -> list[Text]:
+    """Draw a message, which may take several lines."""
+    clock = time.strftime("%H:%M:%S", time.localtime(told.time))
+    style = ALERT if told.text.startswith("warning") else ""
+    return _behind(f"{clock}  ", Text(told.text, style), width)
+
+
+def _first_page(told: Sequence[Message], room: PanelSpace) -> int:
+    """Return how many of the oldest messages fit, at least one: none is older."""
+    left = room.height
+    for number, each in enumerate(told):
+        left -= len(_message(each, room.width))
+        if left < 0:
+            return max(1, number)
+    return len(told)
 
 
 VIEWS = (
@@ -456,4 +480,6 @@ HELP = (
 def help_lines(room: PanelSpace) -> list[Text]:
     """Return what keys do."""
     margin = max(len(keys) for keys, _ in HELP) + len(GAP)
-    return [Text.assemble((f"{keys:<{margin}}", GOOD), what) for keys, what in HELP]
+    return [
+        line for keys, what in HELP for line in _behind(f"{keys:<{margin}}", Text(what), room.width)
+    ]

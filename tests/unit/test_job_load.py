@@ -561,6 +561,74 @@ def test_an_update_that_cannot_be_made_is_refused_with_the_job(
     assert folder.problems(f"{FIVE_LINES}{lines}\n") == [message]
 
 
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (
+            "sync: server\nstaleness: 2",
+            "staleness: 2 bounds how far ranks are apart under sync: async_server, and under sync: "
+            "server they never are; write sync: async_server, or leave staleness out",
+        ),
+        (
+            "sync: async_server\nzero: 1",
+            "sync: async_server keeps all states on one rank, and zero 1 divides them over all; "
+            "write zero: 0, or leave sync out",
+        ),
+        (
+            "sync: async_server\nparallel: {tp: 2}",
+            "sync: async_server has each rank compute gradients of the whole model by itself, and "
+            "tp 2 x pp 1 = 2 ranks share one; leave sync or parallel out",
+        ),
+        (
+            "sync: async_server\nparallel: {pp: 2}",
+            "sync: async_server has each rank compute gradients of the whole model by itself, and "
+            "tp 1 x pp 2 = 2 ranks share one; leave sync or parallel out",
+        ),
+        (
+            "sync: async_server\nparallel: {schedule: layer_major}",
+            "sync: async_server runs the micro-batches of a push one after the other; leave "
+            "parallel.schedule: layer_major out, which saves nothing at zero 0",
+        ),
+        (
+            "sync: async_server\noffload: {optimizer: host}",
+            "sync: async_server keeps all states on a device; leave offload or sync out",
+        ),
+        (
+            "sync: async_server\nprecision: fp16",
+            "sync: async_server: updates are made without waiting for the other ranks, and the "
+            "loss scale of fp16 needs to know of overflows on all of them; write precision: bf16, "
+            "or sync: server",
+        ),
+        (
+            "sync: async_server\noptim: {name: lamb}",
+            "sync: async_server updates by one rank's gradient while others compute, and "
+            "optim.name: lamb has all ranks sum the norms of layers first; take another "
+            "optimizer, or sync: server",
+        ),
+        (
+            "sync: async_server\nguards: {on_oom: skip}",
+            "guards.on_oom: skip drops a batch on all ranks together, and under sync: "
+            "async_server they make no step together; write on_oom: stop",
+        ),
+        (
+            "sync: async_server\ndevice: cuda",
+            "sync: async_server trains on CPUs: its server updates in threads beside the one that "
+            "computes; write device: cpu, or sync: server",
+        ),
+    ],
+)
+def test_what_an_asynchronous_server_cannot_keep_is_refused_by_name(
+    folder: Folder, lines: str, message: str
+) -> None:
+    (problem,) = folder.problems(f"{FIVE_LINES}{lines}\n")
+    assert problem.partition(": ")[2] == message
+
+
+def test_an_asynchronous_server_deals_out_what_no_process_reads_ahead(folder: Folder) -> None:
+    with pytest.raises(JobError, match=r"data.workers: 2 processes cannot read them ahead"):
+        folder.load(EIGHT_LINES, "sync=async_server", "zero=0", "data.workers=2")
+
+
 PIPEDREAM = "parallel: {pp: 2, schedule: pipedream}"
 
 

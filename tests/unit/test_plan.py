@@ -418,3 +418,27 @@ def test_pipedream_has_steps_of_one_micro_batch() -> None:
         "parallel.schedule: pipedream updates after each micro-batch, of micro 3 x 2 data-parallel "
         "ranks = 6 samples, and batch.global is 24: write global: 6, or micro: 12"
     )
+
+
+# An asynchronous parameter server
+
+
+def test_an_asynchronous_server_says_that_it_changes_numerics() -> None:
+    def notes(**keys: Any) -> list[str]:
+        asked = job(sync="async_server", slots=4, **keys)
+        return [note for note in make_plan(asked, CPU_HOST).notes if note.startswith("sync")]
+
+    assert notes(staleness=3) == [
+        "sync: async_server changes numerics: each push of 6 samples is an update of 1/4 of the "
+        "learning rate, by a gradient that may be late, of a rank that may be ahead of the slowest "
+        "by up to 3 of its pushes; only rank 0 has optimizer states"
+    ]
+    (unbounded,) = notes(staleness="any")
+    assert "by any number of pushes" in unbounded
+    (none,) = notes()
+    assert none.startswith("sync: async_server with staleness 0 has the numbers of sync: server")
+
+
+def test_an_asynchronous_server_is_refused_where_auto_finds_gpus() -> None:
+    with pytest.raises(JobError, match="trains on CPUs, and this host has GPUs"):
+        make_plan(job(sync="async_server"), GPU_HOST)

@@ -94,6 +94,7 @@ def test_ranks_make_up_whole_replicas() -> None:
     [
         ({"parallel": {"pp": 2, "schedule": "pipedream"}}, "older weights"),
         ({"offload": {"optimizer": "host", "schedule": "delayed"}}, "one step old"),
+        ({"sync": "async_server", "staleness": "any"}, "of older parameters"),
     ],
 )
 def test_another_method_is_told(keys: dict[str, Any], words: str) -> None:

@@ -58,6 +58,7 @@ def page(record: RunRecord, ended: Outcome) -> str:
             ),
         ),
         (_pipeline_title(state), lambda: pipeline.picture(state)),
+        ("Staleness of pushes", lambda: run_tables.staleness(state)),
         ("Sent by rank 0 in the newest launch", lambda: run_tables.traffic(record)),
         ("Launches", lambda: run_history.launches_table(launches, history)),
         ("Saved steps", lambda: run_history.saves_table(history)),

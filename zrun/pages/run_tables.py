@@ -13,6 +13,7 @@ from zrun.watch import formatting
 from zrun.watch.curves import held_by_tier
 from zrun.watch.memory_course import held_by_kind
 from zrun.watch.memory_kinds import KINDS, MEANINGS, PARTS
+from zrun.watch.pushes import histogram, pushes_in_words
 from zrun.watch.run_record import RunRecord
 from zrun.watch.run_state import SPLIT, RunState
 from zrun.watch.stragglers import find_late, own_times
@@ -121,6 +122,22 @@ def stragglers(record: RunRecord) -> str:
         words.append(f"{len(ranks.late) - _LATE_SHOWN} others")
     lately = f"; when they told last: {', '.join(now[:_LATE_SHOWN])}" if now else ""
     return document.soft(f"Slow, of {samples} compared: {', '.join(words)}{lately}.")
+
+
+def staleness(state: RunState) -> str:
+    """Return how many pushes to an asynchronous server came how many updates late."""
+    pushes = state.pushes
+    if pushes is None or not pushes.count:
+        return ""
+    rows = [
+        Bar(
+            f"{each.name} updates late",
+            [Piece("pushes", each.number, 1)],
+            f"{each.number} ({each.number / pushes.count:.0%})",
+        )
+        for each in histogram(pushes)
+    ]
+    return bars(rows, "{:.0f}".format) + document.soft("; ".join(pushes_in_words(pushes)) + ".")
 
 
 def moved(state: RunState) -> str:

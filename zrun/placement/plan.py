@@ -13,6 +13,7 @@ from zrun.hosts.backend import Backend, with_backend
 from zrun.hosts.cluster import Cluster, HostFacts, each, listed, several
 from zrun.hosts.offload_disk import find_warnings
 from zrun.job.problems import AutoValue
+from zrun.placement.late_updates import check_device, notes_on_late_gradients
 from zrun.placement.pipelines import check_micro_batches, notes_on_bubble, notes_on_late_weights
 from zrun.placement.place import RankAssignment, assign_ranks, group_on_hosts, resolve_dims
 from zrun_core.errors import JobError, PreflightError
@@ -47,12 +48,13 @@ def make_plan(job: JobConfig, cluster: Cluster) -> ResolvedJob:
         PreflightError: a host lacks the GPUs, slots or links that the job asks for, or a variable
             of the environment names GPUs that it does not have.
         JobError: `parallel`, the batch or `zero.shard_group` does not divide over the ranks, each
-            micro-batch is a step and steps have several, or the learning rate has no end to decay
-            to.
+            micro-batch is a step and steps have several, the learning rate has no end to decay
+            to, or an asynchronous server would train on GPUs.
     """
     reasons: list[AutoValue] = []
     cluster = _visible_gpus(job, cluster)
     device = _device(job, cluster, reasons)
+    check_device(job, device)
     slots = _slots(job, cluster, device, reasons)
     threads = _threads(job, cluster, slots, reasons)
     num_ranks = sum(slots.values())
@@ -87,7 +89,12 @@ def make_plan(job: JobConfig, cluster: Cluster) -> ResolvedJob:
         }
     )
     warnings = [*_across_hosts(found), *_absent(job, num_ranks), *_not_profiled(job, num_ranks)]
-    notes = [*notes_on_bubble(job, batch), *notes_on_late_weights(job, batch), *_are_slices(job)]
+    notes = [
+        *notes_on_bubble(job, batch),
+        *notes_on_late_weights(job, batch),
+        *notes_on_late_gradients(job, batch),
+        *_are_slices(job),
+    ]
     if device == "cpu":
         warnings = [
             *_idle_drivers(job, cluster),

@@ -46,6 +46,11 @@ def check_method(job: JobConfig) -> None:
             "so a plain loop trains something else and cannot be compared; verify the rest with "
             "parallel.schedule=1f1b"
         )
+    if job.sync == "async_server":
+        raise JobError(
+            "sync: async_server updates by gradients of older parameters, so a plain loop trains "
+            "something else and cannot be compared; verify the rest with sync=server"
+        )
     if job.offload.schedule == "delayed":
         raise JobError(
             "offload.schedule: delayed uses parameters that are one step old, so a plain loop "

@@ -22,6 +22,7 @@ from rich.text import Text
 from zrun.hosts.cluster import several
 from zrun.watch import formatting
 from zrun.watch.panel_layout import ALERT, GAP, GOOD, LABEL, QUIET, Facts, PanelSpace, packed
+from zrun.watch.pushes import pushes_in_words
 from zrun.watch.ranks_table import ranks_table
 from zrun.watch.remaining import remaining
 from zrun.watch.run_state import SPLIT, RunState
@@ -248,6 +249,11 @@ def _updates(state: RunState, facts: Facts, room: PanelSpace) -> list[Text]:
     return packed(updates(state), room.width)
 
 
+def _late(state: RunState, facts: Facts, room: PanelSpace) -> list[Text]:
+    """Say how late gradients come to an asynchronous server."""
+    return packed(pushes_in_words(state.pushes), room.width)
+
+
 def _stages(state: RunState, facts: Facts, room: PanelSpace) -> list[Text]:
     """Say what each stage of a pipeline has, and how long they wait."""
     lines = [Text(f"{name.removeprefix('stage ')}: {text}") for name, text in stage_rows(state)]
@@ -277,6 +283,7 @@ ROWS = (
     PanelRow("metrics", _metrics, 3),
     PanelRow("speed", _speed, 2),
     PanelRow("time", _time, 6),
+    PanelRow("late", _late, 7),
     PanelRow("stages", _stages, 7),
     PanelRow("host", partial(_tier, "host"), 7),
     PanelRow("disk", partial(_tier, "disk"), 7),

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from zrun.watch.phases import Doing
+from zrun.watch.pushes import Pushes, fold_pushes
 from zrun_core.spine.events import Event
 
 _CURVE_POINTS = 512
@@ -145,6 +146,7 @@ class RunState:
     hosts: Mapping[int, Event] = field(default_factory=dict)  # by first rank, the newest `host`
     stages: Mapping[int, Event] = field(default_factory=dict)  # of a pipeline, by number
     schedules: Mapping[int, Event] = field(default_factory=dict)  # by stage, the newest recorded
+    pushes: Pushes | None = None  # of an asynchronous server
     evals: tuple[Evaluation, ...] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)  # of hooks, the newest of each name
     saved: int | None = None  # the newest step that is committed
@@ -271,6 +273,8 @@ def fold(state: RunState, event: Event) -> RunState:
             return replace(state, metrics=dict(newest))
         case "save":
             return replace(_paused(state, "save", event.get("stall_s")), saved=event["step"])
+        case "pushes":
+            return replace(state, pushes=fold_pushes(state.pushes, event))
         case "warning":
             return replace(state, num_warnings=state.num_warnings + 1)
         case "estimate":

@@ -10,6 +10,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 import torch
@@ -96,9 +97,7 @@ class BatchLoader:
     @property
     def epoch(self) -> float | None:
         """Passes over the data up to the cursor; None for an iterable dataset, without length."""
-        if not self.num_samples:
-            return None
-        return self.cursor / self.num_samples
+        return self.epoch_at(self.cursor)
 
     def mark(self, before: Marks) -> None:
         """Read the marks of the dataset, also of the samples that had some `before`."""
@@ -166,6 +165,45 @@ class BatchLoader:
         self.last_step = range(self.cursor, self.cursor + num_samples)
         self.cursor += num_samples
         return own
+
+    # Steps whose shares are dealt out to ranks as they come
+
+    def coming(self, count: int) -> list[range]:
+        """Return the positions of the next steps in the stream, which are not read yet.
+
+        Args:
+            count: of them; fewer are left at the end.
+
+        Raises:
+            JobError: the dataset has no indices.
+        """
+        return list(islice(self._by_index().coming(self.cursor), count))
+
+    def share(self, positions: range, part: int) -> list[MicroBatch]:
+        """Return the micro-batches that the rank of number `part` has of a step by the contract.
+
+        Args:
+            positions: of the step in the stream.
+            part: that is read here.
+
+        Raises:
+            UserCodeError: the dataset or the collate function raised.
+        """
+        with self._draws.at(positions.start), _reading("training"):
+            return self._by_index().share(positions, part)
+
+    def epoch_at(self, position: int) -> float | None:
+        """Return passes over the data up to a position; None for an iterable dataset."""
+        return position / self.num_samples if self.num_samples else None
+
+    def _by_index(self) -> MapSource:
+        if not isinstance(self._source, MapSource):
+            raise JobError(
+                f"data: {type(self._dataset).__name__} is an iterable dataset, of which no rank "
+                "can read the samples of another one; give it __getitem__ and __len__, or write "
+                "sync: server"
+            )
+        return self._source
 
     def samples_of(self, step: range, rank: int, micro: int | None = None) -> str:
         """Return in words which samples a rank read in a step.

@@ -108,13 +108,33 @@ class MapSource:
         """Return the numbers of the samples at these positions of the stream."""
         return [self._order.index(position) for position in positions]
 
+    def coming(self, start: int) -> Iterator[range]:
+        """Yield the stream positions of each step from position `start` on."""
+        return steps(start, self._batch.global_size, self._total)
+
+    def share(self, positions: range, part: int) -> list[MicroBatch]:
+        """Read the micro-batches of a step that are the rank's of number `part`, at once.
+
+        Args:
+            positions: of the step in the stream.
+            part: of its samples.
+        """
+        batches = Batches(self._dataset, self._collate, self._seed)
+        return [
+            MicroBatch.of(batches.__getitems__(self._places(positions, offsets)), len(offsets))
+            for offsets in micro_batches(len(positions), self._batch, part)
+        ]
+
     def micro_batch_places(self, start: int) -> Iterator[list[SamplePosition]]:
         """Yield the samples of every micro-batch of this rank from position `start` on."""
         for positions in steps(start, self._batch.global_size, self._total):
             for part in micro_batches(len(positions), self._batch, self._rank):
-                # Nothing left for this rank: the step's first sample stands in.
-                places = [positions[offset] for offset in part or (0,)]
-                yield [SamplePosition(self._order.index(position), position) for position in places]
+                yield self._places(positions, part)
+
+    def _places(self, positions: range, part: range) -> list[SamplePosition]:
+        """Return the samples at some offsets in a step; if there are none, its first stands in."""
+        places = [positions[offset] for offset in part or (0,)]
+        return [SamplePosition(self._order.index(position), position) for position in places]
 
 
 class _Indices:

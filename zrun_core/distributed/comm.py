@@ -44,6 +44,7 @@ from zrun_core.distributed.collectives import (
     store_sum,
 )
 from zrun_core.distributed.handle import Chains, Handle
+from zrun_core.distributed.line import Line, telling_of_peers
 from zrun_core.distributed.transport import (
     NUM_TAGS,
     SMALL_TAG,
@@ -53,7 +54,7 @@ from zrun_core.distributed.transport import (
     Work,
     message_tag,
 )
-from zrun_core.errors import PEER_IS_GONE, HangError, PeerError
+from zrun_core.errors import HangError
 from zrun_core.hardware import accelerator
 from zrun_core.hardware.clock import Unpassed, Waits
 from zrun_core.hardware.spans import NOTHING, Issued, Spans
@@ -235,17 +236,10 @@ class Comm:
         return self.spans.waiting(issued, self.phase.value)
 
     def _wait_for(self, works: Sequence[Work]) -> None:
-        try:
+        with telling_of_peers():
             self._within_host.prepare_to_wait(works)
             for work in works:
                 work.wait()
-        except RuntimeError as error:
-            if PEER_IS_GONE.search(str(error)) is None:
-                raise
-            reason = str(error).splitlines()[0]
-            raise PeerError(
-                f"another rank has ended, or does not answer ({reason}): see what it says"
-            ) from None
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -544,6 +538,32 @@ class Comm:
             ones = torch.ones(1, device=self.device)
             arrived = self.all_reduce_small(ones, group, name="barrier")
             self.read(arrived)  # on CUDA until here only the stream has waited
+
+    # Through a line of one thread: see `line.py`
+
+    @contextmanager
+    def waiting_at(self, line: Line, kind: str, name: str, num_bytes: int) -> Iterator[None]:
+        """Wait inside for what `line` moves, in the thread that trains, and count it.
+
+        Args:
+            line: to another rank of `line.group`.
+            kind: of traffic, as of `TrafficKey`; for the flight recorder.
+            name: what it is about.
+            num_bytes: that move.
+        """
+        if self._flight_recorder is not None:
+            self._flight_recorder.issue(kind, line.group, name, num_bytes, in_order=False)
+        with self._named_wait(self.in_words), self.waiting(), self.waits.counting():
+            yield
+        self.count(line)
+
+    def count(self, line: Line) -> None:
+        """Count what `line` has moved since the last call. The thread that trains calls it."""
+        for (kind, is_sent), (calls, num_bytes) in line.take_moved().items():
+            key = TrafficKey(kind, line.group.axis, self.phase)
+            self.calls[key] += calls
+            moved = self.sent_bytes if is_sent else self.received_bytes
+            moved[key] += num_bytes
 
     def monitored_barrier(self, group: Group, what: str, timeout_s: float) -> None:
         """Return when every rank of `group` has come to `what`.

@@ -149,6 +149,14 @@ class Ownership:
         ]
         return max(of_shards, *of_sums)
 
+    def held_numel(self, unit: UnitLayout, mesh_info: MeshInfo) -> int:
+        """Return the elements of other ranks' gradients that wait here, apart from reductions."""
+        return 0
+
+    def num_versions(self, mesh_info: MeshInfo) -> int:
+        """Return the versions of trained parameters that passes and updates of a rank need."""
+        return 1
+
     def goes_stale(self, mesh_info: MeshInfo) -> bool:
         """Return whether other ranks update what this one uses."""
         return mesh_info.shard_size > 1
@@ -206,6 +214,10 @@ class StatePolicy:
     recomputes_blocks: bool = False
     layer_major: bool = False
     versions: int = 1
+
+    def num_versions(self, mesh_info: MeshInfo) -> int:
+        """Return the versions of trained parameters that a rank holds."""
+        return max(self.versions, self.ownership.num_versions(mesh_info))
 
     def has_master(self, unit: UnitLayout, placement: Placement = ON_DEVICE) -> bool:
         """Return whether the optimizer works on a copy of the parameters.
@@ -286,7 +298,7 @@ class StatePolicy:
             return found
         found += [
             Buffer(f"{unit.name}/version{number}", Kind.PARAM, param_bytes)
-            for number in range(1, self.versions)
+            for number in range(1, self.num_versions(mesh_info))
         ]
         keeps_shard = self.zero.reduce_now(boundary=False)
         grad_numel = unit.shard_numel if keeps_shard else unit.padded_numel
@@ -388,10 +400,12 @@ class StatePolicy:
         passing: list[tuple[UnitLayout, int]] = []
         kept_numel = 0
         alone_numel = 0
+        held_numel = 0
         cast_bytes = 0
         for unit in units:
             if not unit.trainable:
                 continue
+            held_numel += self.ownership.held_numel(unit, mesh_info)
             placement = placements.get(unit.name, ON_DEVICE)
             is_away = placement.grad is not Tier.DEVICE
             leaves_from_ring = is_away or self.zero.reduce_now(boundary=False)
@@ -413,7 +427,8 @@ class StatePolicy:
                 kept_numel += leaving_numel
         on_its_way = max((numel for _, numel in passing), default=0)
         passing_numel = self._most_together(passing, num_tiles=1) + on_its_way + kept_numel
-        reduce_bytes = max(passing_numel, alone_numel) * self.reduce_dtype.itemsize
+        reduce_numel = max(passing_numel, alone_numel) + held_numel
+        reduce_bytes = reduce_numel * self.reduce_dtype.itemsize
         return whole_pages(max(reduce_bytes, cast_bytes))
 
     def _most_together(self, sizes: Iterable[tuple[UnitLayout, int]], num_tiles: int) -> int:

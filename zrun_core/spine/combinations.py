@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 from zrun_core.spine.sections.activations import ActivationsConfig
+from zrun_core.spine.sections.data import DataConfig
 from zrun_core.spine.sections.evaluation import BestConfig, EvalConfig
 from zrun_core.spine.sections.guards import GuardsConfig
 from zrun_core.spine.sections.offload import OffloadConfig
@@ -58,6 +59,97 @@ def refuse_server_with_parts_of_the_model(sync: str, parallel: ParallelConfig) -
             f"sync: server keeps all states on one rank, and tp {parallel.tp} x pp "
             f"{parallel.pp} = {parallel.tp * parallel.pp} ranks share a model; leave sync or "
             "parallel out"
+        )
+
+
+def refuse_staleness_without_async_server(sync: str, staleness: int | str) -> None:
+    """Refuse a bound on what nothing else lets happen."""
+    if staleness and sync != "async_server":
+        raise ValueError(
+            f"staleness: {staleness} bounds how far ranks are apart under sync: async_server, and "
+            f"under sync: {sync} they never are; write sync: async_server, or leave staleness out"
+        )
+
+
+def refuse_what_async_server_lacks(
+    optim: OptimConfig,
+    precision: PrecisionConfig,
+    zero: ZeroConfig,
+    offload: OffloadConfig,
+    parallel: ParallelConfig,
+) -> None:
+    """Refuse what needs all ranks, or states elsewhere than on one, at an update.
+
+    Args:
+        optim: layer-wise optimizers sum norms over ranks in the middle of an update.
+        precision: a loss scale needs the overflows of all ranks.
+        zero: above stage 0 states are divided.
+        offload: states elsewhere are updated beside the passes, by the thread that trains.
+        parallel: of a part of a model, a rank alone has no gradient to push.
+
+    Raises:
+        ValueError: one of the sections needs it.
+    """
+    key = "sync: async_server"
+    if zero.stage:
+        raise ValueError(
+            f"{key} keeps all states on one rank, and zero {zero.stage} divides them over all; "
+            "write zero: 0, or leave sync out"
+        )
+    if parallel.tp * parallel.pp > 1:
+        raise ValueError(
+            f"{key} has each rank compute gradients of the whole model by itself, and tp "
+            f"{parallel.tp} x pp {parallel.pp} = {parallel.tp * parallel.pp} ranks share one; "
+            "leave sync or parallel out"
+        )
+    if parallel.schedule == "layer_major":
+        raise ValueError(
+            f"{key} runs the micro-batches of a push one after the other; leave "
+            "parallel.schedule: layer_major out, which saves nothing at zero 0"
+        )
+    if offload.tiers != {"device"}:
+        raise ValueError(f"{key} keeps all states on a device; leave offload or sync out")
+    if precision.compute == "fp16":
+        raise ValueError(
+            f"{key}: updates are made without waiting for the other ranks, and the loss scale of "
+            "fp16 needs to know of overflows on all of them; write precision: bf16, or sync: server"
+        )
+    if optim.name.lower() in LAYER_WISE:
+        raise ValueError(
+            f"{key} updates by one rank's gradient while others compute, and optim.name: "
+            f"{optim.name} has all ranks sum the norms of layers first; take another optimizer, "
+            "or sync: server"
+        )
+
+
+def refuse_batches_that_async_server_cannot_deal_out(
+    data: DataConfig, guards: GuardsConfig, device: str
+) -> None:
+    """Refuse what reads ahead, or drops together, where whoever is free takes what is next.
+
+    Args:
+        data: its loader processes would read ahead what another rank may take.
+        guards: a batch is dropped on all ranks, in a step that all of them make.
+        device: an accelerator's stream is its training thread's alone.
+
+    Raises:
+        ValueError: it is so.
+    """
+    key = "sync: async_server"
+    if data.workers:
+        raise ValueError(
+            f"{key} deals out samples to whichever rank is free, so data.workers: {data.workers} "
+            "processes cannot read them ahead; write workers: 0"
+        )
+    if guards.on_oom == "skip":
+        raise ValueError(
+            f"guards.on_oom: skip drops a batch on all ranks together, and under {key} they make "
+            "no step together; write on_oom: stop"
+        )
+    if device == "cuda":
+        raise ValueError(
+            f"{key} trains on CPUs: its server updates in threads beside the one that computes; "
+            "write device: cpu, or sync: server"
         )
 
 

@@ -94,10 +94,16 @@ class JobConfig(Section):
     zero: ZeroConfig = Field(
         default_factory=ZeroConfig, description="0 | 1 | 2 | 3 | {stage, ...}", examples=[2]
     )
-    sync: Literal["ring", "server"] = Field(
+    sync: Literal["ring", "server", "async_server"] = Field(
         default="ring",
         description="zero 0: ring | server: one rank sums, updates and sends parameters; a "
-        "baseline to compare with",
+        "baseline to compare with | async_server: it updates by each gradient as it comes, and "
+        "nobody waits; changes numerics",
+    )
+    staleness: Annotated[int, Field(ge=0, le=10**6)] | Literal["any"] = Field(
+        default=0,
+        description="sync: async_server: pushes that a rank may be ahead of the slowest; 0 has the "
+        "numbers of sync: server; any: no bound",
     )
     seed: int = Field(
         default=0,
@@ -262,6 +268,14 @@ class JobConfig(Section):
         combinations.refuse_layer_wise_updates_on_disk(self.optim, self.offload)
         combinations.refuse_server_with_offload(self.sync, self.offload)
         combinations.refuse_server_with_parts_of_the_model(self.sync, self.parallel)
+        combinations.refuse_staleness_without_async_server(self.sync, self.staleness)
+        if self.sync == "async_server":
+            combinations.refuse_what_async_server_lacks(
+                self.optim, self.precision, self.zero, self.offload, self.parallel
+            )
+            combinations.refuse_batches_that_async_server_cannot_deal_out(
+                self.data, self.guards, self.device
+            )
         combinations.refuse_dropped_batches_at_stage_3(self.guards, self.zero)
         combinations.refuse_dropped_batches_of_a_part_of_the_model(self.guards, self.parallel)
         combinations.refuse_late_weights_of_compiled_blocks(self.parallel, self.compile)

@@ -31,6 +31,7 @@ EventType = Literal[
     "profile",
     "gpus",
     "host",
+    "pushes",
     "stop",
     "estimate",
     "end",

@@ -37,10 +37,16 @@ from zrun_core.user_code.build import Built
 from zrun_core.zero.auto_wrap import NO_CHUNKS, repeated_blocks
 from zrun_core.zero.exchange import Exchange
 from zrun_core.zero.precision import Precision
-from zrun_core.zero.server import ParameterServer
+from zrun_core.zero.server import AsyncServer, ParameterServer
 from zrun_core.zero.sharded_model import ShardedModel
 from zrun_core.zero.sharding_config import ShardingConfig
 from zrun_core.zero.tiling import read_tiles, tile_linears, tiled_linears
+
+EXCHANGES: Mapping[str, type[Exchange]] = {
+    "ring": Exchange,
+    "server": ParameterServer,
+    "async_server": AsyncServer,
+}
 
 
 def make_settings(job: JobConfig, optimizer: OptimizerSpec, device: torch.device) -> ShardingConfig:
@@ -53,7 +59,7 @@ def make_settings(job: JobConfig, optimizer: OptimizerSpec, device: torch.device
     """
     settings = shard_settings(job.zero, job.precision, job.activations, device, compile=job.compile)
     offload = job.offload
-    exchange = ParameterServer() if job.sync == "server" else Exchange()
+    exchange = EXCHANGES[job.sync]()
     return replace(
         settings,
         optimizer=optimizer,

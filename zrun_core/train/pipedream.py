@@ -12,8 +12,6 @@ The same windows are made by a run that goes on from a save: so that resumes exa
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
@@ -28,46 +26,15 @@ from zrun_core.telemetry.metrics import StepClock, StepPhase
 from zrun_core.telemetry.recorder import IssuedStep
 from zrun_core.telemetry.step_totals import StepTotals
 from zrun_core.train.pipeline_runner import PipelineRunner
+from zrun_core.train.windows import EndedStep, ReadStep, steps_until_due, totals_of
 from zrun_core.user_code.loss import Loss, LossKind
 from zrun_core.zero.sharded_model import ShardedModel
 from zrun_core.zero.stage_steps import StageSteps, StageUpdate
 from zrun_core.zero.versions import Versions
 
-# Numbers of a step that ranks sum; square and skipped are counted once per stage.
-_COLUMNS = ("weight", "loss", "samples", "tokens", "square", "skipped", APART)
-
-
-class ReadStep(NamedTuple):
-    """A step that was read.
-
-    Attributes:
-        batch: its one micro-batch of this rank.
-        samples: its positions in the data.
-        epoch: how often the data was read by its end; None if its length is not known.
-    """
-
-    batch: MicroBatch
-    samples: range
-    epoch: float | None
-
-
-@dataclass(frozen=True)
-class EndedStep:
-    """A step of a window that has ended.
-
-    Attributes:
-        read: what it was made of.
-        issued: what this rank knew of it before the message.
-        totals: over all ranks. Wishes of ranks come with the last step of the window.
-        update: of this rank's stage.
-        losses: its share of the loss, on ranks of the last stage.
-    """
-
-    read: ReadStep
-    issued: IssuedStep
-    totals: StepTotals
-    update: StageUpdate
-    losses: Sequence[torch.Tensor]
+# Numbers of a step that ranks sum; the last two are counted once per stage, and the norm's square
+# stands for it until it is summed.
+_COLUMNS = ("weight", "loss", "samples", "tokens", APART, "grad_norm", "skipped")
 
 
 class PipeDreamRunner(PipelineRunner):
@@ -124,7 +91,7 @@ class PipeDreamRunner(PipelineRunner):
         return value * factor.to(value.dtype)
 
 
-class Windows:
+class PipeDreamWindows:
     """Reads and runs windows of micro-batches."""
 
     def __init__(
@@ -161,17 +128,7 @@ class Windows:
         Args:
             steps: made so far.
         """
-        job = self._job
-        saves = None if job.checkpoint is None else job.checkpoint.every
-        evaluations = None if job.eval is None else job.eval.every
-        until_due = [
-            every - steps % every
-            for every in (saves, evaluations, job.guards.replica_every)
-            if every
-        ]
-        if job.steps is not None:
-            until_due.append(job.steps - steps)
-        return min(self._most, *until_due)
+        return steps_until_due(self._job, steps, self._most)
 
     def read(self, steps: int) -> list[ReadStep]:
         """Read the micro-batches of the next window: none where the data has ended.
@@ -184,8 +141,7 @@ class Windows:
             micro_batches = self._loader.next_step()
             if micro_batches is None:
                 break
-            (batch,) = micro_batches
-            found.append(ReadStep(batch, self._loader.last_step, self._loader.epoch))
+            found.append(ReadStep(micro_batches, self._loader.last_step, self._loader.epoch))
         return found
 
     def run(
@@ -204,7 +160,7 @@ class Windows:
             wishes_of: returns at the end what else ranks sum, named as fields of `StepTotals`.
         """
         runner = self._runner
-        batches = [step.batch for step in steps]
+        batches = [batch for step in steps for batch in step.batches]
         table = torch.zeros(
             len(steps), len(_COLUMNS), dtype=torch.float64, device=self._comm.device
         )
@@ -236,7 +192,7 @@ class Windows:
             made = self._steps.step(lr_of(number))
             updates.append(made)
             if is_counted:
-                runner.rows[number].add(square=made.square, skipped=made.skipped.double())
+                runner.rows[number].add(grad_norm=made.square, skipped=made.skipped.double())
             if number < len(steps) - 1:  # the last one ends with the window
                 end_step(number)
 
@@ -256,7 +212,7 @@ class Windows:
                 step,
                 issued[number],
                 all_totals[number],
-                updates[number],
+                updates[number].norms,
                 losses[number : number + 1],
             )
             for number, step in enumerate(steps)
@@ -271,16 +227,8 @@ def _totals(numbers: list[float], num_steps: int, names: Sequence[str]) -> list[
         num_steps: of the window.
         names: of the wishes.
     """
-    found = []
-    for number in range(num_steps):
-        start = number * len(_COLUMNS)
-        row = dict(zip(_COLUMNS, numbers[start : start + len(_COLUMNS)], strict=True))
-        square = row.pop("square")
-        norm = square**0.5
-        row["skipped"] = float(row["skipped"] > 0)
-        found.append(StepTotals(**row, grad_norm=norm, agreed=1.0, scale=1.0))
-    wishes = dict(zip(names, numbers[num_steps * len(_COLUMNS) :], strict=True))
-    found[-1] = found[-1]._replace(
-        **{name: value for name, value in wishes.items() if name not in _COLUMNS}
-    )
-    return found
+    found = totals_of(numbers, _COLUMNS, num_steps, names)
+    return [
+        step._replace(grad_norm=step.grad_norm**0.5, skipped=float(step.skipped > 0))
+        for step in found
+    ]

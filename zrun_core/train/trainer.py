@@ -44,14 +44,14 @@ from zrun_core.train.ending import Ending, EndRequests
 from zrun_core.train.evaluations import Evaluations
 from zrun_core.train.evaluator import Evaluator, HeldOut, broadcast_buffers
 from zrun_core.train.micro_batches import RunnerContext
-from zrun_core.train.pipedream import PipeDreamRunner, Windows
 from zrun_core.train.profiles import ProfiledRun, Profiles
 from zrun_core.train.rank_phase import RankPhase
 from zrun_core.train.run_saves import RunSaves
-from zrun_core.train.runners import make_runner
+from zrun_core.train.runners import make_runner, make_windows
 from zrun_core.train.saved_state import SavedState
 from zrun_core.train.step_runner import StepRunner, modules_differ
 from zrun_core.train.user_hooks import Hook, Hooks
+from zrun_core.train.windows import Windows
 from zrun_core.user_code.loss import LossFunction
 from zrun_core.zero.sharded_model import ShardedModel
 
@@ -91,7 +91,7 @@ class Trainer:
     begins and ends. The parts know how:
 
         MicroBatchRunner    forwards and backwards of one step
-        Windows             of PipeDream, whose steps go through the stages together
+        Windows             of steps after which ranks meet, where they do not after each one
         StepRunner          update; totals of the step, read late
         Recorder            counts steps and emits their events
         Evaluations         held-out data, early stop
@@ -171,10 +171,9 @@ class Trainer:
             pauses=partial(phase.enter, "profile"),
             goes_on=self._clock.restart,
         )
-        self._windows: Windows | None = None
-        if isinstance(self.micro_batches, PipeDreamRunner):
-            stages = sharded.mesh.pipe.size
-            self._windows = Windows(job, stages, sharded, loader, self.micro_batches, self._clock)
+        self._windows = make_windows(
+            context, loader, emitter, self.micro_batches, self.ending.asked_to_stop
+        )
         evaluator = None
         if functions.held_out is not None:
             evaluator = Evaluator(
@@ -426,7 +425,7 @@ class Trainer:
             self._read_totals()
 
     def _run_window(self, windows: Windows) -> bool:
-        """Run steps of one micro-batch each, which go through the pipeline together.
+        """Run steps after which all ranks meet once, or fewer of them if one had to stop.
 
         Returns:
             Whether there was data for them.
@@ -443,18 +442,18 @@ class Trainer:
         def lr_of(number: int) -> float:
             return self.job.optim.lr * self.schedule(before.updates + number)
 
-        read = self._batches.digest([step.batch for step in steps])
+        read = self._batches.digest([batch for step in steps for batch in step.batches])
         first = before.steps + 1
         ended = windows.run(steps, first, lr_of, partial(self._first_sums, read))
-        when = f"steps {first} to {before.steps + len(steps)}"
+        when = f"steps {first} to {before.steps + len(ended)}"
         self._batches.check(ended[-1].totals.batches, read, when)
         self.saves.update(ended[-1].totals)
         for step in ended:
             self.progress.steps += 1
-            self.progress.micro_batches += 1
+            self.progress.micro_batches += step.issued.micro_batches
             self._losses.check(step.totals.apart, f"step {step.issued.step}")
             if step.totals.skipped:
-                self.sharded.look_back_at(step.update.norms)
+                self.sharded.look_back_at(step.norms)
             self._count(
                 step.issued, step.totals, step.read.epoch, step.losses, step.read.samples, late=True
             )

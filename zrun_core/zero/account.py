@@ -39,7 +39,9 @@ def expected_traffic(
         sharded.layouts,
         sharded.settings.states,
         sharded.settings.exchange,
-        exchange.StepCounts(num_steps, num_micro_batches, gatherer.num_refreshes),
+        exchange.StepCounts(
+            num_steps, num_micro_batches, gatherer.num_refreshes, sharded.num_pushes
+        ),
         sharded.mesh_info,
         gathers=[gatherer.num_gathers(unit) for unit in sharded.units],
     )

@@ -34,12 +34,13 @@ import torch
 from zrun_core.distributed.collectives import slice_start
 from zrun_core.distributed.comm import Comm
 from zrun_core.distributed.handle import Handle
-from zrun_core.distributed.transport import gather_tag, reduce_tag
+from zrun_core.distributed.transport import Group, gather_tag, reduce_tag
 from zrun_core.memory.layout import UnitLayout
 from zrun_core.memory.state_policy import MeshInfo, Ownership, StatePolicy, slices_of
 from zrun_core.memory.tensors import TIED
 
 if TYPE_CHECKING:
+    from zrun_core.distributed.mesh import Mesh
     from zrun_core.zero.unit import FlatUnit
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "push", "pull")
@@ -98,6 +99,14 @@ class Exchange(Ownership):
             return self.all_reduce_replicas(comm, unit, recv_buffer, into)
 
         return scattered.then(all_reduce, unit.replicate)
+
+    def ordered_among(self, mesh: Mesh) -> Group:
+        """Return the ranks that issue the reductions of a backward in one order."""
+        return mesh.data
+
+    def num_sums(self, counts: StepCounts, mesh_info: MeshInfo) -> int:
+        """Return how often a unit's gradient is summed over the replicas, by `counts`."""
+        return counts.steps
 
     def all_reduce_replicas(
         self,
@@ -196,11 +205,13 @@ class StepCounts:
         steps: optimizer steps.
         micro_batches: total of all steps.
         refreshes: forward passes that found parameters stale: one for each update, and the first.
+        pushes: gradients of this rank by which an asynchronous server has updated; else none.
     """
 
     steps: int
     micro_batches: int
     refreshes: int
+    pushes: int = 0
 
 
 def planned_gathers(layouts: Sequence[UnitLayout], states: StatePolicy) -> list[int]:
@@ -270,7 +281,7 @@ def expected_traffic(
             mesh_info,
             gathers=num_gathers,
             reductions=reductions if unit.trainable else 0,
-            sums=counts.steps if unit.trainable else 0,
+            sums=exchange.num_sums(counts, mesh_info) if unit.trainable else 0,
         )
         for kind, num_bytes in sent.items():
             expected[kind] += num_bytes

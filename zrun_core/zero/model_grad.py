@@ -2,16 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from zrun_core.distributed.comm import Comm
 from zrun_core.distributed.mesh import Mesh
 from zrun_core.distributed.named_vector import sent_to
-from zrun_core.zero.nonfinite import Inspector
+from zrun_core.zero.nonfinite import Inspector, UnitNorms
 from zrun_core.zero.reduce import Reducer
 from zrun_core.zero.unit import FlatUnit
+
+
+def square_norm_of(
+    units: Sequence[FlatUnit],
+    norms_of: Callable[[FlatUnit, int], list[torch.Tensor]],
+    device: torch.device,
+) -> tuple[torch.Tensor, UnitNorms]:
+    """Return a rank's part of a gradient's squared norm, 0-d float64, and what it is made of.
+
+    Args:
+        units: that it counts; none on a stage of a pipeline that is frozen.
+        norms_of: the 2-norms of pieces of the gradient in a part of a unit, 0-d each.
+        device: of the result.
+    """
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    evidence: UnitNorms = []
+    if not units:
+        return total, evidence
+    first = units[0]
+    for part in first.exchange.counted_parts(first.layout, first.mesh_info):
+        norms: list[torch.Tensor] = []
+        of_units: list[FlatUnit] = []
+        for unit in units:
+            found = sent_to(device, torch.stack(norms_of(unit, part)))
+            norms.append(found)
+            of_units += [unit] * len(found)
+        values = torch.cat(norms)
+        total += values.double().square().sum()
+        evidence.append((of_units, values))
+    return total, evidence
 
 
 class ModelGrad:
@@ -50,24 +80,9 @@ class ModelGrad:
         Each element counts once over all ranks. Parts are the same at every stage, and so are the
         bits of the norm.
         """
-        total = torch.zeros((), dtype=torch.float64, device=self._device)
-        evidence: list[tuple[list[FlatUnit], torch.Tensor]] = []
-        if not self._units:  # as on a stage of a pipeline that is frozen
-            self.inspector.norms = evidence
-            return total
-        first = self._units[0]
-        for part in first.exchange.counted_parts(first.layout, first.mesh_info):
-            norms: list[torch.Tensor] = []
-            of_units: list[FlatUnit] = []
-            for unit in self._counted:
-                found = sent_to(total.device, torch.stack(unit.grad.norms(part)))
-                norms.append(found)
-                of_units += [unit] * len(found)
-            if norms:
-                values = torch.cat(norms)
-                total += values.double().square().sum()
-                evidence.append((of_units, values))
-        self.inspector.norms = evidence
+        total, self.inspector.norms = square_norm_of(
+            self._counted, lambda unit, part: unit.grad.norms(part), self._device
+        )
         return total
 
     def has_grad_here(self) -> bytes:

@@ -78,7 +78,7 @@ class Reducer:
         self._mesh = mesh
         self._policy = policy
         self._exchange = exchange
-        self.order = ReduceOrder(units, mesh, comm)
+        self.order = ReduceOrder(units, exchange.ordered_among(mesh), comm)
         trained = self.order.units
         self._mesh_info = mesh_info_of(comm, mesh)
         layouts = [unit.layout for unit in trained]

@@ -42,7 +42,7 @@ from typing import Any
 import torch
 
 from zrun_core.distributed.comm import Comm
-from zrun_core.distributed.mesh import Mesh
+from zrun_core.distributed.transport import Group
 from zrun_core.errors import CheckpointError
 from zrun_core.zero.unit import FlatUnit
 
@@ -67,11 +67,11 @@ class ReduceOrder:
         left_for_end: indices of units that were late once.
     """
 
-    def __init__(self, units: Sequence[FlatUnit], mesh: Mesh, comm: Comm) -> None:
+    def __init__(self, units: Sequence[FlatUnit], together: Group, comm: Comm) -> None:
         """
         Args:
             units: all units of the model, in order of registration; frozen ones are left out.
-            mesh: the groups of this rank.
+            together: the ranks that reduce in one order.
             comm: its collectives.
         """
         self.units: Sequence[FlatUnit] = _first_guess([unit for unit in units if unit.trainable])
@@ -80,7 +80,7 @@ class ReduceOrder:
         self.backward = list(self.units)
         self._recorded: set[int] = set()  # chunks whose order a backward has shown
         self._foreseen: set[int] = set()  # whose order a forward has told
-        self._mesh = mesh
+        self._together = together
         self._comm = comm
 
     def of_chunk(self, chunk: int) -> list[FlatUnit]:
@@ -127,7 +127,7 @@ class ReduceOrder:
     def adopt(self, seen_here: Iterable[int], chunk: int = 0) -> None:
         """Adopt the order in which rank 0 completed the units; those that it did not see come last.
 
-        Collective over the ranks that train the same parameters.
+        Collective over the ranks that reduce in one order.
 
         Args:
             seen_here: indices of units, in the order in which this rank completed them, or will.
@@ -141,9 +141,9 @@ class ReduceOrder:
         self.backward = [unit for each in sorted(orders, reverse=True) for unit in orders[each]]
 
     def agree_on(self, numbers: Sequence[int]) -> list[int]:
-        """Return what rank 0 has of the ranks that train the same parameters. Collective."""
+        """Return what the first of the ranks that reduce in one order has. Collective."""
         agreed = torch.tensor(numbers, device=self._comm.device)
-        self._comm.broadcast(agreed, self._mesh.data, name="order of reductions")
+        self._comm.broadcast(agreed, self._together, name="order of reductions")
         with self._comm.waiting():
             found: list[int] = agreed.tolist()
         return found

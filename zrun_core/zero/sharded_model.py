@@ -88,6 +88,8 @@ class ShardedModel:
         updates: by the optimizer, also those beside training.
         scaler: of the loss in fp16.
         running: buffers that forwards write.
+        num_pushes: gradients of this rank by which an update elsewhere, or here, was made apart
+            from the steps that all ranks make together.
         planned_rings: `ring_bytes` at the beginning.
     """
 
@@ -151,6 +153,7 @@ class ShardedModel:
         self.scaler = LossScaler(settings.precision, comm.device)
         self.grad = ModelGrad(self.units, self.reducer, mesh, comm)
         self.running = RunningBuffers(module)
+        self.num_pushes = 0
 
     def _compiled_modules(self) -> set[int]:
         """Return the identities of modules in compiled blocks, where access is not noticed."""

@@ -16,7 +16,7 @@ counts on the first.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -162,6 +162,28 @@ class ShardedOptimizer:
                     before = update.unit.update_side
             if before is not None:
                 before.wait_for_arrival()
+        self._end_first_update()
+
+    def step_by(
+        self,
+        grads: Mapping[FlatUnit, torch.Tensor],
+        lr: float,
+        has_grad: Sequence[bytes],
+        grad_scale: torch.Tensor | None,
+    ) -> None:
+        """Update all units by gradients that are none of their own. Not for layer-wise optimizers.
+
+        Args:
+            grads: of each unit, [updated range] in reduce dtype, on the device; undefined
+                afterwards.
+            lr, has_grad, grad_scale: as of `step`.
+        """
+        for update, of_unit in zip(self._updates, has_grad, strict=True):
+            if update.pieces:
+                _update(update, of_unit, lr, grad_scale, None, grad=grads[update.unit])
+        self._end_first_update()
+
+    def _end_first_update(self) -> None:
         if not self._has_updated and self._comm.device.type == "cpu":
             # States that moved into the records have left holes between small ones that stay.
             heap.give_back_freed_memory()
@@ -382,6 +404,7 @@ def _update(
     grad_scale: torch.Tensor | None,
     found_inf: torch.Tensor | None,
     *,
+    grad: torch.Tensor | None = None,
     keeps_params: bool = False,
     meanwhile: Callable[[], None] = lambda: None,
 ) -> None:
@@ -390,12 +413,14 @@ def _update(
     Args:
         has_grad: by parameter of the unit.
         lr, grad_scale, found_inf: as of `ShardedOptimizer.step`.
+        grad: that it is updated by; None: its own.
         keeps_params: update the masters only.
         meanwhile: as of `UnitOptimizer.update`.
     """
     unit = update.unit
     update.begin_update()
-    grad = unit.update_side.grad()
+    if grad is None:
+        grad = unit.update_side.grad()
     update.update(
         grad,
         has_grad,

@@ -201,7 +201,7 @@ class FlatUnit:
     def _allocate(self, device: torch.device, pool: PagePool | StorageMeter) -> None:
         layout = self.layout
         own = layout.shard_range(self.shard.index)
-        num_windows = self.policy.versions if self.trainable else 1
+        num_windows = self.policy.num_versions(self.mesh_info) if self.trainable else 1
         self.windows = [self._make_window(own, device, pool) for _ in range(num_windows)]
         self.updated_range = self.exchange.updated_range(layout, self.mesh_info)
         self.param: Home

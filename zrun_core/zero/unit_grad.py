@@ -267,10 +267,10 @@ class UnitGrad:
         first = self._unit.updated_range[0]
         for part in self._unit.exchange.counted_parts(self._unit.layout, self._unit.mesh_info):
             start, stop = self._unit.layout.part_range(part)
-            self._norms[part] = _norms(grad[start - first : stop - first])
+            self._norms[part] = norms_of(grad[start - first : stop - first])
 
 
-def _norms(part: torch.Tensor) -> list[torch.Tensor]:
+def norms_of(part: torch.Tensor) -> list[torch.Tensor]:
     """Return the 2-norms of pieces of `part`, 0-d fp32: of all of it, except on a CPU.
 
     There 16 bits are cast first, into memory that stays in cache: torch's own norm of them is six

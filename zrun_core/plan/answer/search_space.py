@@ -104,7 +104,7 @@ def offload_chains(planner: Planner, space: SearchSpace) -> list[list[Placement]
 
     The way of the base is among them, with its own share.
     """
-    if not space.offloads or planner.job.sync == "server":
+    if not space.offloads or planner.job.sync != "ring":
         return []
     hardware = planner.hardware
     base = ON_DEVICE if space.base is None else space.base.placement

@@ -167,7 +167,7 @@ class StateModel:
         They are those of the first rank of the first stage, and exact.
         """
         settings = self._settings_of(candidate)
-        counts = StepCounts(1, candidate.accumulation, 1)
+        counts = StepCounts(1, candidate.accumulation, 1, pushes=1)
         mesh_info = self._mesh_info(candidate, 0)
         layouts = self.of_stage(candidate, 0).layouts
         found = expected_traffic(layouts, settings.states, settings.exchange, counts, mesh_info)

@@ -1,0 +1,219 @@
+"""The asynchronous parameter server: without staleness the synchronous one's bits, and with any
+bound those of a simulator of delayed pushes that is given the order in which they came.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from runs import Plain, job, look, losses, run
+from test_pipelines import GPT, Tensors, assert_equal, gpt, whole
+from torch import nn
+from toys import world
+
+from zrun_core.models.gpt import gpt as make_gpt
+from zrun_core.parameter_server.messages import Push
+from zrun_core.parameter_server.server import Made, Server, WindowRecord
+from zrun_core.train.async_windows import AsyncWindows
+
+ADAMW = {"name": "adamw", "lr": 1e-2, "weight_decay": 0.1}
+SGD = {"name": "sgd", "lr": 0.02, "weight_decay": 0.0, "args": {"momentum": 0.9}}
+CLIPPED = {**ADAMW, "clip": 0.3}
+
+
+def keys_of(staleness: int | str, **keys: Any) -> dict[str, Any]:
+    return job(
+        **{
+            "model": gpt(),
+            "data": {"call": "runs.py:Plain"},
+            "steps": 40,
+            "batch": {"global": 12, "micro": 2},
+            "optim": ADAMW,
+            "hooks": {},
+            "checkpoint": None,
+            "sync": "async_server",
+            "staleness": staleness,
+            **keys,
+        }
+    )
+
+
+SAME: list[dict[str, Any]] = [
+    {"model": "runs.py:Speaker", "data": {"call": "runs.py:Tokens", "shuffle": True}},
+    {"optim": CLIPPED, "precision": "bf16"},
+    {"optim": SGD, "epochs": 2, "steps": None},
+    {"precision": {"compute": "bf16", "reduce": "compute"}, "batch": {"global": 6, "micro": 1}},
+    {"activations": "full", "eval": {"data": {"call": "runs.py:Plain"}, "every": 7}},
+]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("keys", SAME, ids=str)
+@pytest.mark.at_most(5)
+def test_without_staleness_the_numbers_are_those_of_the_synchronous_server(
+    ranks, tmp_path: Path, num_ranks: int, keys: dict[str, Any]
+) -> None:
+    late = keys_of(0, **keys)
+    early = {**late, "sync": "server"}
+    found, expected = (
+        ranks(num_ranks).run(run, each, str(tmp_path / each["sync"])) for each in (late, early)
+    )
+    assert [each["digest"] for each in found] == [each["digest"] for each in expected]
+    for name in ("loss", "grad_norm", "lr", "samples", "tokens", "epoch", "skipped"):
+        of_steps = [
+            [event[name] for event in each[0]["events"] if event["type"] == "step"]
+            for each in (found, expected)
+        ]
+        assert of_steps[0] == of_steps[1], name
+    evaluations = [
+        [event["loss"] for event in each[0]["events"] if event["type"] == "eval"]
+        for each in (found, expected)
+    ]
+    assert evaluations[0] == evaluations[1]
+
+
+def recorded(
+    keys: dict[str, Any], run_dir: str, slow: int | None, **options: Any
+) -> dict[str, Any]:
+    """Run a job, of which one rank takes its time; return also its pushes, window by window.
+
+    Args:
+        slow: the rank; None: each of them waits for as long as its draws say.
+    """
+    rank, _ = world()
+    records: list[list[Made]] = []
+    end, compute = Server.end, AsyncWindows._compute
+    pauses = torch.Generator().manual_seed(rank)
+
+    def keep(self: Server) -> WindowRecord:
+        record = end(self)
+        records.append(record.made)
+        return record
+
+    def late(self: AsyncWindows, *args: Any) -> tuple[Push, list[torch.Tensor]]:
+        result = compute(self, *args)
+        if slow is None:
+            time.sleep(0.02 * float(torch.rand((), generator=pauses)))
+        elif rank == slow:
+            time.sleep(0.03)
+        return result
+
+    with patch.object(Server, "end", keep), patch.object(AsyncWindows, "_compute", late):
+        return {**run(keys, run_dir, **options), "made": records}
+
+
+def simulate(
+    keys: dict[str, Any], initial: Tensors, windows: list[list[Made]], num_ranks: int
+) -> tuple[dict[int, float], Tensors]:
+    """Train one process on gradients that come in a recorded order, with recorded versions.
+
+    Args:
+        keys: of the job.
+        initial: parameters.
+        windows: pushes of each window, in the order of their updates.
+        num_ranks: that divided the samples.
+    """
+    dtype = torch.bfloat16 if keys.get("precision") == "bf16" else torch.float32
+    model = make_gpt(**GPT, tied=False)
+    params = dict(model.named_parameters())
+    newest = {
+        name: nn.Parameter(torch.from_numpy(initial[name, "value"].copy()).view(param.shape))
+        for name, param in params.items()
+    }
+    optimizer: torch.optim.Optimizer
+    if keys["optim"]["name"] == "sgd":
+        optimizer = torch.optim.SGD(newest.values(), lr=0.02, momentum=0.9, foreach=False)
+    else:
+        optimizer = torch.optim.AdamW(newest.values(), lr=1e-2, weight_decay=0.1, fused=True)
+    size, micro = keys["batch"]["global"], keys["batch"]["micro"]
+    data = Plain()
+    found: dict[tuple[int, int], float] = {}
+    first = 0
+    for made in windows:
+        history = [{name: value.detach().clone() for name, value in newest.items()}]
+        for push in made:
+            assert push.version == len(history) - 1
+            for name, param in params.items():
+                param.data = history[push.pulled][name].to(dtype, copy=True)
+                param.grad = None
+            step = first + push.share.step
+            start = step * size + push.share.part * size // num_ranks
+            total = 0.0
+            wide: dict[str, torch.Tensor] = {}
+            for begin in range(start, start + size // num_ranks, micro):
+                samples = [data[k % len(data)] for k in range(begin, begin + micro)]
+                batch = {key: torch.stack([each[key] for each in samples]) for key in samples[0]}
+                enabled = dtype != torch.float32
+                with torch.autocast("cpu", dtype, enabled=enabled, cache_enabled=False):
+                    loss = model(**batch)
+                (loss * (micro / size)).backward()
+                total += micro * float(loss.detach().double())
+                for name, param in params.items():
+                    assert param.grad is not None
+                    wide[name] = wide[name] + param.grad if name in wide else param.grad.float()
+                    param.grad = None
+            found[step, push.share.part] = total
+            for name, value in newest.items():
+                value.grad = wide[name] / torch.tensor(1 / num_ranks).float()
+            for group in optimizer.param_groups:
+                group["lr"] = keys["optim"]["lr"] * (size // num_ranks / size)
+            optimizer.step()
+            history.append({name: value.detach().clone() for name, value in newest.items()})
+        first += len(made) // num_ranks
+    by_step: dict[int, list[float]] = {}
+    for (step, _), total in sorted(found.items()):
+        by_step.setdefault(step + 1, []).append(total)
+    means = {step: sum(of_step) / size for step, of_step in by_step.items()}
+    return means, {(name, "value"): v.detach().flatten().numpy() for name, v in newest.items()}
+
+
+def params_of(found: Tensors) -> Tensors:
+    return {key: values for key, values in found.items() if key[1] == "value"}
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "staleness", "slow", "precision", "optim"),
+    [
+        (2, "any", 1, "fp32", SGD),
+        (3, "any", None, "fp32", ADAMW),
+        (3, 2, 0, "bf16", ADAMW),
+        (4, 1, 2, "fp32", ADAMW),
+    ],
+)
+def test_delayed_pushes(
+    ranks,
+    tmp_path: Path,
+    num_ranks: int,
+    staleness: int | str,
+    slow: int | None,
+    precision: str,
+    optim: dict[str, Any],
+) -> None:
+    constant = {"schedule": "constant"}
+    batch = {"global": 8 if num_ranks == 4 else 12, "micro": 2}
+    keys = keys_of(staleness, precision=precision, optim=optim, lr=constant, batch=batch)
+    plain = {**keys, "sync": "ring", "staleness": 0}
+    initial = whole([ranks(1).run(look, plain, str(tmp_path / "0"), None)[0]])
+    found = ranks(num_ranks).run(recorded, keys, str(tmp_path / "run"), slow)
+    windows = found[0]["made"]
+    every = itertools.product(range(40), range(num_ranks))
+    made = [
+        (32 * n + each.share.step, each.share.part) for n, w in enumerate(windows) for each in w
+    ]
+    assert sorted(made) == list(every)
+    leads = [each.lead for window in windows for each in window]
+    if isinstance(staleness, int):
+        assert max(leads) <= staleness + 1  # with the push that is not pulled after yet
+    assert max(each.staleness for window in windows for each in window) > 0
+    expected, final = simulate(keys, initial, windows, num_ranks)
+    assert_equal(params_of(whole(found)), final)
+    told = losses(found[0])
+    assert list(told) == list(expected)
+    assert np.allclose(list(told.values()), list(expected.values()), rtol=1e-12)

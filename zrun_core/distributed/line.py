@@ -1,0 +1,107 @@
+"""A line between two ranks for a thread that does not train: messages for which it waits.
+
+    line = Line(group, peer)
+    line.send("push", {tag: tensor, ...})
+    line.receive("pull", {tag: tensor, ...})
+
+What ranks send each other otherwise is issued by the thread that trains, and counted by `Comm`. A
+line may belong to another thread, so it takes torch's process group, which is safe there, and
+counts by itself; `Comm.count` adds that up later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+
+from zrun_core.distributed.transport import Group, ProcessGroupTransport
+from zrun_core.errors import PEER_IS_GONE, PeerError
+
+
+class Moved(NamedTuple):
+    """The messages of one kind in one direction."""
+
+    calls: int
+    num_bytes: int
+
+
+class Line:
+    """Messages with another rank of a group, by one thread at a time.
+
+    Attributes:
+        group: of both ranks.
+    """
+
+    def __init__(self, group: Group, peer: int) -> None:
+        """
+        Args:
+            group: of both ranks.
+            peer: place of the other one.
+        """
+        self.group = group
+        self._peer = peer
+        self._transport = ProcessGroupTransport()
+        self._moved: dict[tuple[str, bool], Moved] = {}
+
+    def send(self, kind: str, tensors: Mapping[int, torch.Tensor]) -> None:
+        """Send tensors, and return when they may change.
+
+        Args:
+            kind: of traffic.
+            tensors: contiguous, by tag.
+        """
+        with telling_of_peers():
+            works = [
+                self._transport.send(tensor, self.group, self._peer, tag)
+                for tag, tensor in tensors.items()
+            ]
+            for work in works:
+                work.wait()
+        self._count(kind, True, tensors)
+
+    def receive(self, kind: str, tensors: Mapping[int, torch.Tensor]) -> None:
+        """Wait for tensors of the other rank.
+
+        Args:
+            kind: of traffic.
+            tensors: contiguous, by tag; filled on return.
+        """
+        with telling_of_peers():
+            works = [
+                self._transport.receive(tensor, self.group, self._peer, tag)
+                for tag, tensor in tensors.items()
+            ]
+            for work in works:
+                work.wait()
+        self._count(kind, False, tensors)
+
+    def _count(self, kind: str, is_sent: bool, tensors: Mapping[int, torch.Tensor]) -> None:
+        calls, num_bytes = self._moved.get((kind, is_sent), (0, 0))
+        num_bytes += sum(tensor.nbytes for tensor in tensors.values())
+        self._moved[kind, is_sent] = Moved(calls + 1, num_bytes)
+
+    def take_moved(self) -> Mapping[tuple[str, bool], Moved]:
+        """Return what has moved since the last call, by kind and whether it was sent."""
+        moved, self._moved = self._moved, {}
+        return moved
+
+
+@contextmanager
+def telling_of_peers() -> Iterator[None]:
+    """Say inside that another rank is gone where torch says that a connection is.
+
+    Raises:
+        PeerError: one of them has ended, or the time limit of the process group is over.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if PEER_IS_GONE.search(str(error)) is None:
+            raise
+        reason = str(error).splitlines()[0]
+        raise PeerError(
+            f"another rank has ended, or does not answer ({reason}): see what it says"
+        ) from None

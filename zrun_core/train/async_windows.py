@@ -1,0 +1,265 @@
+"""Windows of an asynchronous parameter server: ranks compute shares, push, pull, and never wait.
+
+    begin            all ranks have the same parameters; each has its own share of the first step
+    share after share  forward, backward; push the gradient; pull parameters, and the next share
+    end              every share was pushed, and all ranks have the parameters that came of it
+
+A step is so many samples as everywhere: its totals are those of its shares, whoever computed them,
+and its times are those of the window, divided evenly. What a signal asks for travels with a push,
+and ends the window with the steps that were begun.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import TypeVar
+
+import torch
+
+from zrun_core.data.batch import MicroBatch
+from zrun_core.data.loader import BatchLoader
+from zrun_core.distributed.named_vector import NamedVector
+from zrun_core.hardware.clock import Waits
+from zrun_core.parameter_server.messages import Push
+from zrun_core.parameter_server.server import WindowPlan, WindowRecord, make_channel
+from zrun_core.parameter_server.shares import Share
+from zrun_core.spine.events import Emitter
+from zrun_core.telemetry.metrics import StepClock, StepMarks, StepPhase
+from zrun_core.telemetry.recorder import IssuedStep
+from zrun_core.train.micro_batches import MicroBatchRunner, RunnerContext
+from zrun_core.train.windows import EndedStep, ReadStep, steps_until_due, totals_of
+from zrun_core.zero.push_pull import PushPull
+
+K = TypeVar("K", bound=Hashable)
+
+_MOST_STEPS = 32  # of a window: at its end the fastest rank waits for the slowest's last share
+_OF_SHARES = ("weight", "loss", "samples", "tokens")
+_COLUMNS = (*_OF_SHARES, "grad_norm", "skipped")  # the last two are counted by the server
+
+
+class AsyncWindows:
+    """Reads and runs windows of steps whose shares are dealt out."""
+
+    def __init__(
+        self,
+        context: RunnerContext,
+        loader: BatchLoader,
+        emitter: Emitter,
+        runner: MicroBatchRunner,
+        asked_to_stop: Callable[[], bool],
+    ) -> None:
+        """
+        Args:
+            context: of the runner.
+            loader: of the data; a rank reads whatever share it computes.
+            emitter: is told of the pushes of each window, on the server.
+            runner: of micro-batches.
+            asked_to_stop: returns whether a signal has come to this rank.
+
+        Raises:
+            JobError: the dataset has no indices.
+        """
+        self._job = context.spec.job
+        self._sharded = context.sharded
+        self._comm = context.sharded.comm
+        self._clock = context.clock
+        self._phase = context.phase
+        self._loader = loader
+        self._emitter = emitter
+        self._runner = runner
+        self._asked_to_stop = asked_to_stop
+        self._memory = PushPull(context.sharded)
+        self._group = context.sharded.mesh.replicate
+        bound = context.spec.job.staleness
+        self._channel = make_channel(
+            self._memory,
+            self._group,
+            self._comm,
+            None if bound == "any" else bound,
+            context.spec.batch.global_size,
+        )
+        loader.coming(0)
+
+    def length(self, steps: int) -> int:
+        return steps_until_due(self._job, steps, _MOST_STEPS)
+
+    def read(self, steps: int) -> list[ReadStep]:
+        """Return the steps of the next window, and have the newest parameters on all ranks.
+
+        They are not, where a checkpoint was loaded, or the user has written to them.
+        """
+        self._sharded.gatherer.refresh()
+        self._comm.settle()
+        self._sharded.updates.wait_for_readers()
+        return [
+            ReadStep((), positions, self._loader.epoch_at(positions.stop))
+            for positions in self._loader.coming(self.length(steps))
+        ]
+
+    def run(
+        self,
+        steps: Sequence[ReadStep],
+        first: int,
+        lr_of: Callable[[int], float],
+        wishes_of: Callable[[], NamedVector],
+    ) -> list[EndedStep]:
+        table = torch.zeros(len(steps), len(_COLUMNS), dtype=torch.float64)
+        rows = [NamedVector(_COLUMNS, row) for row in table]
+        plan = WindowPlan([len(step.samples) for step in steps], lr_of)
+        self._runner.begin_step()
+        self._memory.refresh()
+        self._memory.show(newest=False)
+        share: Share | None = self._channel.begin(plan)
+        read: list[MicroBatch] = []
+        losses: dict[int, list[torch.Tensor]] = {}  # by step, of its own share
+        num_steps = 0
+        while share is not None:
+            batches = self._read(steps[share.step], share.part)
+            read += batches
+            push, of_share = self._compute(share, batches, first, rows[share.step])
+            if share.part == self._group.index:
+                losses[share.step] = of_share
+            self._phase.enter("update")
+            with self._clock.during(StepPhase.OPTIM):
+                reply = self._channel.exchange(push)
+            self._runner.waited[StepPhase.OPTIM] += self._comm.waits.take()
+            self._sharded.running.end_step(torch.tensor(reply.was_skipped))
+            self._sharded.num_pushes += 1
+            share = Share(reply.step, reply.part)
+            if reply.step < 0:
+                num_steps = reply.num_steps
+                share = None
+        record = self._channel.end()
+        self._memory.show(newest=True)
+        if record is not None:
+            self._add_updates(record, rows[:num_steps])
+            self._tell(record, first + num_steps - 1, num_steps)
+        wishes = wishes_of()
+        message = torch.cat([table[:num_steps].view(-1), wishes.values])
+        message = self._comm.all_reduce_small(message, self._sharded.mesh.world, name="window")
+        totals = totals_of(self._comm.read(message), _COLUMNS, num_steps, wishes.names)
+        self._runner.waited[StepPhase.OPTIM] += self._comm.waits.take()
+        self._loader.seek(steps[num_steps - 1].samples.stop)
+        norms = {} if record is None else record.skipped
+        return [
+            EndedStep(
+                steps[number],
+                issued,
+                # Without a sample that counts there is no update.
+                of_step._replace(skipped=float(of_step.skipped > 0 or not of_step.weight)),
+                norms.get(number, []),
+                losses.get(number, []),
+            )
+            for number, (issued, of_step) in enumerate(
+                zip(self._issued(first, num_steps, read, lr_of), totals, strict=True)
+            )
+        ]
+
+    def _read(self, step: ReadStep, part: int) -> list[MicroBatch]:
+        self._phase.enter("data")
+        with self._clock.during(StepPhase.DATA):
+            return self._loader.share(step.samples, part)
+
+    def _compute(
+        self, share: Share, batches: Sequence[MicroBatch], first: int, row: NamedVector
+    ) -> tuple[Push, list[torch.Tensor]]:
+        """Compute the gradient of a share.
+
+        Args:
+            share: of the window.
+            batches: its micro-batches.
+            first: number of the window's first step.
+            row: the share's numbers are added to those of its step.
+
+        Returns:
+            What is told with the gradient, and the shares of the loss.
+        """
+        self._sharded.begin_step()
+        sums = NamedVector.of(self._comm.device, **dict.fromkeys(_OF_SHARES, 0.0))
+        order = self._runner.order(len(batches))
+        losses = self._runner.run(order, batches, sums, first + share.step)
+        weight, loss, samples, _ = sums.values.tolist()
+        row.add(**{name: sums[name] for name in _OF_SHARES})
+        has_grad = self._memory.has_grad()
+        asks = self._asked_to_stop()
+        return Push(*share, weight, int(samples), loss, asks, has_grad), losses
+
+    # At the end of a window
+
+    @staticmethod
+    def _add_updates(record: WindowRecord, rows: Sequence[NamedVector]) -> None:
+        """Add what the server knows of the steps."""
+        for step, row in enumerate(rows):
+            row.add(grad_norm=record.grad_norm(step), skipped=float(step in record.skipped))
+
+    def _tell(self, record: WindowRecord, step: int, num_steps: int) -> None:
+        """Emit how late the gradients of the window came.
+
+        Args:
+            record: of the server.
+            step: the last one.
+            num_steps: of the window.
+        """
+        self._emitter.emit(
+            "pushes",
+            step=step,
+            steps=num_steps,
+            bound=self._job.staleness,
+            staleness={str(late): count for late, count in sorted(record.staleness.items())},
+            by_rank=record.pushes_of(self._group.size),
+            most_ahead=max(each.lead for each in record.made),
+        )
+
+    def _issued(
+        self,
+        first: int,
+        num_steps: int,
+        read: Sequence[MicroBatch],
+        lr_of: Callable[[int], float],
+    ) -> list[IssuedStep]:
+        """Return what this rank knows of each step: its part of the window, divided evenly.
+
+        Args:
+            first: number of the first step.
+            num_steps: of the window.
+            read: micro-batches that this rank has computed.
+            lr_of: learning rate of each step.
+        """
+        clocks = _divided(self._clock.restart(), self._runner.waited, num_steps)
+        sent = _dealt_out(self._comm.drain(), num_steps)
+        micro_batches = _dealt_out({"micro": len(read)}, num_steps)
+        flops = self._runner.flops(read) / num_steps
+        return [
+            IssuedStep(
+                step=first + number,
+                lr=lr_of(number),
+                clock=clocks,
+                waited={},
+                sent=sent[number],
+                flops=flops,
+                uncounted=self._runner.uncounted,
+                micro_batches=micro_batches[number]["micro"],
+                tier_counts=self._sharded.updates.step_counts,
+            )
+            for number in range(num_steps)
+        ]
+
+
+def _divided(marks: StepMarks, waited: Mapping[StepPhase, Waits], parts: int) -> StepMarks:
+    """Return the marks of an even part of a window, on a CPU, whose marks are seconds."""
+    window_s, split = StepClock.read(marks, waited)
+    spans = [(StepPhase(phase), 0.0, seconds / parts) for phase, seconds in split.items()]
+    return StepMarks(0.0, spans, window_s / parts)
+
+
+def _dealt_out(counts: Mapping[K, int], parts: int) -> list[Counter[K]]:
+    """Return whole numbers divided into parts as even as they go."""
+    borders = {
+        key: [count * number // parts for number in range(parts + 1)]
+        for key, count in counts.items()
+    }
+    return [
+        Counter({key: of_key[number + 1] - of_key[number] for key, of_key in borders.items()})
+        for number in range(parts)
+    ]

@@ -96,3 +96,31 @@ def test_faults(rig: Rig, tmp_path: Path, name: str) -> None:
     found = faults.strike(replace(fault, hosts=fault.hosts[:2]), rig, tmp_path / "job")
     assert (found.code, found.left) == (fault.code, {}), found.report
     assert found.cause, found.report
+
+
+def test_an_asynchronous_server_serves_another_host(rig: Rig, tmp_path: Path) -> None:
+    """Without staleness it has the bits of the synchronous one on one host."""
+    hosts = ["node1", "node2"]
+    keys: dict[str, Any] = {"steps": 30, "zero": 0}
+    late = faults.start(rig, tmp_path / "two", **keys, hosts=hosts, sync="async_server")
+    code, report = end(late)
+    assert code == 0, report
+    one = faults.start(rig, tmp_path / "one", **keys, hosts=None, slots=2, sync="server")
+    assert end(one)[0] == 0
+    steps = [
+        {event["step"]: event["loss"] for event in launch.events("step")} for launch in (late, one)
+    ]
+    assert steps[0] == steps[1]
+    assert sorted(steps[0]) == list(range(1, 31))
+
+
+@pytest.mark.parametrize("name", ["worker killed", "agent killed"])
+@pytest.mark.at_most(1)
+def test_an_asynchronous_server_misses_who_is_killed(rig: Rig, tmp_path: Path, name: str) -> None:
+    fault = next(each for each in faults.FAULTS if each.name == name)
+    apart = {"sync": "async_server", "staleness": "any"}
+    found = faults.strike(
+        replace(fault, hosts=fault.hosts[:2], keys=lambda _: apart), rig, tmp_path / "job"
+    )
+    assert (found.code, found.left) == (fault.code, {}), found.report
+    assert found.cause, found.report

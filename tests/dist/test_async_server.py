@@ -5,7 +5,9 @@ bound those of a simulator of delayed pushes that is given the order in which th
 from __future__ import annotations
 
 import itertools
+import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -13,19 +15,29 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-from runs import Plain, job, look, losses, run
+from runs import Plain, PoolWorker, job, look, losses, make_spec, run
 from test_pipelines import GPT, Tensors, assert_equal, gpt, whole
 from torch import nn
 from toys import world
 
+from zrun_core.hardware.simulated import parse_simulate
+from zrun_core.memory.buffers import Kind
 from zrun_core.models.gpt import gpt as make_gpt
 from zrun_core.parameter_server.messages import Push
 from zrun_core.parameter_server.server import Made, Server, WindowRecord
+from zrun_core.plan.answer.planner import Planner
+from zrun_core.plan.question.candidate import Candidate
+from zrun_core.plan.trace.tracer import trace_job
+from zrun_core.spine.config import JobConfig
+from zrun_core.spine.parallel_dims import ParallelDims
 from zrun_core.train.async_windows import AsyncWindows
+from zrun_core.zero.account import allocated_memory, expected_traffic, planned_memory
 
 ADAMW = {"name": "adamw", "lr": 1e-2, "weight_decay": 0.1}
 SGD = {"name": "sgd", "lr": 0.02, "weight_decay": 0.0, "args": {"momentum": 0.9}}
 CLIPPED = {**ADAMW, "clip": 0.3}
+
+KINDS = ("push", "pull")
 
 
 def keys_of(staleness: int | str, **keys: Any) -> dict[str, Any]:
@@ -217,3 +229,165 @@ def test_delayed_pushes(
     told = losses(found[0])
     assert list(told) == list(expected)
     assert np.allclose(list(told.values()), list(expected.values()), rtol=1e-12)
+
+
+def counted(keys: dict[str, Any], run_dir: str) -> dict[str, Any]:
+    """Run a job; return what this rank has sent, was to send, and holds beside its plan."""
+    Path(run_dir).mkdir(exist_ok=True)
+    worker = PoolWorker(make_spec(keys, run_dir, None), world()[0])
+    trainer = worker.prepare()
+    trainer.run()
+    worker.close()
+    sharded, comm = trainer.sharded, trainer.comm
+    return {
+        "sent": {k: sum(n for key, n in comm.sent_bytes.items() if key.kind == k) for k in KINDS},
+        "received": {
+            k: sum(n for key, n in comm.received_bytes.items() if key.kind == k) for k in KINDS
+        },
+        "told": trainer.recorder._traffic_bytes,
+        "expected": expected_traffic(sharded, keys["steps"], trainer.progress.micro_batches),
+        "pushes": sharded.num_pushes,
+        "numel": sum(unit.padded_numel for unit in sharded.layouts if unit.trainable),
+        "planned": planned_memory(sharded).by_kind,
+        "allocated": allocated_memory(sharded).by_kind,
+    }
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("staleness", [0, 2, "any"])
+@pytest.mark.at_most(4)
+def test_each_push_sends_the_parameters_once_and_once_back(
+    ranks, tmp_path: Path, num_ranks: int, staleness: int | str
+) -> None:
+    keys = keys_of(staleness, precision="bf16")
+    found = ranks(num_ranks).run(counted, keys, str(tmp_path / "run"))
+    numel = found[0]["numel"]
+    assert sum(each["pushes"] for each in found) == 40 * num_ranks
+    remote = sum(each["pushes"] for each in found[1:])
+    assert found[0]["told"]["pull"] == 2 * numel * remote
+    assert found[0]["received"]["push"] == 4 * numel * remote
+    assert found[0]["expected"] == ({"pull": 2 * numel * remote} if remote else {})
+    for each in found[1:]:
+        assert each["told"]["push"] == 4 * numel * each["pushes"]
+        assert each["expected"] == {"push": 4 * numel * each["pushes"]}
+    for rank, each in enumerate(found):
+        assert each["planned"] == each["allocated"]
+        assert bool(each["planned"][Kind.OPTIM]) is (rank == 0)
+    if staleness == 0:
+        assert {each["pushes"] for each in found} == {40}
+
+
+def planned(keys: dict[str, Any], num_ranks: int) -> tuple[dict[str, int], int]:
+    """Bytes per step of rank 0, and of another rank, by the planner."""
+    config = JobConfig.model_validate(keys)
+    profile = trace_job(
+        config, Path(__file__).parent, micros=(2,), checkpoints=("none",), threads=1
+    )
+    planner = Planner(profile, parse_simulate(f"{num_ranks}xCPU"), config)
+    dims = ParallelDims(dp=num_ranks)
+    candidate = Candidate(0, dims, 2, 12 // num_ranks // 2, "none", config.precision.compute)
+    estimate = planner.estimate(candidate)
+    return estimate.traffic, estimate.pushed
+
+
+def test_an_estimate_has_the_bytes_of_pushes_and_pulls(ranks, tmp_path: Path) -> None:
+    keys = keys_of(0, precision="bf16", steps=6)
+    found = ranks(3).run(counted, keys, str(tmp_path / "run"))
+    traffic, pushed = planned(keys, 3)
+    assert traffic == {"pull": found[0]["told"]["pull"] // 6}
+    assert pushed == found[1]["told"]["push"] // 6 == found[2]["told"]["push"] // 6
+
+
+@pytest.mark.parametrize("staleness", [0, "any"])
+def test_a_run_goes_on_from_a_save(ranks, tmp_path: Path, staleness: int | str) -> None:
+    keys = keys_of(
+        staleness,
+        model="runs.py:Speaker",
+        data={"call": "runs.py:Tokens", "shuffle": True},
+        optim=CLIPPED,
+        steps=24,
+        checkpoint={"every": 9},
+        eval={"data": {"call": "runs.py:Tokens", "args": {"length": 4}}, "every": 7},
+        hooks={"on_step": "runs.py:on_step"},
+    )
+    ranks(2).run(run, keys, str(tmp_path / "cut"), None, 18)
+    rest = ranks(2).run(run, keys, str(tmp_path / "cut"), {})
+    assert list(losses(rest[0])) == list(range(10, 25))
+    steps = [event for event in rest[0]["events"] if event["type"] == "step"]
+    assert [event["total_samples"] for event in steps] == [12 * step for step in range(10, 25)]
+    if staleness == 0:
+        early = {**keys, "sync": "server"}
+        once = ranks(2).run(run, early, str(tmp_path / "once"))
+        assert [each["digest"] for each in rest] == [each["digest"] for each in once]
+
+
+class Sick(nn.Module):
+    """Its gradient is not a number where it sees a certain sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Embedding(13, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.last = nn.Linear(8, 13)
+
+    def forward(
+        self, input_ids: torch.Tensor, labels: torch.Tensor, index: torch.Tensor
+    ) -> torch.Tensor:
+        x = self.norm(self.first(input_ids).transpose(1, 2)).transpose(1, 2)
+        loss = nn.functional.cross_entropy(self.last(x).flatten(0, 1), labels.flatten())
+        return loss * (float("nan") if bool((index == 7).any()) else 1.0)
+
+
+def test_a_push_that_is_not_finite_is_left_out(ranks, tmp_path: Path) -> None:
+    """The step counts as skipped, and the other pushes of it are made use of."""
+    keys = keys_of(
+        "any",
+        model="test_async_server.py:Sick",
+        data={"call": "runs.py:Tokens"},
+        batch={"global": 4, "micro": 1},
+        steps=24,
+    )
+    found = ranks(2).run(run, keys, str(tmp_path / "run"))
+    skipped = [e["step"] for e in found[0]["events"] if e["type"] == "step" and e["skipped"]]
+    assert skipped == [2, 12, 22]  # samples 7, 47 and 87 of the stream
+    warnings = [e["message"] for e in found[0]["events"] if e["type"] == "warning"]
+    assert any(each.startswith("step 2 was skipped on all ranks: ") for each in warnings)
+    assert all(np.isfinite(values).all() for values in found[0]["parts"].values())
+
+
+def test_a_signal_ends_the_window_with_the_steps_that_were_begun(ranks, tmp_path: Path) -> None:
+    keys = keys_of("any", checkpoint={"every": 1000}, steps=400)
+    found = ranks(2).run(stopped, keys, str(tmp_path))
+    assert {each["error"] for each in found} == {f"StoppedError: {found[0]['error'][14:]}"}
+    last = max(losses(found[0]))
+    assert last < 32
+    assert found[0]["error"] == f"StoppedError: stopped after step {last}, saved"
+    rest = ranks(2).run(run, {**keys, "steps": last + 8}, str(tmp_path), {})
+    assert list(losses(rest[0])) == list(range(last + 1, last + 9))
+
+
+def stopped(keys: dict[str, Any], run_dir: str) -> dict[str, Any]:
+    """Run a job whose last rank gets a signal while it computes its third share."""
+    compute, numbers = AsyncWindows._compute, itertools.count(1)
+
+    def signalled(self: AsyncWindows, *args: Any) -> tuple[Push, list[torch.Tensor]]:
+        rank, size = world()
+        if rank == size - 1 and next(numbers) == 3:
+            asked = self._asked_to_stop
+            assert not asked()
+            asked.__self__._stop.first = signal.SIGTERM  # type: ignore[attr-defined]
+        return compute(self, *args)
+
+    with patch.object(AsyncWindows, "_compute", signalled):
+        return run(keys, run_dir)
+
+
+def test_samples_that_only_walking_finds_are_refused(ranks, tmp_path: Path) -> None:
+    keys = keys_of("any", data={"call": "test_async_server.py:Walked"})
+    found = ranks(2).run(look, keys, str(tmp_path), None)
+    assert found[0]["error"].startswith("JobError: data: Walked is an iterable dataset, of which ")
+
+
+class Walked(torch.utils.data.IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        yield from Plain()

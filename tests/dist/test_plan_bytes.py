@@ -57,6 +57,8 @@ HYBRID: list[tuple[int, str, dict[str, Any]]] = [
 SERVER: list[tuple[int, str, dict[str, Any]]] = [
     (0, "fp32", {"sync": "server"}),
     (0, "narrow", {"sync": "server"}),
+    (0, "fp32", {"sync": "async_server"}),
+    (0, "bf16", {"sync": "async_server"}),
 ]
 CHOSEN = {1: ALL[::5], 2: ALL[::2] + HYBRID[:3] + SERVER, 3: ALL[1::4], 4: ALL[3::4] + HYBRID[3:]}
 
@@ -92,7 +94,8 @@ def held(sharded: ShardedModel) -> dict[str, int]:
         ):  # a range of addresses, of which the own shard has memory
             found[unit.window.full.data_ptr()] = Kind.PARAM, unit.param_shard.nbytes
         else:
-            see(Kind.PARAM, unit.window.full)
+            see(Kind.PARAM, unit.windows[0].full)
+            see(Kind.PARAM, unit.windows[-1].full)
         if unit.trainable:
             see(Kind.GRAD, unit.grad.local)
             see(Kind.OPTIM, unit.master)

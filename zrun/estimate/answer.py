@@ -187,7 +187,7 @@ def _answered(
     planner = question.planner
     chosen = planner.estimate(question.base)
     stages = []
-    for stage in range(4):
+    for stage in range(4) if planner.job.sync == "ring" else [question.base.stage]:
         if stage == question.base.stage:
             stages.append(chosen)
         else:

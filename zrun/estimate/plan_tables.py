@@ -284,7 +284,18 @@ def time_lines(estimate: Estimate) -> list[str]:
     lines += [pipeline_line(estimate)] if estimate.stages else []
     sent = [f"{format_size(size)} over {link}" for link, size in time.link_bytes.items() if size]
     lines += [f"sent per step and rank: {', '.join(sent)}"] if sent else []
-    return [*lines, *layer_lines(estimate)]
+    return [*lines, *_server_lines(estimate), *layer_lines(estimate)]
+
+
+def _server_lines(estimate: Estimate) -> list[str]:
+    """Return what goes to a parameter server and comes from it, if there is one."""
+    if not estimate.pushed:
+        return []
+    pulled = format_size(estimate.traffic.get("pull", 0))
+    return [
+        f"parameter server: each other rank pushes {format_size(estimate.pushed)} per step, and "
+        f"rank 0 answers all of them with {pulled}, exactly where each rank takes its share"
+    ]
 
 
 def layer_lines(estimate: Estimate) -> list[str]:

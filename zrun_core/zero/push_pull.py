@@ -85,7 +85,7 @@ class PushPull:
         dtype = self._sharded.settings.precision.reduce
         flat = self._sharded.reducer.ring.take(num_ranks * sum(sizes), dtype, grow=True)
         assert flat is not None
-        return [list(part.split(sizes)) for part in flat.view(num_ranks, -1).unbind()]
+        return [list(part.split(sizes)) for part in flat.view(num_ranks, sum(sizes)).unbind()]
 
     # On the first rank
 

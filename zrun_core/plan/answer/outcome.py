@@ -76,6 +76,8 @@ class Estimate:
         traffic: bytes that a rank of the first stage sends per step, exactly: those of parameters
             and their gradients by collective, and under "tensor" what it sends to ranks that have
             slices of the same layers.
+        pushed: bytes that each other data-parallel rank sends to the first one per step, exactly,
+            with a parameter server; else 0.
         moved: bytes that it moves between tiers per step, exactly: by tier ("host" or "disk"), by
             direction ("read" from it or "written" to it), and by kind of state.
         stages: of a pipeline, in order; none without one, or in a search.
@@ -93,6 +95,7 @@ class Estimate:
     notes: tuple[str, ...] = ()
     host_parts: dict[str, int] = field(default_factory=dict)
     traffic: dict[str, int] = field(default_factory=dict)
+    pushed: int = 0
     is_bound: bool = False
     moved: dict[str, dict[str, dict[str, int]]] = field(default_factory=dict)
     stages: tuple[StageEstimate, ...] = ()

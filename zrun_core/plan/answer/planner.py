@@ -320,6 +320,7 @@ class Planner:
             notes=notes_of(candidate, source, self.parts, self.hardware),
             host_parts=host,
             traffic=self.traffic(candidate) if traffic else {},
+            pushed=self._states.pushed(candidate) if traffic else 0,
             moved=self.moved(candidate) if traffic else {},
             is_bound=isinstance(self.subject, Profile) and self.subject.is_ragged,
             stages=self._all_stages(candidate, time) if traffic else (),
@@ -449,6 +450,8 @@ def _timing_settings(
         every_n=job.activations.n,
         fused=job.compile,
         causal=shape is None or not shape.name.startswith("bert"),
+        through_first=job.sync != "ring",
+        updates_apart=job.sync == "async_server" and job.staleness != 0,
     )
 
 

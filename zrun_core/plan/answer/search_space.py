@@ -139,6 +139,8 @@ class _Enumeration:
         self._hardware = planner.hardware
         self._space = space
         self._base = space.base
+        # A parameter server has all states on one rank.
+        self._stages = space.stages if planner.job.sync == "ring" else (0,)
 
     def candidates(self) -> Iterator[Candidate]:
         for world, precision in itertools.product(self._worlds(), self._precisions()):
@@ -156,9 +158,7 @@ class _Enumeration:
             count = samples // micro
             if dims.virtual > 1 and count % dims.pp:
                 continue  # interleaved stages take micro-batches in groups, and wait for the last
-            ways = itertools.product(
-                self._space.stages, self._schedules(dims), self._sequences(dims.tp)
-            )
+            ways = itertools.product(self._stages, self._schedules(dims), self._sequences(dims.tp))
             for stage, schedule, sequence in ways:
                 for shard in self._shards(dims, stage):
                     yield Candidate(

@@ -175,6 +175,20 @@ class StateModel:
         found[TENSOR] = shared_sum_bytes(layouts, settings.states, mesh_info, TENSOR, place)
         return found
 
+    def pushed(self, candidate: Candidate) -> int:
+        """Return the bytes that a step of the second replica sends to a parameter server.
+
+        0: there is none, or no second replica.
+        """
+        settings = self._settings_of(candidate)
+        mesh_info = replace(self._mesh_info(candidate, 0), replica_index=1)
+        if mesh_info.num_replicas < 2:
+            return 0
+        layouts = self.of_stage(candidate, 0).layouts
+        counts = StepCounts(1, candidate.accumulation, 1, pushes=1)
+        found = expected_traffic(layouts, settings.states, settings.exchange, counts, mesh_info)
+        return found.get("push", 0)
+
     def moved(self, candidate: Candidate) -> dict[Move, int]:
         """Return the bytes of states that a step moves between tiers, as `traffic` does."""
         settings = self._settings_of(candidate)

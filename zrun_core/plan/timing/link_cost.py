@@ -80,6 +80,21 @@ class LinkedGroup:
         """Return the cost of a reduce-scatter and an all-gather."""
         return self.gather(num_bytes).times(2)
 
+    def through_first(self, pushed: float, pulled: float) -> TransferCost:
+        """Return the cost of messages of each other rank to the first, and of its answers.
+
+        They share its link. What counts as sent is what it sends.
+
+        Args:
+            pushed, pulled: bytes of a message to it, and of one from it.
+        """
+        inside, across = self.local - 1, self.ranks - self.local
+        intra = self.hardware.intra
+        inter = self.hardware.inter
+        seconds = max(inside / intra.bandwidth, across / inter.bandwidth) * (pushed + pulled)
+        seconds += 2 * (intra.latency * (inside > 0) + inter.latency * (across > 0))
+        return TransferCost(seconds, inside * pulled, across * pulled)
+
     def send(self, num_bytes: float) -> TransferCost:
         """Return the cost of a message from one member to the next."""
         if self.ranks == 1:

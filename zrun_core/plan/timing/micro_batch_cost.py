@@ -26,6 +26,9 @@ class TimingSettings:
         fused: operations between products are fused, by a compiler or by hand; else each of them
             reads and writes memory.
         causal: fused attention skips positions that must not be seen.
+        through_first: gradients go to the first rank, and parameters come from there: it is a
+            parameter server.
+        updates_apart: that rank updates by each one's gradient, instead of by their sum.
     """
 
     reduce_bytes: int = 4
@@ -36,6 +39,8 @@ class TimingSettings:
     fused_accumulation: bool = False
     fused: bool = False
     causal: bool = True
+    through_first: bool = False
+    updates_apart: bool = False
 
 
 @dataclass(frozen=True)

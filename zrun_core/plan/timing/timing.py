@@ -191,6 +191,11 @@ class _StepModel:
     def _reduce(self, segment: SegmentCost, *, boundary: bool) -> TransferCost:
         num_bytes = segment.trainable * self.settings.reduce_bytes
         cost = TransferCost()
+        if self.settings.through_first:  # at stage 0, which reduces at the boundary only
+            if boundary:
+                pulled = segment.trainable * BYTES[self.candidate.precision]
+                cost = self.replica_group.through_first(num_bytes, pulled)
+            return cost
         if boundary or self.candidate.stage >= 2:
             cost = self.shard_group.gather(num_bytes)
         if boundary:
@@ -330,7 +335,10 @@ class _StepModel:
         if self.hardware.shares_memory:  # the cores of the host compute all of it
             here = owned
         precision = self.candidate.precision
-        return agree + norm + device_update_seconds(self.device, here, self.settings, precision)
+        update = device_update_seconds(self.device, here, self.settings, precision)
+        if self.settings.updates_apart:
+            return self.dims.dp * (norm + update)
+        return agree + norm + update
 
     def _ready(self, segments: Sequence[SegmentCost]) -> list[float] | None:
         """Return when the update on the host has made each segment's parameters, in forward order.

@@ -246,3 +246,25 @@ def test_time_on_a_cpu_has_no_share_of_a_data_sheet() -> None:
     found = timed("2xCPU", 2, ParallelDims(2))
     assert (found.mfu, found.hfu) == (None, None)
     assert found.parts["exposed transfers"] > 0, "the cores move the bytes themselves"
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+def test_all_that_is_pushed_and_pulled_passes_the_link_of_a_parameter_server(
+    num_ranks: int,
+) -> None:
+    hardware = parse_simulate(f"{num_ranks}xCPU")
+    candidate = Candidate(0, ParallelDims(num_ranks), 1, 1, "none", "fp32")
+
+    def time(**settings: bool) -> StepTime:
+        model = CostModel(Subject(GPT), hardware, TimingSettings(**settings))
+        return step_time(model, candidate, GPT.seq)
+
+    ring, server = time(), time(through_first=True)
+    late = time(through_first=True, updates_apart=True)
+    moved = 4 * GPT.num_params * (num_ranks - 1)
+    assert server.link_bytes["node"] == pytest.approx(moved, rel=1e-3)
+    assert ring.link_bytes["node"] == pytest.approx(2 * moved / num_ranks, rel=1e-3)
+    assert late.link_bytes == server.link_bytes
+    assert late.parts["update"] > 0.9 * num_ranks * server.parts["update"]
+    if num_ranks > 2:
+        assert server.seconds > ring.seconds

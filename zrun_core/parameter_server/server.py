@@ -16,7 +16,8 @@ from __future__ import annotations
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -223,8 +224,8 @@ class Server:
 
     def exchange(self, push: Push) -> Reply:
         """Update by the first rank's own gradient, as by any other."""
-        with self._comm.waiting(), self._comm.waits.counting():
-            return self._answer(0, push, self._memory.gradients(), self._memory.refresh)
+        gradients = self._memory.gradients()
+        return self._answer(0, push, gradients, self._memory.refresh, self._waiting)
 
     def end(self) -> WindowRecord:
         """Return what the window has come to, once all ranks have its parameters.
@@ -232,13 +233,19 @@ class Server:
         Raises:
             PeerError: one of them is gone.
         """
-        with self._comm.waiting(), self._comm.waits.counting():
+        with self._waiting():
             for thread in self._threads:
                 thread.join()
         self._raise_failure()
         for line in self._lines:
             self._comm.count(line)
         return self._record
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Say inside that the thread that trains waits for other ranks, and count it."""
+        with self._comm.waiting(), self._comm.waits.counting():
+            yield
 
     # In the thread of another rank
 
@@ -270,6 +277,7 @@ class Server:
         push: Push,
         gradients: Sequence[torch.Tensor],
         pull: Callable[[], None],
+        waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> Reply:
         """Update by a push, and find what its rank does next.
 
@@ -278,6 +286,7 @@ class Server:
             push: of it.
             gradients: of all units; undefined afterwards.
             pull: copies the newest parameters, for the rank.
+            waiting: whatever this thread does around a wait for other ranks.
         """
         with self._changed:
             if push.asks_to_stop:
@@ -285,10 +294,12 @@ class Server:
             self._shares.push(rank)
             self._update_by(rank, push, gradients)
             self._changed.notify_all()
-            self._wait_for(lambda: self._shares.may_go_on(rank))
+            with waiting():
+                self._wait_for(lambda: self._shares.may_go_on(rank))
             share = self._shares.take(rank)
             if share is None:
-                self._wait_for(lambda: self._shares.is_pushed)
+                with waiting():
+                    self._wait_for(lambda: self._shares.is_pushed)
             pull()
             self._pulled[rank] = self._version
             was_skipped = self._was_skipped[rank]

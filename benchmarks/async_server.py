@@ -1,0 +1,220 @@
+"""The asynchronous parameter server beside the ring and the synchronous one.
+
+`python benchmarks/async_server.py`.
+
+Each run trains a small GPT on the main job's data for the same time, with and without one rank
+slowed threefold. Passes pause, so that ranks are like devices of their own however few cores there
+are: what takes time is the pause, the messages and the updates. Losses on held-out text are
+compared after the same samples and after the same seconds of training, which are those of steps
+alone.
+
+Runs are appended to a file as they end, and those that it has are not made again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from render import render
+
+HERE = Path(__file__).resolve().parent
+METHODS: dict[str, dict[str, Any]] = {
+    "stage 0": {},
+    "server": {"sync": "server"},
+    "async, 2": {"sync": "async_server", "staleness": 2},
+    "async, any": {"sync": "async_server", "staleness": "any"},
+}
+MODEL = {"flavour": "llama", "vocab_size": 256, "dim": 128, "depth": 3, "heads": 4, "seq_len": 128}
+EVERY = 20  # steps between evaluations
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run."""
+
+    method: str
+    ranks: int
+    slowed: float
+    seconds: float
+    lr: float
+    seed: int
+
+    def job(self, pause_s: float) -> dict[str, Any]:
+        text = {"call": "zrun_core.data.text:text"}
+        args = {"paths": "stdlib", "seq_len": MODEL["seq_len"]}
+        return {
+            "name": "paced",
+            "model": {
+                "call": "paced_gpt.py:Paced",
+                "args": {**MODEL, "pause_s": pause_s, "slowed": self.slowed},
+            },
+            "data": {**text, "args": {**args, "split": "train"}, "shuffle": True},
+            "steps": 100_000,
+            "batch": {"global": 16, "micro": 16 // self.ranks},
+            "slots": self.ranks,
+            "device": "cpu",
+            "threads": 1,
+            "seed": self.seed,
+            "optim": {"name": "adamw", "lr": self.lr, "betas": [0.9, 0.95], "clip": 1.0},
+            "lr": {"schedule": "constant", "warmup": 20},
+            "eval": {
+                "data": {**text, "args": {**args, "split": "val"}},
+                "every": EVERY,
+                "samples": 128,
+                "first": True,
+            },
+            "hooks": {"on_step": "paced_gpt.py:end_in_time"},
+            "log": {"every": 1000},
+            **METHODS[self.method],
+        }
+
+
+def run(case: Case, pause_s: float) -> dict[str, Any]:
+    """Train `case` by the command line; its curve, and the staleness of its pushes."""
+    with tempfile.TemporaryDirectory(prefix="zrun-async-") as name:
+        folder = Path(name)
+        shutil.copy(HERE / "paced_gpt.py", folder)
+        keys = case.job(pause_s)
+        (folder / "job.yaml").write_text(
+            "".join(f"{k}: {json.dumps(v)}\n" for k, v in keys.items())
+        )
+        command = [sys.executable, "-m", "zrun", "train", "job.yaml", "--ui", "none"]
+        environment = os.environ | {
+            "SECONDS_TO_TRAIN": str(case.seconds),
+            "ZRUN_ESTIMATE": "off",
+        }
+        done = subprocess.run(
+            [*command, "--run-dir", "run"],
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
+        if done.returncode:
+            raise SystemExit(f"{case}: {done.stderr}")
+        lines = (folder / "run" / "events.jsonl").read_text().splitlines()
+    return summary([json.loads(line) for line in lines])
+
+
+def summary(events: list[dict[str, Any]]) -> dict[str, Any]:
+    """The curve of a run, as (step, seconds of training, held-out loss), and its staleness."""
+    seconds = 0.0
+    curve: list[tuple[int, float, float]] = []
+    staleness: Counter[int] = Counter()
+    for event in events:
+        match event["type"]:
+            case "step":
+                seconds += event["step_s"]
+            case "eval":
+                curve.append((event["step"], seconds, float(event["loss"])))
+            case "pushes":
+                staleness += Counter({int(k): n for k, n in event["staleness"].items()})
+    steps = max(event["step"] for event in events if event["type"] == "step")
+    return {
+        "curve": curve,
+        "steps_per_s": steps / seconds,
+        "staleness": sorted(staleness.items()),
+    }
+
+
+def at_step(record: dict[str, Any], step: int) -> float:
+    """The held-out loss of the last evaluation up to a step."""
+    return float([loss for at, _, loss in record["curve"] if at <= step][-1])
+
+
+def at_second(record: dict[str, Any], second: float) -> float:
+    """The held-out loss of the last evaluation up to some seconds of training."""
+    return float([loss for _, at, loss in record["curve"] if at <= second][-1])
+
+
+def rows_of(records: dict[Case, dict[str, Any]]) -> list[list[str]]:
+    """A row for each run; runs with the same ranks and slowness are compared with each other."""
+    rows = []
+    setups = dict.fromkeys((case.ranks, case.slowed, case.lr, case.seed) for case in records)
+    for setup in setups:
+        group = {
+            case: record
+            for case, record in records.items()
+            if (case.ranks, case.slowed, case.lr, case.seed) == setup
+        }
+        step = min(record["curve"][-1][0] for record in group.values())
+        second = min(record["curve"][-1][1] for record in group.values())
+        for case, record in group.items():
+            late = Counter(dict(record["staleness"]))
+            mean = sum(k * n for k, n in late.items()) / max(1, late.total())
+            rows.append(
+                [
+                    f"{case.ranks}" + (f", one slowed {case.slowed:g}x" if case.slowed > 1 else ""),
+                    case.method,
+                    f"{record['steps_per_s']:.2f}",
+                    *(
+                        f"{at_step(record, step * part // 4 // EVERY * EVERY):.3f}"
+                        for part in (2, 4)
+                    ),
+                    f"{step}",
+                    *(f"{at_second(record, second * part / 4):.3f}" for part in (2, 4)),
+                    f"{second:.0f}",
+                    f"{mean:.1f}, {max(late)}" if late else "",
+                ]
+            )
+    return rows
+
+
+HEAD = [
+    "ranks",
+    "method",
+    "steps/s",
+    "loss at half",
+    "and all samples",
+    "steps",
+    "loss at half",
+    "and all time",
+    "s",
+    "late: mean, most",
+]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--seconds", type=float, default=45.0, help="of each run")
+    parser.add_argument("--pause", type=float, default=0.06, help="seconds of a pass")
+    parser.add_argument("--slowed", type=float, nargs="+", default=[1.0, 3.0])
+    parser.add_argument("--lr", type=float, nargs="+", default=[2e-3])
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
+    parser.add_argument("--out", type=Path, default=Path("async_server.jsonl"))
+    args = parser.parse_args()
+    known: dict[Case, dict[str, Any]] = {}
+    if args.out.exists():
+        for line in args.out.read_text().splitlines():
+            record = json.loads(line)
+            known[Case(**record.pop("case"))] = record
+    cases = [
+        Case(method, ranks, slowed, args.seconds, lr, seed)
+        for seed in range(args.seeds)
+        for ranks in args.ranks
+        for slowed in args.slowed
+        for lr in args.lr
+        for method in args.methods
+    ]
+    for case in cases:
+        if case not in known:
+            known[case] = run(case, args.pause)
+            with args.out.open("a") as file:
+                file.write(json.dumps({"case": asdict(case), **known[case]}) + "\n")
+    print(render(HEAD, rows_of({case: known[case] for case in cases})))
+
+
+if __name__ == "__main__":
+    main()

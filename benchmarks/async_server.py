@@ -34,7 +34,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "async, 2": {"sync": "async_server", "staleness": 2},
     "async, any": {"sync": "async_server", "staleness": "any"},
 }
-MODEL = {"flavour": "llama", "vocab_size": 256, "dim": 128, "depth": 3, "heads": 4, "seq_len": 128}
+MODEL = {"flavour": "llama", "vocab_size": 256, "dim": 64, "depth": 2, "heads": 4, "seq_len": 64}
 EVERY = 20  # steps between evaluations
 
 
@@ -170,6 +170,53 @@ def rows_of(records: dict[Case, dict[str, Any]]) -> list[list[str]]:
     return rows
 
 
+COLORS = {"stage 0": "#777777", "server": "#0072B2", "async, 2": "#E69F00", "async, any": "#009E73"}
+WIDTH, HEIGHT, MARGIN = 420, 240, 46  # of a picture, and around its axes
+
+
+def picture(records: dict[Case, dict[str, Any]]) -> str:
+    """Held-out loss over seconds of training, a picture for each number of ranks and slowness."""
+    setups = list(dict.fromkeys((case.ranks, case.slowed) for case in records))
+    most = max(record["curve"][-1][1] for record in records.values())
+    losses = [loss for record in records.values() for _, _, loss in record["curve"]]
+    low, high = min(losses), max(losses)
+    shapes = []
+    for number, (ranks, slowed) in enumerate(setups):
+        left, top = (number % 2) * WIDTH + MARGIN, (number // 2) * HEIGHT + MARGIN
+        wide, tall = WIDTH - 2 * MARGIN, HEIGHT - 2 * MARGIN
+        title = f"{ranks} ranks" + (f", one slowed {slowed:g}x" if slowed > 1 else "")
+        shapes += [
+            f'<rect x="{left}" y="{top}" width="{wide}" height="{tall}" fill="none" '
+            'stroke="#999999"/>',
+            f'<text x="{left}" y="{top - 8}" font-weight="600">{title}</text>',
+            f'<text x="{left - 4}" y="{top + 10}" text-anchor="end">{high:.1f}</text>',
+            f'<text x="{left - 4}" y="{top + tall}" text-anchor="end">{low:.1f}</text>',
+            f'<text x="{left + wide}" y="{top + tall + 14}" text-anchor="end">{most:.0f} s</text>',
+        ]
+        for case, record in records.items():
+            if (case.ranks, case.slowed) != (ranks, slowed):
+                continue
+            points = " ".join(
+                f"{left + wide * second / most:.1f},{top + tall * (high - loss) / (high - low):.1f}"
+                for _, second, loss in record["curve"]
+            )
+            shapes.append(
+                f'<polyline points="{points}" fill="none" stroke="{COLORS[case.method]}" '
+                'stroke-width="1.5"/>'
+            )
+    rows = (len(setups) + 1) // 2
+    for number, (name, color) in enumerate(COLORS.items()):
+        at = MARGIN + number * 110
+        y = rows * HEIGHT + 8
+        shapes.append(f'<rect x="{at}" y="{y - 9}" width="10" height="10" fill="{color}"/>')
+        shapes.append(f'<text x="{at + 15}" y="{y}">{name}</text>')
+    size = f'viewBox="0 0 {2 * WIDTH} {rows * HEIGHT + 20}"'
+    style = 'font-family="system-ui, sans-serif" font-size="12"'
+    back = '<rect width="100%" height="100%" fill="#fff"/>'
+    shown = "\n".join([back, *shapes])
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {size} {style}>{shown}</svg>\n'
+
+
 HEAD = [
     "ranks",
     "method",
@@ -187,13 +234,14 @@ HEAD = [
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--seconds", type=float, default=45.0, help="of each run")
-    parser.add_argument("--pause", type=float, default=0.06, help="seconds of a pass")
+    parser.add_argument("--seconds", type=float, default=30.0, help="of each run")
+    parser.add_argument("--pause", type=float, default=0.08, help="seconds of a pass")
     parser.add_argument("--slowed", type=float, nargs="+", default=[1.0, 3.0])
-    parser.add_argument("--lr", type=float, nargs="+", default=[2e-3])
+    parser.add_argument("--lr", type=float, nargs="+", default=[4e-3])
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
     parser.add_argument("--out", type=Path, default=Path("async_server.jsonl"))
+    parser.add_argument("--svg", type=Path, help="picture of the curves")
     args = parser.parse_args()
     known: dict[Case, dict[str, Any]] = {}
     if args.out.exists():
@@ -213,7 +261,10 @@ def main() -> None:
             known[case] = run(case, args.pause)
             with args.out.open("a") as file:
                 file.write(json.dumps({"case": asdict(case), **known[case]}) + "\n")
-    print(render(HEAD, rows_of({case: known[case] for case in cases})))
+    chosen = {case: known[case] for case in cases}
+    print(render(HEAD, rows_of(chosen)))
+    if args.svg is not None:
+        args.svg.write_text(picture(chosen))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -36,6 +36,22 @@ K = TypeVar("K", bound=Hashable)
 _MOST_STEPS = 32  # of a window: at its end the fastest rank waits for the slowest's last share
 _OF_SHARES = ("weight", "loss", "samples", "tokens")
 _COLUMNS = (*_OF_SHARES, "grad_norm", "skipped")  # the last two are counted by the server
+
+
+class _Done(NamedTuple):
+    """What a rank has done in a window.
+
+    Attributes:
+        num_steps: that all ranks have made.
+        micro_batches: of this one.
+        flops: of this one.
+        losses: by step, shares of the loss of the micro-batches that are its own by the contract.
+    """
+
+    num_steps: int
+    micro_batches: int
+    flops: float
+    losses: dict[int, list[torch.Tensor]]
 
 
 class AsyncWindows:
@@ -106,55 +122,74 @@ class AsyncWindows:
     ) -> list[EndedStep]:
         table = torch.zeros(len(steps), len(_COLUMNS), dtype=torch.float64)
         rows = [NamedVector(_COLUMNS, row) for row in table]
-        plan = WindowPlan([len(step.samples) for step in steps], lr_of)
         self._runner.begin_step()
         self._memory.refresh()
         self._memory.show(newest=False)
-        share: Share | None = self._channel.begin(plan)
-        read: list[MicroBatch] = []
-        losses: dict[int, list[torch.Tensor]] = {}  # by step, of its own share
-        num_steps = 0
-        while share is not None:
-            batches = self._read(steps[share.step], share.part)
-            read += batches
-            push, of_share = self._compute(share, batches, first, rows[share.step])
-            if share.part == self._group.index:
-                losses[share.step] = of_share
-            self._phase.enter("update")
-            with self._clock.during(StepPhase.OPTIM):
-                reply = self._channel.exchange(push)
-            self._runner.waited[StepPhase.OPTIM] += self._comm.waits.take()
-            self._sharded.running.end_step(torch.tensor(reply.was_skipped))
-            self._sharded.num_pushes += 1
-            share = Share(reply.step, reply.part)
-            if reply.step < 0:
-                num_steps = reply.num_steps
-                share = None
+        done = self._compute_shares(steps, first, lr_of, rows)
         record = self._channel.end()
         self._memory.show(newest=True)
+        num_steps = done.num_steps
         if record is not None:
             self._add_updates(record, rows[:num_steps])
             self._tell(record, first + num_steps - 1, num_steps)
         wishes = wishes_of()
         message = torch.cat([table[:num_steps].view(-1), wishes.values])
         message = self._comm.all_reduce_small(message, self._sharded.mesh.world, name="window")
-        totals = totals_of(self._comm.read(message), _COLUMNS, num_steps, wishes.names)
+        all_totals = totals_of(self._comm.read(message), _COLUMNS, num_steps, wishes.names)
         self._runner.waited[StepPhase.OPTIM] += self._comm.waits.take()
         self._loader.seek(steps[num_steps - 1].samples.stop)
         norms = {} if record is None else record.skipped
-        return [
-            EndedStep(
-                steps[number],
-                issued,
-                # Without a sample that counts there is no update.
-                of_step._replace(skipped=float(of_step.skipped > 0 or not of_step.weight)),
-                norms.get(number, []),
-                losses.get(number, []),
+        all_issued = self._issued(first, done, lr_of)
+        ended = []
+        for number in range(num_steps):
+            totals = all_totals[number]
+            # Without a sample that counts there is no update.
+            skipped = float(totals.skipped > 0 or not totals.weight)
+            ended.append(
+                EndedStep(
+                    steps[number],
+                    all_issued[number],
+                    totals._replace(skipped=skipped),
+                    norms.get(number, []),
+                    done.losses.get(number, []),
+                )
             )
-            for number, (issued, of_step) in enumerate(
-                zip(self._issued(first, num_steps, read, lr_of), totals, strict=True)
-            )
-        ]
+        return ended
+
+    def _compute_shares(
+        self,
+        steps: Sequence[ReadStep],
+        first: int,
+        lr_of: Callable[[int], float],
+        rows: Sequence[NamedVector],
+    ) -> _Done:
+        """Compute shares, push and pull, until the window is over.
+
+        Args:
+            steps, first, lr_of: as of `run`.
+            rows: by step, to which the numbers of its shares are added.
+        """
+        sizes = [len(step.samples) for step in steps]
+        share = self._channel.begin(WindowPlan(sizes, lr_of))
+        losses: dict[int, list[torch.Tensor]] = {}
+        micro_batches = 0
+        flops = 0.0
+        while True:
+            batches = self._read(steps[share.step], share.part)
+            push, of_share = self._compute(share, batches, first, rows[share.step])
+            if share.part == self._group.index:
+                losses[share.step] = of_share
+            micro_batches += len(batches)
+            flops += self._runner.flops(batches)
+            self._phase.enter("update")
+            with self._clock.during(StepPhase.OPTIM):
+                reply = self._channel.exchange(push)
+            self._runner.waited[StepPhase.OPTIM] += self._comm.waits.take()
+            self._sharded.running.end_step(torch.tensor(reply.was_skipped))
+            self._sharded.num_pushes += 1
+            if reply.step < 0:
+                return _Done(reply.num_steps, micro_batches, flops, losses)
+            share = Share(reply.step, reply.part)
 
     def _read(self, step: ReadStep, part: int) -> list[MicroBatch]:
         self._phase.enter("data")
@@ -214,22 +249,20 @@ class AsyncWindows:
     def _issued(
         self,
         first: int,
-        num_steps: int,
-        read: Sequence[MicroBatch],
+        done: _Done,
         lr_of: Callable[[int], float],
     ) -> list[IssuedStep]:
         """Return what this rank knows of each step: its part of the window, divided evenly.
 
         Args:
             first: number of the first step.
-            num_steps: of the window.
-            read: micro-batches that this rank has computed.
+            done: by this rank.
             lr_of: learning rate of each step.
         """
+        num_steps = done.num_steps
         clocks = _divided(self._clock.restart(), self._runner.waited, num_steps)
         sent = _dealt_out(self._comm.drain(), num_steps)
-        micro_batches = _dealt_out({"micro": len(read)}, num_steps)
-        flops = self._runner.flops(read) / num_steps
+        micro_batches = _dealt_out({"micro": done.micro_batches}, num_steps)
         return [
             IssuedStep(
                 step=first + number,
@@ -237,7 +270,7 @@ class AsyncWindows:
                 clock=clocks,
                 waited={},
                 sent=sent[number],
-                flops=flops,
+                flops=done.flops / num_steps,
                 uncounted=self._runner.uncounted,
                 micro_batches=micro_batches[number]["micro"],
                 tier_counts=self._sharded.updates.step_counts,

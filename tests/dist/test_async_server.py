@@ -315,6 +315,8 @@ def test_a_run_goes_on_from_a_save(ranks, tmp_path: Path, staleness: int | str) 
     assert list(losses(rest[0])) == list(range(10, 25))
     steps = [event for event in rest[0]["events"] if event["type"] == "step"]
     assert [event["total_samples"] for event in steps] == [12 * step for step in range(10, 25)]
+    ring = {**keys, "sync": "ring", "staleness": 0, "zero": 2, "steps": 30}
+    assert list(losses(ranks(3).run(run, ring, str(tmp_path / "cut"), {})[0])) == [*range(25, 31)]
     if staleness == 0:
         early = {**keys, "sync": "server"}
         once = ranks(2).run(run, early, str(tmp_path / "once"))

@@ -16,7 +16,7 @@ def test_norms_of_pieces_make_that_of_all(
     monkeypatch.setattr(unit_grad, "_NORM_CHUNK", 8)
     grad = torch.randn(numel, generator=torch.Generator().manual_seed(numel)).to(dtype)
     before = grad.clone()
-    norms = unit_grad._norms(grad)
+    norms = unit_grad.norms_of(grad)
     assert [norm.dtype for norm in norms] == [torch.float32] * -(-numel // 8)
     pieces = [each.double().square().sum().sqrt().item() for each in grad.split(8)]
     assert [norm.item() for norm in norms] == pytest.approx(pieces, rel=1e-6)
@@ -27,5 +27,5 @@ def test_a_piece_that_is_not_finite_is_known_by_its_norm(monkeypatch: pytest.Mon
     monkeypatch.setattr(unit_grad, "_NORM_CHUNK", 4)
     grad = torch.ones(12, dtype=torch.bfloat16)
     grad[5] = float("nan")
-    found = [bool(norm.isfinite()) for norm in unit_grad._norms(grad)]
+    found = [bool(norm.isfinite()) for norm in unit_grad.norms_of(grad)]
     assert found == [True, False, True]

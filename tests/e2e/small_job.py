@@ -1,5 +1,5 @@
-"""A job that ends a rank, or its agent, or its launcher, where the environment says so:
-`KILL=rank:forward:17`. `rank` is rank 1, and `first` rank 0.
+"""A job that ends itself, or its agent, or its launcher, where the environment says so:
+`KILL=rank:forward:17`.
 
 Or waits until somebody asks for a save or a profile: `ASKED_AFTER=4`.
 """
@@ -37,12 +37,7 @@ class Fate:
             agent = _parent(os.getpid())
             launcher = _parent(_parent(agent))  # the reaper is between them
             os.kill(
-                {
-                    "rank": os.getpid(),
-                    "first": os.getpid(),
-                    "agent": agent,
-                    "launcher": launcher,
-                }[self.victim],
+                {"rank": os.getpid(), "agent": agent, "launcher": launcher}[self.victim],
                 signal.SIGKILL,
             )
 

@@ -102,7 +102,7 @@ def refuse_what_async_server_lacks(
             f"{parallel.tp} x pp {parallel.pp} = {parallel.tp * parallel.pp} ranks share one; "
             "leave sync or parallel out"
         )
-    if parallel.schedule == "layer_major":
+    if parallel.facts.goes_in_slices:
         raise ValueError(
             f"{key} runs the micro-batches of a push one after the other; leave "
             "parallel.schedule: layer_major out, which saves nothing at zero 0"

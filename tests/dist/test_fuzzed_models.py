@@ -35,6 +35,7 @@ FOUND = [
     (2242, "tp"),  # a median of a slice
     (2476, "sequence"),  # what mixed tokens behind a value that was read
     (42, "sequence"),  # blocks in another order than that of registration
+    (260, "pp"),  # a ghost hung a hook on what had come from another stage
 ]
 
 

@@ -13,7 +13,9 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-from runs import job, losses, run
+import torch.nn.functional as F
+from runs import VOCAB, job, losses, run
+from torch import nn
 
 from zrun_core.tensor_parallel import linear_product
 from zrun_core.tensor_parallel.linear_product import _weight_grad
@@ -183,3 +185,44 @@ def test_a_part_of_a_model_in_chunks_cannot_be_called(ranks, tmp_path: Path) -> 
         in_stages(keys, tmp_path, ranks, dp=1, pp=2)
     assert "is on another stage: with parallel.pp a rank has a part" in str(error.value)
     assert "zrun ckpt export" in str(error.value)
+
+
+class Halving(nn.Module):
+    """Halves the gradient of its input, whatever else uses that."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(dim, dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.requires_grad:
+            x.register_hook(lambda grad: grad / 2)
+        return x + self.linear(x).tanh()
+
+
+class OutputsOfAll(nn.Module):
+    """Its head reads what each block returns."""
+
+    def __init__(self, dim: int = 16) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, dim)
+        self.blocks = nn.ModuleList(Halving(dim) for _ in range(4))
+        self.head = nn.Linear(dim, VOCAB)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.embed(input_ids)
+        outputs = []
+        for block in self.blocks:
+            x = block(x)
+            outputs.append(x)
+        logits = self.head(torch.stack(outputs).mean(0))
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("compares", [True, False])
+def test_ghosts_hang_no_hooks_on_what_has_come(ranks, tmp_path: Path, compares: bool) -> None:
+    guards = {"check_values": compares}
+    keys = small(model="test_pipelines.py:OutputsOfAll", guards=guards)
+    one = in_stages(keys, tmp_path / "one", ranks, dp=1, pp=1)
+    many = in_stages(keys, tmp_path / "many", ranks, dp=1, pp=2)
+    assert losses(many[0]) == losses(one[0]) != {}

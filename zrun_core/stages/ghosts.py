@@ -71,13 +71,14 @@ class Ghosts:
         """
         signature: Hashable | None
         try:
-            modes = tuple(type(mode) for mode in _get_current_dispatch_mode_stack())  # of formats
-            signature = (node.name, node.module.training, modes, _signature((args, kwargs)))
+            own = _signature((args, kwargs))
+            signature = (node.name, node.module.training, _are_formats_changed(), own)
         except TypeError:
             signature = None
         template, shapes = self._handed_out.get(signature, (None, None))
         if template is None or shapes != _shapes(template):  # it may have been changed in place
             with torch.no_grad(), kept_position(self._device):
+                args, kwargs = map_tensors(_apart, (args, kwargs))
                 template = map_tensors(self._as_fake, self._run(node, args, kwargs))
             if signature is not None and _follows_from_shapes(template):
                 self._handed_out[signature] = (template, _shapes(template))
@@ -129,6 +130,17 @@ class Ghosts:
         is_fake = isinstance(tensor, FakeTensor)
         fake: torch.Tensor = Valueless.of(tensor if is_fake else self.mode.from_tensor(tensor))
         return fake
+
+
+def _apart(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that a ghost may hang hooks on: not one that the stage itself works with."""
+    return tensor if isinstance(tensor, FakeTensor) else tensor.detach()
+
+
+def _are_formats_changed() -> bool:
+    """Return whether a mode has operators return other formats than they were asked for."""
+    modes = _get_current_dispatch_mode_stack()
+    return any(getattr(mode, "changes_formats", False) for mode in modes)
 
 
 def run_on_zeros(

@@ -264,7 +264,7 @@ class Apart(NamedTuple):
     times: float | None
 
 
-def most_apart(
+def compare_gradients(
     whole: WholeGradients | None,
     names: Sequence[str],
     numels: Sequence[int],
@@ -272,8 +272,8 @@ def most_apart(
     dtype: torch.dtype,
     comm: Comm,
     world: Group,
-) -> tuple[Apart | None, int]:
-    """Compare. Collective over all ranks.
+) -> list[Apart] | None:
+    """Return the gradients that differ, in the order of the parameters. Collective over all ranks.
 
     Args:
         whole: on rank 0.
@@ -284,7 +284,7 @@ def most_apart(
         world: all ranks.
 
     Returns:
-        The one that differs and is nearest to the loss, and how many do.
+        None where one is not finite, as where halves overflow: then nothing is told.
     """
     vector = torch.zeros(len(names), 1 + 3 * _WIDTH, dtype=torch.float64, device=comm.device)
     vector[:, 0] = partial.counts
@@ -293,7 +293,7 @@ def most_apart(
         vector[:, 1 + _WIDTH :] = torch.cat([whole.rows, whole.nudged], 1)
     vector = comm.all_reduce_small(vector.flatten(), world, name="gradients").view_as(vector)
     if not torch.isfinite(vector).all():
-        return None, 0
+        return None
     counts, *rows = vector.cpu().split([1, _WIDTH, _WIDTH, _WIDTH], 1)
     found, expected, nudged = (each.tolist() for each in rows)
     total = math.sqrt(math.fsum(row[0] for row in expected))
@@ -313,7 +313,7 @@ def most_apart(
         if off > own * (size + _OF_ALL * total) + rounding:
             times = _times(mean, expected[place], own)
             apart.append(Apart(name, off / max(size, 1e-30), times))
-    return (apart[-1] if apart else None), len(apart)
+    return apart
 
 
 def _distance(row: Sequence[float], other: Sequence[float]) -> float:

@@ -26,6 +26,8 @@ class InFp32(TorchDispatchMode):
     Views of a half, and what is written to one, stay halves: a buffer keeps what it is given.
     """
 
+    changes_formats = True  # ghosts of a pipeline ask for it
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
 

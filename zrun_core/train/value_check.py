@@ -52,7 +52,7 @@ from zrun_core.train.gradient_check import (
     PartialGradients,
     SavedTensors,
     WholeGradients,
-    most_apart,
+    compare_gradients,
     noting_gradients,
     why_not_told,
 )
@@ -77,6 +77,7 @@ _SEQUENCE_ADVICE = (
     f"slice, or features: write parallel.sequence: false; {KEY}: false trains all the same"
 )
 _ALIKE = 1e-5  # how far numbers are apart, beside the largest, that differ by rounding alone
+_ITS_GRADIENTS = "its gradients are "
 _DRAWS = 6  # of random numbers that are tried
 
 
@@ -401,9 +402,8 @@ class ValueCheck:
         if of_gradients is not None and not runner.makes_trial_steps:
             why_no_gradients = "this schedule makes no step on trial"
         if of_gradients is None or why_no_gradients:
-            return [not_compared(why_no_gradients, "its gradients are ")]
-        self._compare_gradients(runner, sharded, *of_gradients)
-        return []
+            return [not_compared(why_no_gradients, _ITS_GRADIENTS)]
+        return self._compare_gradients(runner, sharded, *of_gradients)
 
     def _compare_gradients(
         self,
@@ -411,13 +411,16 @@ class ValueCheck:
         sharded: ShardedModel,
         names: Sequence[str],
         numels: Sequence[int],
-    ) -> None:
+    ) -> list[str]:
         """Make a step that updates nothing, and compare its gradients. Collective over all ranks.
 
         Args:
             runner: makes the step.
             sharded: the model of this rank.
             names, numels: of the parameters that have a gradient in the whole model.
+
+        Returns:
+            Notes for the user.
 
         Raises:
             JobError: one is another.
@@ -430,17 +433,20 @@ class ValueCheck:
                 stack.enter_context(context)
             runner.trial_step(batch, partial.see)
         compute = self._precision.compute
-        apart, num_apart = most_apart(
+        found = compare_gradients(
             self.whole.gradients, names, numels, partial, compute, comm, self._mesh.world
         )
-        if apart is None:
-            return
-        others = f" (and those of {num_apart - 1} more)" if num_apart > 1 else ""
-        how = f"{apart.share:.2g} of its norm differs"
-        if apart.times is not None:
-            how = f"it is {apart.times:.3g} times that"
+        if found is None:
+            return [not_compared("some are not finite", _ITS_GRADIENTS)]
+        if not found:
+            return []
+        nearest = found[-1]  # to the loss: where backward has begun to differ
+        others = f" (and those of {len(found) - 1} more)" if len(found) > 1 else ""
+        how = f"{nearest.share:.2g} of its norm differs"
+        if nearest.times is not None:
+            how = f"it is {nearest.times:.3g} times that"
         raise JobError(
-            f"{self._axes}: the gradient of {apart.name}{others} is another than in the whole "
+            f"{self._axes}: the gradient of {nearest.name}{others} is another than in the whole "
             f"model, though the forward is the same: for the first micro-batch, {how}; "
             + self._gradient_advice
         )

@@ -68,8 +68,8 @@ class AgentLoop:
         """Start the thread.
 
         Args:
-            control: the descriptor from which the launcher's frames are read.
-            output: that to which frames for it are written.
+            control: descriptor from which the launcher's frames are read.
+            output: descriptor to which frames for the launcher are written.
             is_joined: another launcher started this process. It ends the run should that one
                 vanish, and stays after the workers' end until it has heard the exit code.
         """
@@ -140,9 +140,7 @@ class AgentLoop:
         """Report on these ranks, and stop them when the launcher says so or dies.
 
         Args:
-            ranks: of this host.
-            server: the process that is to fork them, see `follow`.
-            observer: of their progress.
+            server: pid of the process that is to fork them, see `follow`.
             echoes: what the launcher shows of their output, by rank.
             is_remote: the launcher is on another host, and may vanish without a word.
             memory: bytes that the ranks may take together; None: what the host has.

@@ -36,8 +36,8 @@ class BoardWatch:
 
         Args:
             gpus: by rank, the UUID of its GPU, and the rank in words.
-            uplink: to the launcher.
-            open_monitor: of GPUs with these UUIDs; what it gives is used in the thread only.
+            open_monitor: opens the monitor of GPUs with these UUIDs, which is used in the thread
+                only.
         """
         self._ranks: dict[str, list[int]] = {}
         for rank, (uuid, _) in gpus.items():

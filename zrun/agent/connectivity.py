@@ -87,9 +87,9 @@ def connect(
     """Connect to all peers at once.
 
     Args:
-        peers: address and port by name.
-        mark: that each of them sends.
-        patience_s: for all of them together.
+        peers: addresses and ports, by name.
+        mark: what each of them sends.
+        patience_s: seconds for all of them together.
 
     Returns:
         What went wrong, by peer.
@@ -169,8 +169,7 @@ def link_rates(address: str, port: int, mark: str, stream_s: float = _STREAM_S) 
     """Measure the way to a listener.
 
     Args:
-        address, port: at which it listens.
-        mark: that it sends.
+        mark: what the listener sends.
         stream_s: seconds for which data is sent.
 
     Returns:

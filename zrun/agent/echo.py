@@ -58,7 +58,7 @@ class LineBudget:
         """Begin with a full bucket.
 
         Args:
-            share: streams that share one screen.
+            share: number of streams that share one screen.
         """
         self._burst = max(1.0, _BURST / share)
         self._per_s = _PER_S / share
@@ -119,9 +119,7 @@ class Echo:
         """Begin at the end of the log, which need not exist yet.
 
         Args:
-            log: of the rank.
-            rank: its number.
-            share: ranks that are shown.
+            share: number of ranks that are shown.
             place: where a person finds the log, if not at its path.
             note: the file in which the rank says why it fails, before it prints the same.
         """
@@ -150,9 +148,9 @@ class Echo:
         """Return `output` events for the rest.
 
         Args:
-            now: as for `look`.
-            size: of the log before the rank printed why it failed, which the launcher shows by
-                itself; None: it did not fail.
+            now: seconds, by the clock of `look`.
+            size: bytes of the log before the rank printed why it failed, which the launcher shows
+                by itself; None: it did not fail.
         """
         end = self._end()
         if size is not None:

@@ -109,7 +109,6 @@ def check(gpus: Sequence[CheckedGpu], device: Literal["cpu", "cuda"]) -> list[Ro
 
     Args:
         gpus: to be checked; on CPUs, what stands for each rank.
-        device: of the ranks.
     """
     single = [[gpu] for gpu in gpus]
     together = _pairs(gpus)
@@ -156,12 +155,8 @@ class _Group:
     ) -> None:
         """Start them.
 
-        Args:
-            part: of the check.
-            gpus: a process for each.
-            device: of torch's.
-            folder: of their own, to be made.
-            num_ranks: of all groups, which share the cores of the host.
+        They work in `folder`, which is made for them. `num_ranks` are those of all groups, which
+        share the cores of the host.
         """
         folder.mkdir()
         self._part = part

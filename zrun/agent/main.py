@@ -236,10 +236,7 @@ def _pass_on_signals(loop: AgentLoop) -> None:
 def _environment(start: StartRequest, run_dir: Path, here: list[dict[str, Any]]) -> dict[str, str]:
     """Return what the workers get beyond what this process has and what `WorkerCommand` adds.
 
-    Args:
-        start: what the launcher sent.
-        run_dir: of the run.
-        here: the ranks of this host, as in the plan.
+    `here` are the ranks of this host, as in the plan.
     """
     is_script = start.spec.get("script") is not None
     defaults = SCRIPT_DEFAULTS if is_script else WORKER_DEFAULTS

@@ -75,7 +75,6 @@ class MemoryWatch:
 
         Args:
             now: seconds of the clock that `patience` is asked with.
-            pids: of the ranks.
         """
         if now < self._look_at:
             return None

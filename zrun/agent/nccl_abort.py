@@ -26,10 +26,8 @@ def note_of_abort(rank: int, log: str, state: RankProgress, awaits: str) -> dict
     """Return the note of a rank that was ended by SIGABRT; None: not by torch's watchdog.
 
     Args:
-        rank: that was ended.
-        log: the end of what it printed.
-        state: its progress, as it told last.
-        awaits: what it waited for, in words that follow "waited".
+        log: the end of what the rank printed.
+        awaits: what the rank waited for, in words that follow "waited".
     """
     for find in (_after_an_error, _after_a_timeout, _after_a_standstill):
         found = find(log, awaits)

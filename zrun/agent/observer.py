@@ -66,10 +66,6 @@ class Observer:
     def last_words(self, rank: int, status: int) -> tuple[str | None, list[str]]:
         """Return why a worker ended, which may be on this host's disk only.
 
-        Args:
-            rank: of the worker.
-            status: with which it ended.
-
         Returns:
             Its own note, None if it left none; and the end of its log if it failed.
         """
@@ -123,9 +119,7 @@ class Observer:
     def _ask(self, leaders: Mapping[int, Process], halted: list[int]) -> dict[int, dict[str, Any]]:
         """Return what ranks say themselves of what they wait for; a job's have it on their pages.
 
-        Args:
-            leaders: the ranks.
-            halted: those of them that cannot answer.
+        Those of the ranks that are in `halted` cannot answer.
         """
         return {}
 
@@ -135,7 +129,6 @@ class Observer:
         """Have every worker say what holds its memory; return it by rank, of those that could.
 
         Args:
-            leaders: the processes of the ranks.
             may_wait: whether there is still memory for another while.
         """
         files = {rank: testimony_file(self._run_dir, rank) for rank in leaders}

@@ -32,7 +32,7 @@ class Uplink:
         """Write to a pipe.
 
         Args:
-            output: its descriptor.
+            output: descriptor of the pipe.
             selector: whose entries have a callable as data; it says when the pipe takes more.
         """
         self.output = output

@@ -95,12 +95,7 @@ class WorkerSignals:
             processes.send([self._leaders[0]], SAVE)
 
     def profile(self, request: str, run_dir: Path) -> None:
-        """Ask rank 0 for a profile, which tells the others.
-
-        Args:
-            request: in words.
-            run_dir: where it finds them.
-        """
+        """Ask rank 0 for a profile, which tells the others."""
         if self.asked is None:
             with suppress(OSError, ValueError):  # as on a full disk: it says that it finds none
                 ProfileRequest.parse(request).write(run_dir)

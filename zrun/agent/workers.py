@@ -74,10 +74,8 @@ class ForkServer:
         """Take over a fork server that was started.
 
         Args:
-            process: the fork server.
-            told: the pipe up, see `zrun.agent.fork_server`.
-            begin: the pipe down.
-            ranks: that it is to fork.
+            told: descriptor of the pipe up, see `zrun.agent.fork_server`.
+            begin: descriptor of the pipe down.
         """
         self.pid = process.pid
         self._process = process

@@ -55,9 +55,9 @@ class AgentLink(ABC):
         """Talk to it through two unbuffered files.
 
         Args:
-            host: what messages call its host.
-            down: what it reads.
-            up: what it writes.
+            host: what messages call the agent's host.
+            down: what the agent reads.
+            up: what the agent writes.
         """
         self.host = host
         self.hello: Frame | None = None
@@ -85,7 +85,6 @@ class AgentLink(ABC):
         """Run the workers.
 
         Args:
-            start: what they are.
             spec: `start.pack_spec()`, where the caller has it already.
         """
         self._started = True
@@ -184,7 +183,7 @@ class AgentProcess(AgentLink):
         """Start it.
 
         Args:
-            host: what messages call its host.
+            host: what messages call the agent's host.
             argv: what is executed here, without a shell.
             stderr: a descriptor that gets its error output; None leaves it to the terminal.
         """

@@ -146,7 +146,6 @@ def job_key(
     Args:
         job: as it was resolved, with overrides.
         worker: the module that runs a rank.
-        rendezvous: of this start.
         environ: with a ZRUN_TOKEN, the key is a secret.
     """
     known = [
@@ -318,9 +317,8 @@ def connect_to_leader(rendezvous: Rendezvous, key: bytes, patience_s: float) -> 
     """Return the connection of this process to the first one, over which it was taken in.
 
     Args:
-        rendezvous: of this process.
         key: see `job_key`.
-        patience_s: for the first process to be there.
+        patience_s: seconds for the first process to be there.
 
     Raises:
         PreflightError: the first process does not take this one.

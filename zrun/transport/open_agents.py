@@ -39,7 +39,6 @@ def open_ssh_agents(hosts: Sequence[HostEntry], ssh: str, python: str) -> list[A
     """Begin to start an agent on each of `hosts`.
 
     Args:
-        hosts: of a host file or an option.
         ssh: the client, with options.
         python: the interpreter on those hosts.
 

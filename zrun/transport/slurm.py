@@ -25,7 +25,6 @@ class SrunAgent(AgentProcess):
         Args:
             host: as the allocation names it.
             python: a Python there that has zrun.
-            srun: the command.
 
         Raises:
             PreflightError: there is no srun here.

@@ -94,7 +94,6 @@ class SshAgent(AgentProcess):
         """Begin to connect. It is there once it has said hello.
 
         Args:
-            entry: the host.
             ssh: the client with options of the user's, as a shell would split it: "ssh -F my.cfg".
             python: a Python there that has zrun.
             connect_s: seconds that the connection may take; options in `ssh` come first.
@@ -142,10 +141,7 @@ def ssh_argv(entry: HostEntry, ssh: str, python: str, connect_s: float) -> list[
     Nothing in it comes from the job but `launch.ssh`, `launch.python` and the host.
 
     Args:
-        entry: the host.
-        ssh: see `SshAgent`.
-        python: see `SshAgent`.
-        connect_s: see `SshAgent`.
+        ssh, python, connect_s: as for `SshAgent`.
 
     Raises:
         JobError: as for `SshAgent`.
@@ -193,10 +189,7 @@ def explain(
     Args:
         status: of the ssh client; 255 is its own, or means that a signal ended the agent. None: it
             still runs.
-        errors: what was on its stderr.
-        said_hello: the agent was there.
-        entry: the host.
-        python: that was to run there.
+        errors: what the client wrote to stderr.
     """
     lines = [printable(line.strip()) for line in errors.splitlines()]
     lines = [line for line in lines if line]

@@ -42,8 +42,7 @@ def steps_table(
     Args:
         steps: newest first.
         saved: when each was saved, in words.
-        latest: the step that is marked so.
-        best: the step that is marked so.
+        latest, best: the steps that are marked so; None: there is none.
     """
     columns = ("step", "saved", "size", "ranks", "run", "state")
     table = _table(*columns, right=("step", "size", "ranks"))
@@ -176,9 +175,8 @@ def verify_table(
     """Return a row per step that was read whole.
 
     Args:
-        steps: that were read.
-        problems: of each; none: it is as it was saved.
-        seconds: that reading each took.
+        problems: of each step; none: it is as it was saved.
+        seconds: that reading each step took.
     """
     table = _table("step", "size", "read at", "result", right=("step", "size", "read at"))
     for found, wrong, time in zip(steps, problems, seconds, strict=True):

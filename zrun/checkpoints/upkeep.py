@@ -18,7 +18,6 @@ def verify_steps(
     """Read every byte of `steps` and compare it with the digests.
 
     Args:
-        steps: of a folder.
         num_threads: that read at once; None: as many as suits.
 
     Returns:
@@ -56,10 +55,8 @@ def prune_steps(folder: CheckpointFolder, keep: int, *, aside: bool, dry_run: bo
     """Remove old steps, and what saves of dead processes have left.
 
     Args:
-        folder: of the steps.
         keep: number of valid steps that stay; every byte of them is read.
         aside: remove what was set aside too.
-        dry_run: remove nothing.
     """
     from zrun_core.checkpoint.folder_lock import InUseError, held
 

@@ -79,8 +79,6 @@ class Document:
         """Read a document.
 
         Args:
-            text: YAML.
-            name: of the file.
             environ: variables for `${env:VAR}`.
 
         Raises:

@@ -60,7 +60,6 @@ def load_job(
     """Read a job file.
 
     Args:
-        path: of the file.
         overrides: "key=value", on top of the file.
         environ: variables for `${env:VAR}`.
 
@@ -86,8 +85,6 @@ def job_values(
     """Yield every value of a section, in the order of the definition.
 
     Args:
-        config: the section.
-        path: of its key.
         given: whether the section itself was given.
     """
     for name, field in type(config).model_fields.items():

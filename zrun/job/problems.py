@@ -37,9 +37,7 @@ class ValueOrigin:
         """Return a place in a file.
 
         Args:
-            name: of the file.
-            line: the first one is 1.
-            column: the first one is 1.
+            line, column: the first one is 1.
         """
         return cls("file", f"{name}:{line}:{column}", line, column)
 

@@ -63,7 +63,6 @@ def load_script(
     """Look for a script, and read the keys of its launch.
 
     Args:
-        command: the script.
         overrides: "key=value", of `KEYS`.
         environ: variables for `${env:VAR}`.
 

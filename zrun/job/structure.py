@@ -50,9 +50,8 @@ def inspect_structure(job: LoadedJob, timeout_s: float, gpu_ranks: int = 0) -> S
     """Import everything that `job` refers to, and build its model on torch's meta device.
 
     Args:
-        job: to inspect.
         timeout_s: seconds for all of it.
-        gpu_ranks: ranks that are to train on the GPUs of this host.
+        gpu_ranks: number of ranks that are to train on the GPUs of this host.
 
     Raises:
         PreflightError: torch cannot train on these.

@@ -196,11 +196,7 @@ def _unknown_key(document: Document, mistake: _Mistake, meant: KeyPath | None) -
 def _to_write(origin: ValueOrigin, path: KeyPath, value: Any, below: KeyPath = ()) -> str:
     """Return a key and its value as the user writes them: in the file, or on the command line.
 
-    Args:
-        origin: of what is wrong there.
-        path: of the key.
-        value: of it.
-        below: the part of the path that the file has yet to say; empty: all of it.
+    `below` is the part of the path that the file has yet to say; empty: all of it.
     """
     if origin.kind == "override":
         return shlex.quote(f"{dotted(path)}={write(value)}")

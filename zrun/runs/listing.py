@@ -116,7 +116,6 @@ def list_runs(since: float | None, root: Path = ROOT) -> tuple[list[RunSummary],
 
     Args:
         since: unix seconds from which on a run started lately; None: all did.
-        root: of the run directories.
 
     Returns:
         The runs, and the number of others.
@@ -133,7 +132,6 @@ def find_run(text: str, root: Path = ROOT, running: bool = False) -> Path:
 
     Args:
         text: a run directory, a run id or its beginning, or a job: its newest run.
-        root: of the run directories.
         running: of a job's runs, prefer the one that goes on.
 
     Raises:

@@ -91,9 +91,7 @@ class RunDir:
         """Make the run directory and lock it: `chosen`, or a new one below `root`.
 
         Args:
-            name: of the job.
             chosen: --run-dir; None: a new directory.
-            root: of the new directory.
             earlier: the fate of a run that is there.
             lock: on the directory, if this process has held it since an earlier attempt.
 

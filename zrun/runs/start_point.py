@@ -75,9 +75,8 @@ def choose_start(
 
     Args:
         job: whose `resume` says from where.
-        chosen: --run-dir.
+        chosen: --run-dir; None: it was not given.
         fresh: --fresh: start over where checkpoints are.
-        root: of the run directories.
 
     Raises:
         JobError: it could not be told whether to start over or to go on.
@@ -102,8 +101,6 @@ def choose_restart(job: JobConfig, run_dir: Path, origin: ResumeSpec | None) -> 
     """Decide how a run that failed goes on in its directory: from what it saved, or as it began.
 
     Args:
-        job: of the run.
-        run_dir: its directory.
         origin: the checkpoint that its first attempt went on from; None: it had none.
 
     Raises:
@@ -169,11 +166,8 @@ def _continue_newest(
 ) -> StartPoint:
     """Go on in the folder that the user names, else with the newest run that has saved.
 
-    Args:
-        job: with `resume: auto`.
-        chosen: --run-dir.
-        own: the folder that the user names.
-        runs: the folder of this job's runs.
+    `job` has `resume: auto`, and `own` is the folder that the user names; `runs` is where this
+    job's runs lie.
     """
     found = own if own is not None else _newest_folder(runs)
     if found is None or not found.steps:
@@ -232,11 +226,7 @@ def _branch(
 ) -> StartPoint:
     """Start a run from a step that the user names.
 
-    Args:
-        job: of the new run.
-        chosen: --run-dir.
-        own: the folder in which the new run saves, if the user names one.
-        source: the step.
+    `own` is the folder in which the new run saves, if the user names one.
 
     Raises:
         JobError: the new run would save among the steps of another, or steps that are there twice.
@@ -269,11 +259,7 @@ def _resume_from(
 ) -> StartPoint:
     """Go on from the newest valid step of a folder, or from one step of it; nothing if complete.
 
-    Args:
-        job: of the run that goes on.
-        source: the folder, and perhaps the step.
-        run_dir: of the run that goes on; None: a new one.
-        earlier: what becomes of the run in that directory.
+    `run_dir` is None for a new run; `earlier` is what becomes of the run that is there.
 
     Raises:
         CheckpointError: there is no such step, or it is not valid.

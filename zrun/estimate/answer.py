@@ -150,8 +150,6 @@ def answer(
     The answer to the same question is kept, unless its search was interrupted.
 
     Args:
-        question: of a job or a model.
-        goal: of a search.
         headroom: share of a device's memory that is to be left free; None: as usual.
         watch: is told how far the search is.
 
@@ -228,11 +226,6 @@ def _answered(
 def describe_change(question: Question, before: Estimate, fix: Estimate) -> str:
     """Return a change as keys and its price: `zero.stage=3 activations.checkpoint=full (+12%
     time)`.
-
-    Args:
-        question: of the job.
-        before: the estimate of the job as it is.
-        fix: that of the change.
     """
     if question.config is not None:
         changes = job_changes(question.config, question.batch, fix.candidate, question.hardware)

@@ -42,9 +42,7 @@ def with_least_share(
     """Return the job with the least share with which it fits.
 
     Args:
-        loaded: the job as it was read.
-        resolved: the same with every other `auto` resolved.
-        cluster: the hosts.
+        resolved: the job with every other `auto` resolved.
         environment: of the workers, whose code a forecast traces.
         force: start even a job that does not fit; then all of its states leave the device.
 

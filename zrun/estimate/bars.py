@@ -37,9 +37,7 @@ def bars(estimate: Estimate, width: int, ascii_only: bool = False) -> list[Text]
     """Return a line for each class of ranks, then the meaning of the letters.
 
     Args:
-        estimate: whose memory is drawn.
         width: characters of the longest line.
-        ascii_only: the terminal has no other characters.
     """
     ranks = estimate.ranks
     capacity = estimate.capacity
@@ -62,11 +60,9 @@ def bar(rank: RankMemory, capacity: int, scale: int, width: int, ascii_only: boo
     """Return the bar of a rank; `|` is the capacity.
 
     Args:
-        rank: whose memory is drawn.
-        capacity: bytes of its device.
+        capacity: bytes of the rank's device.
         scale: bytes that the whole bar stands for.
         width: characters of the bar.
-        ascii_only: the terminal has no other characters.
     """
     sizes = parts_of(rank)
     sums = [0, *itertools.accumulate(sizes[part.name] for part in PARTS)]

@@ -36,9 +36,7 @@ def lines_at_peak(found: Answer, width: int, *, ascii_only: bool) -> list[str]:
     """Return the picture of the fullest rank's tensors, and what is there at the peak.
 
     Args:
-        found: whose chosen configuration it is.
         width: of the terminal, in characters.
-        ascii_only: whether it knows no other characters.
 
     Raises:
         JobError: its model was not traced.

@@ -114,7 +114,6 @@ def key_of(job: JobConfig, job_dir: Path, cluster: Cluster) -> str:
     Args:
         job: with all overrides applied.
         job_dir: folder of the job file; data and code that are no Python files lie relative to it.
-        cluster: the hosts that the job runs on.
     """
     from zrun.hosts.probe import job_code, own_code, version_of
     from zrun.preflight.calibration import Calibration

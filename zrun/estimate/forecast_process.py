@@ -76,7 +76,6 @@ class ForecastProcess:
         """Start the process.
 
         Args:
-            request: the job and its hosts.
             environment: of the workers, whose code is traced; added to this process's own.
             pace: whether somebody waits for it.
         """

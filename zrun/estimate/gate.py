@@ -86,9 +86,7 @@ class Gate:
         """Look for a stored forecast.
 
         Args:
-            loaded: the job as it was read.
-            resolved: the same with each `auto` resolved, and the ranks' places.
-            cluster: the hosts.
+            resolved: the job with each `auto` resolved, and the ranks' places.
             environment: of the workers, whose code a forecast traces.
             force: start even a job that does not fit.
             is_restart: the run has trained before, so it fits.
@@ -146,7 +144,6 @@ class Gate:
         """Note what an event of the run says of its memory and time.
 
         Args:
-            event: any event of the run.
             emit: gets the comparison with the forecast when it is due.
         """
         kind = event.get("type")

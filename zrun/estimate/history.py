@@ -70,8 +70,6 @@ def kind_of(job: JobConfig, job_dir: Path, cluster: Cluster) -> str:
 
     Args:
         job: with all overrides applied.
-        job_dir: folder of the job file.
-        cluster: the hosts that the job runs on.
     """
     facts = {
         "folder": str(job_dir),

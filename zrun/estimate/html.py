@@ -31,10 +31,9 @@ def page(
     """Return the whole file.
 
     Args:
-        title: of the page.
         lines: the subject of the estimate, and notes.
         stages: estimates that differ in their ZeRO stage.
-        chosen: that of the job as it is.
+        chosen: the estimate of the job as it is.
         verdict: why it does not fit, or that it does.
     """
     body = [

@@ -45,11 +45,10 @@ def hardware_of(
     this host's cores, which are measured now if nobody has asked before; else a usual core's.
 
     Args:
-        cluster: the hosts.
         device: "cuda" or "cpu".
-        per_host: ranks on each host.
+        per_host: number of ranks on each host.
         environ: names the file of rates.
-        memory: `limits.memory` of the job.
+        memory: `limits.memory` of the job, in bytes; None: what the hosts have.
         folder: on the disk for states of hosts that were not asked for theirs; None: of the run
             directories.
 
@@ -97,10 +96,8 @@ def hosts_of(hardware: Hardware) -> Cluster:
 def _with_disks(hardware: Hardware, free: int, *, is_measured: bool) -> Hardware:
     """Return hardware with the disks of its hosts.
 
-    Args:
-        hardware: the hosts.
-        free: bytes of each disk that states may take.
-        is_measured: the rates in `hardware` are those of its disks.
+    States may take `free` bytes of each disk. With `is_measured`, the rates in `hardware` are those
+    of its disks.
     """
     if not free:
         return replace(hardware, disk_read=0.0, disk_write=0.0, disk_bytes=0)
@@ -244,9 +241,7 @@ def _plain(file: Calibration, hosts: list[HostRates]) -> Rates:
 def _slowest(hosts: Sequence[HostRates], links: Sequence[tuple[float, float]] = ()) -> Rates:
     """Return the slowest rates of hosts.
 
-    Args:
-        hosts: that are alike, nearly.
-        links: between them: bytes per second, and seconds of a round trip.
+    A link is its bytes per second, and the seconds of a round trip.
     """
     from zrun_core.hardware.measured import Rates
 

@@ -32,12 +32,7 @@ def plan_on(loaded: LoadedJob, hardware: Hardware) -> tuple[ResolvedJob, Cluster
 
 
 def memory_view(found: Answer, width: int) -> Iterator[RenderableType]:
-    """Draw where a pipeline is cut, and what the fullest rank takes of its device.
-
-    Args:
-        found: the estimate of the job.
-        width: of the terminal.
-    """
+    """Draw where a pipeline is cut, and what the fullest rank takes of its device."""
     chosen = found.chosen
     hardware = found.question.hardware
     if chosen.stages:

@@ -42,8 +42,6 @@ def job_changes(
     Args:
         config: the job as it is written.
         batch: what `config` comes to where it is planned.
-        candidate: to be reached.
-        hardware: for which it is planned.
     """
     dims = candidate.dims
     wanted: Changes = {
@@ -86,10 +84,7 @@ def _schedule(config: JobConfig, candidate: Candidate) -> str:
 def _offload_changes(config: JobConfig, wanted: Placement, device: str) -> Changes:
     """Return the keys that must differ for states and inputs to live where they are wanted.
 
-    Args:
-        config: the job as it is written.
-        wanted: the homes.
-        device: type of what trains, "cpu" or "cuda".
+    `device` is the type of what trains, "cpu" or "cuda".
     """
     from zrun_core.memory.buffers import placement_of
 

@@ -54,9 +54,7 @@ def stage_table(estimates: Sequence[Estimate], chosen: Candidate, width: int) ->
     Columns that say nothing are left out, and in a small `width` those that are missed least.
 
     Args:
-        estimates: one for each stage.
         chosen: the candidate whose stage is marked.
-        width: of the terminal.
     """
     unit = _unit(estimates)
     cells: dict[str, Callable[[Estimate], str | Text]] = {
@@ -129,12 +127,7 @@ def choice_table(estimates: Sequence[Estimate], width: int) -> Table:
 
 
 def pipeline_table(estimate: Estimate, width: int) -> Table:
-    """Return a row for each stage of a pipeline; of many alike in a row, the first and the last.
-
-    Args:
-        estimate: of a pipeline.
-        width: of the terminal.
-    """
+    """Return a row for each stage of a pipeline; of many alike in a row, the first and the last."""
     stages = estimate.stages
     unit = formatting.Unit.of(stage.device_used for stage in stages)
     step = estimate.time.seconds or 1.0
@@ -210,9 +203,7 @@ def sweep_table(key: str, rows: Sequence[tuple[str, Estimate | str]], width: int
     """Return a row for each value of a key.
 
     Args:
-        key: that has the values.
         rows: a value, and its estimate or why there is none.
-        width: of the terminal.
     """
     unit = _unit([found for _, found in rows if not isinstance(found, str)])
     cells: dict[str, Callable[[Estimate], str | Text]] = {
@@ -316,8 +307,6 @@ def tier_lines(estimate: Estimate, hardware: Hardware, tokens_per_sample: int | 
     """Return lines about states that live elsewhere than on the device; none if none do.
 
     Args:
-        estimate: of the job.
-        hardware: for which it was made.
         tokens_per_sample: None where samples are no tokens.
     """
     rank = fullest(estimate)
@@ -388,9 +377,6 @@ def cost_of_tokens(time: StepTime, tokens: int, devices: int, price: float | Non
     """Return how long so many tokens take, and their price.
 
     Args:
-        time: of a step.
-        tokens: to be trained with.
-        devices: that train.
         price: of a device for an hour; None: not given.
     """
     if not time.tokens_per_s:

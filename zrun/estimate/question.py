@@ -193,9 +193,7 @@ def with_other_keys(question: Question, loaded: LoadedJob, key: str) -> Question
     """Return the same question of a job with other keys; without a new trace where none is needed.
 
     Args:
-        question: of the job as it was.
-        loaded: the job with the other keys.
-        key: the one that differs.
+        key: the one key that differs.
     """
     divides = key == "parallel" or key.startswith("parallel.plan")
     if divides or not key.startswith(_ALONE):  # another model, or another format

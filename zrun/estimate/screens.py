@@ -47,7 +47,6 @@ def print_answer(found: Answer, tokens: str | None, price: float | None) -> None
     """Print an answer for a person.
 
     Args:
-        found: to be printed.
         tokens: --tokens: so many take how long?
         price: --price: of a device for an hour.
 
@@ -86,9 +85,8 @@ def print_fit(found: Answer, tokens: str | None, price: float | None) -> None:
     """Print whether a job fits and what would make it, and few of the ways to.
 
     Args:
-        found: of a search for what fits.
-        tokens: as for `print_answer`.
-        price: likewise.
+        found: the answer of a search for what fits.
+        tokens, price: as for `print_answer`.
     """
     console = open_console(sys.stdout, wide=_WIDE)
     chosen = found.chosen
@@ -255,9 +253,7 @@ def print_sweep(key: str, rows: Sequence[tuple[str, Estimate | str]], *, as_json
     """Print the estimates of several values of a key.
 
     Args:
-        key: that has them.
         rows: a value, and its estimate or why there is none.
-        as_json: for a program.
     """
     if as_json:
         found = [{"value": value, "estimate": as_data(estimate)} for value, estimate in rows]
@@ -330,9 +326,6 @@ def write_changed_job(found: Answer, source: Path, target: Path, overrides: list
     """Write the job with the keys that must change; nothing where nothing is known to fit.
 
     Args:
-        found: the answer; if its search found nothing better, nothing is written.
-        source: the file of the job.
-        target: the file to write.
         overrides: of the command line, which the new file has, too.
 
     Raises:

@@ -154,7 +154,6 @@ def with_trial(found: Answer, trial: Trial) -> Answer:
     """Return an answer with the times of all its estimates scaled by a trial of the job.
 
     Args:
-        found: predicted.
         trial: of the configuration that the job asks for.
     """
     chosen = found.chosen
@@ -166,8 +165,6 @@ def scaled_answer(found: Answer, scale: float, spread: float | None = None) -> A
     """Return an answer with the times of all its estimates multiplied.
 
     Args:
-        found: predicted.
-        scale: the factor.
         spread: share by which a time may be off, either way; None: that of the prediction.
     """
     search = found.found

@@ -75,13 +75,6 @@ def find_backend(
 ) -> Backend:
     """Return the hosts of a job, and how ranks are started on them.
 
-    Args:
-        job: the job.
-        options: of the command line.
-        environ: of this process.
-        job_dir: the folder of the job file.
-        hostname: of this machine.
-
     Raises:
         JobError: as for `wanted_hosts` and `choose_backend`.
     """
@@ -103,9 +96,6 @@ def wanted_hosts(
     """Return the hosts that the command line names, or else the job, or else the environment.
 
     Args:
-        job: the job.
-        options: of the command line.
-        environ: of this process.
         job_dir: folder of the job file, from which the path in its `hosts` counts.
 
     Returns:
@@ -204,10 +194,7 @@ def choose_backend(
     """Resolve `launch.backend`.
 
     Args:
-        job: the job.
-        hosts: that `wanted_hosts` found.
-        cluster_env: the environment of this process.
-        hostname: of this machine.
+        hosts: those that `wanted_hosts` found; None: this machine only.
 
     Raises:
         JobError: what the job asks for contradicts its hosts or the environment.

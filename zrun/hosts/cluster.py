@@ -112,9 +112,7 @@ class HostFacts:
         """Return the same machine as the user names it, with the slots that the user gives it.
 
         Args:
-            name: of the machine.
-            slots: see `HostFacts`.
-            chosen: see `HostFacts`.
+            slots, chosen: as in `HostFacts`.
         """
         return replace(self, hostname=name, slots=slots, chosen=chosen)
 

@@ -43,7 +43,6 @@ class SwapFolder:
         """Return the folder that a job needs; None: nothing of it lives on a disk.
 
         Args:
-            job: the job.
             job_dir: of its file, from which the folder is looked for.
             run_dir: of the run, or the folder in which it will be made.
         """
@@ -99,8 +98,7 @@ def find_warnings(disk: DiskFacts, job: JobConfig) -> Iterator[str]:
     """Yield why a run with its states on this disk will be slow.
 
     Args:
-        disk: without a problem.
-        job: whose states lie there.
+        disk: one without a problem.
     """
     if not disk.direct:
         yield (

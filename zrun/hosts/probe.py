@@ -372,8 +372,9 @@ def own_address(known: str | None, towards: Sequence[str]) -> str | None:
     """Return the address at which the others reach this host.
 
     Args:
-        known: at which the launcher reached it; it is taken if it is this host's.
-        towards: others, to one of which there is a route.
+        known: address at which the launcher reached this host; it is taken if it is its own. None:
+            it is not known.
+        towards: addresses of others, to one of which there is a route.
     """
     if known is not None:
         is_own = any(known in found for found in addresses().values())

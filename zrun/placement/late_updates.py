@@ -13,10 +13,6 @@ from zrun_core.spine.spec import BatchPlan
 def check_device(job: JobConfig, device: str) -> None:
     """Refuse an asynchronous server on GPUs.
 
-    Args:
-        job: whose ranks these are.
-        device: that they train on.
-
     Raises:
         JobError: it is so.
     """

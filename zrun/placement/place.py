@@ -88,11 +88,8 @@ def assign_ranks(
     """Return the place of every rank.
 
     Args:
-        job: to be placed.
         cluster: the hosts, in the order of their ranks.
-        device: on which all ranks compute.
-        dims: sizes of the axes.
-        slots: ranks by host.
+        slots: number of ranks, by host.
         threads: CPU threads of a rank by host.
 
     Raises:
@@ -152,7 +149,6 @@ def arrangement(
 
     Args:
         host: whose links are known, or not.
-        dims: sizes of the axes.
         base: the first rank of this host.
         devices: of the host that are used.
         shard_group: neighbouring dp ranks that share one copy of the states.
@@ -201,11 +197,8 @@ def _cpus(
 ) -> tuple[list[tuple[int, ...]], str | None]:
     """Return the CPUs that each rank of a host is bound to; or nothing for each of them, and why.
 
-    Args:
-        job: which may forbid it.
-        host: with its cores, if they are known.
-        gpus: of its ranks.
-        threads: that a rank needs cores for.
+    `job` may forbid it, and the cores of `host` may be unknown. `threads` is how many a rank needs
+    cores for.
     """
     free: list[tuple[int, ...]] = [()] * len(gpus)
     if job.bind == "off":

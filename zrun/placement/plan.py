@@ -111,11 +111,6 @@ def make_plan(job: JobConfig, cluster: Cluster) -> ResolvedJob:
 def plan_on_backend(job: JobConfig, backend: Backend, cluster: Cluster) -> ResolvedJob:
     """Resolve `job` as a launch does: with the keys that the hosts of `backend` decide.
 
-    Args:
-        job: as it is written.
-        backend: how its ranks are started.
-        cluster: what the hosts offer.
-
     Raises:
         JobError: as for `check_gpus` and `make_plan`.
         PreflightError: likewise.
@@ -130,11 +125,6 @@ def plan_every_gpu(cluster: Cluster, tp: int, pp: int) -> LaunchPlan:
     """Return the plan of a job that takes every GPU, to show where its ranks would be.
 
     Where there are none, each host has the ranks of one model, on its cores.
-
-    Args:
-        cluster: the hosts.
-        tp: ranks of a tensor-parallel group.
-        pp: stages of the pipeline.
 
     Raises:
         PreflightError: some hosts have no GPU, or a tp group would span hosts.
@@ -164,10 +154,6 @@ def check_gpus(asked: int | None, job: JobConfig, cluster: Cluster) -> None:
 
     Args:
         asked: the value of `--gpus`; None: it was not given.
-        job: which may want CPUs.
-        cluster: the hosts, which may have no GPUs.
-        job: which may want CPUs.
-        cluster: the hosts, which may have no GPUs.
 
     Raises:
         JobError: the job wants no GPU.

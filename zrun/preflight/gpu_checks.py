@@ -34,7 +34,6 @@ def find_gpu_problems(report: HostReport, chosen: Sequence[int] | None) -> Itera
     """Yield why the GPUs of a host cannot be used by a job that wants some.
 
     Args:
-        report: of the host.
         chosen: numbers of the GPUs that are used; None: all of them.
     """
     facts = report.facts
@@ -115,7 +114,6 @@ def find_gpu_notes(report: HostReport, *, is_wanted: bool) -> Iterator[str]:
     """Yield what is worth knowing of a host's GPUs, and stops nothing.
 
     Args:
-        report: of the host.
         is_wanted: a job is to run on them, whose problems `find_gpu_problems` tells.
     """
     facts = report.facts

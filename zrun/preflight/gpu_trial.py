@@ -72,7 +72,6 @@ def try_gpus(
     """Compute and train on the GPUs of hosts that were found to be well.
 
     Args:
-        agents: of the hosts.
         findings: of the same hosts.
 
     Returns:
@@ -121,7 +120,6 @@ def judge(row: Row, facts: HostFacts) -> JudgedRow:
     """Return a row with its verdict.
 
     Args:
-        row: of the check.
         facts: of its host, whose links say what an all-reduce could reach.
     """
     advice = _ADVICE.get(row.check, _REPORT)

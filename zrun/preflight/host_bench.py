@@ -25,7 +25,6 @@ def measure(agents: Sequence[AgentLink], findings: Sequence[Finding], folder: st
     """Measure hosts that were found to be well.
 
     Args:
-        agents: of the hosts.
         findings: of the same hosts.
         folder: on whose disk files are written and read, on each host.
 

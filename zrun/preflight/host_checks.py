@@ -53,11 +53,9 @@ def requirements_of(
     """Return what a job needs of every host, as far as it is known before its model is built.
 
     Args:
-        job: the job.
-        job_dir: the folder of its file.
         shared: folders in which ranks of several hosts write.
-        num_ranks: of all hosts.
-        ranks_per_host: of the host that has most.
+        num_ranks: of all hosts together.
+        ranks_per_host: those of the host that has most.
         swap: as of `HostRequirements`.
     """
     cuda = job.device == "cuda"
@@ -88,11 +86,9 @@ def find_problems(
     """Yield why a host cannot be used, in the order in which one would set it right.
 
     Args:
-        report: of the host.
         here: the software of this host.
         code: digests of the job's Python files here, as `job_code` gives them.
-        needs: what the host must be.
-        host: what messages call it.
+        host: what messages call the host.
     """
     yield from _check_software(report.software, here)
     yield from _check_code(report, code, needs, host)
@@ -199,9 +195,7 @@ def find_notes(report: HostReport, here: Software, needs: HostRequirements) -> I
     """Yield what is worth knowing of a host, and stops nothing.
 
     Args:
-        report: of the host.
         here: the software of this host.
-        needs: what the host must be.
     """
     yield from report.facts.problems
     if abs(report.skew_s) > 1.0 + report.skew_error_s:

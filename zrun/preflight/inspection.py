@@ -34,8 +34,6 @@ def check_hosts(
     """Look at the hosts of all agents, which were started but not told what to run.
 
     Args:
-        agents: of the hosts.
-        needs: what they must be.
         hello_s: seconds that an agent may take to be there.
 
     Returns:
@@ -58,8 +56,6 @@ def inspect_hosts(
     """Look at the hosts like `check_hosts`, and return those that cannot be used too.
 
     Args:
-        agents: of the hosts.
-        needs: what they must be.
         hello_s: seconds that an agent may take to be there.
 
     Raises:

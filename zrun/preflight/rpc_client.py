@@ -31,11 +31,10 @@ def ask(
     """Put a question to each agent as soon as it has said hello, and wait for the answers.
 
     Args:
-        questions: by agent.
-        patience_s: for a hello.
-        settle_s: return without those that have not said hello when there was no news for so long,
-            if some answered.
-        answer_s: for the answer, after the hello.
+        patience_s: seconds to wait for a hello.
+        settle_s: return without those that have not said hello when there was no news for so many
+            seconds, if some answered; None: wait for all of them.
+        answer_s: seconds to wait for the answer, after the hello.
 
     Returns:
         The answers, with the times at which this host `asked` and `got` them; or why there is none.

@@ -181,7 +181,6 @@ class AmdMonitor:
 
         Args:
             source: amdsmi, which stays open meanwhile.
-            uuids: of the GPUs.
         """
         wanted = frozenset(uuids)
         self._source = source

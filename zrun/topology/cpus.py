@@ -74,7 +74,6 @@ def shares(nodes: Sequence[NumaNode], wanted: Sequence[int | None]) -> list[tupl
     """Divide a host's cores evenly among its ranks: whole cores, of a rank's node if it is known.
 
     Args:
-        nodes: of the host.
         wanted: node of each rank; with None anywhere, all of the host is divided in the order of
             the ranks.
 

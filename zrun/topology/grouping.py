@@ -46,7 +46,6 @@ def best_groups(weights: Weights, size: int) -> list[Group]:
 
     Args:
         weights: between items, [items][items].
-        size: of a group.
 
     Raises:
         ValueError: `size` does not divide the number of items.

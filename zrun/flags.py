@@ -196,10 +196,7 @@ def _key_meant(option: str) -> tuple[str, bool] | None:
 def _no_value(meant: str, following: str | None, rest: list[str]) -> str:
     """Return the message for an option without a value.
 
-    Args:
-        meant: the option with a value, as it is to be written.
-        following: the option that follows.
-        rest: what follows that.
+    `meant` is the option with a value, as it is to be written; `rest` comes after `following`.
     """
     name = meant.partition(" ")[0]
     if following is None:

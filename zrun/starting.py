@@ -34,10 +34,7 @@ def refuse_joined(
     """Refuse what only the launcher that started this process could do.
 
     Args:
-        job: that is asked for.
         backend: which says what started this process.
-        dry_run: --dry-run.
-        detach: --detach.
         command: that was called, as in "zrun train".
 
     Raises:

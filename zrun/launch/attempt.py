@@ -257,13 +257,8 @@ def _prepare(
 ) -> RunSpec:
     """Record the job in a run directory that was just claimed, and return the spec of its ranks.
 
-    Args:
-        request: what is asked for.
-        resolved: the job and the plan.
-        start: where the run begins.
-        rundir: the directory.
-        store: where the ranks of several hosts meet; None: there is one host.
-        memory_bytes: that each rank may have; None: no limit is known.
+    `store` is where the ranks of several hosts meet; None: there is one host. `memory_bytes` is
+    what each rank may have; None: no limit is known.
     """
     if _tells_user(request):
         shown = resolved.job.log.ranks
@@ -294,9 +289,7 @@ def _prepare(
 def _script_on(script: ScriptSpec | None, store: str | None) -> ScriptSpec | None:
     """Return the script with the address at which its ranks meet: rank 0 will listen there.
 
-    Args:
-        script: None: there is none.
-        store: where the ranks of several hosts meet; None: all of them are here.
+    `store` is None where all ranks are on this host.
     """
     if script is None:
         return None
@@ -442,10 +435,7 @@ def _conclude(
 ) -> tuple[int, Failure | Hang | LostHost | None]:
     """Judge how the run ended, write `failure.json` unless all is well, and tell the user.
 
-    Args:
-        claimed: the run.
-        observed: what became of it.
-        committed: the newest step that is saved; 0: none.
+    `committed` is the newest step that is saved; 0: none.
 
     Returns:
         The exit code, and the failure behind it.

@@ -79,11 +79,9 @@ def bring_up(
 
     Args:
         agents: of all hosts, as `open_agents` has begun to start them.
-        backend: the hosts, and how ranks are started there.
-        job: what they are to run.
         job_dir: whose Python files must be the same on all hosts.
         run_dir: of the run, or the folder in which it will be made.
-        least: hosts that are enough if others cannot be used.
+        least: number of hosts that are enough if others cannot be used.
         for_script: the ranks open the store by themselves.
 
     Raises:
@@ -131,7 +129,6 @@ def look_at_hosts(backend: Backend, job: JobConfig, job_dir: Path) -> list[Findi
 
     Args:
         backend: hosts that are reached by ssh or srun.
-        job: what they would run.
         job_dir: whose Python files must be the same on all hosts.
 
     Raises:
@@ -149,7 +146,6 @@ def look_at_links(hosts: Sequence[HostEntry], ssh: str, python: str) -> Cluster:
     """Return what `hosts` have, over ssh. Nothing is changed there.
 
     Args:
-        hosts: of a host file or an option.
         ssh: the client, with options.
         python: the interpreter on those hosts.
 
@@ -182,13 +178,8 @@ def _inspect_for_job(
 ) -> list[Finding]:
     """Return what is known of each host, and why it cannot be used for `job`.
 
-    Args:
-        agents: of the hosts.
-        backend: the hosts, with the slots that the user gives them.
-        job: what they are to run.
-        job_dir: whose Python files must be the same on all hosts.
-        shared: folders that must be the same on all hosts: a file is written there for a moment.
-        swap: for states on disks; likewise.
+    The Python files in `job_dir` must be the same on all hosts. So must the folders of `shared` and
+    that of `swap`: a file is written there for a moment.
     """
     entries = {str(entry): entry for entry in backend.hosts or ()}
     usual = job.slots if isinstance(job.slots, int) else 1
@@ -221,10 +212,8 @@ def _assemble_joined(
 ) -> ClusterSession:
     """Look at the hosts of processes that another launcher started.
 
-    Args:
-        agents: of all processes, in order; the first one is of this process.
-        swap: for states on disks of the hosts.
-        for_script: the ranks open the store by themselves.
+    `agents` are those of all processes, in order; the first one is of this process. With
+    `for_script` the ranks open the store by themselves.
 
     Raises:
         PreflightError: one cannot be used, or its processes see it differently.

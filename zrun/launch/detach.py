@@ -85,8 +85,7 @@ class DetachedLauncher:
         To be called again when a restart has moved that away.
 
         Args:
-            rundir: the directory.
-            is_script: it makes no steps: the process that waits does so for `has_started`.
+            is_script: the run makes no steps: the process that waits does so for `has_started`.
 
         Raises:
             ZrunError: it cannot be made.
@@ -131,9 +130,7 @@ class DetachedLauncher:
 def _wait(launcher: int, pipe: int) -> NoReturn:
     """Show what the launcher writes until a step is done, then exit; else exit with its code.
 
-    Args:
-        launcher: its process, to which signals are passed on meanwhile.
-        pipe: on which it tells the run directory.
+    Signals are passed on to the launcher meanwhile; it tells the run directory on `pipe`.
     """
     os.set_blocking(pipe, False)
     told = b""
@@ -168,21 +165,13 @@ class _WatchedRun:
     def __init__(
         self, path: str, events: int, is_script: bool, pipe: int, has_started: bool
     ) -> None:
-        """
-        Args:
-            path: of the directory.
-            events: bytes of its record before this launch.
-            is_script: it is under way once its ranks are.
-            pipe: on which the launcher says so.
-            has_started: it has done so.
-        """
         self.path = path
         self.awaited = "its ranks to start" if is_script else "its first step"
         self.does = "is running" if is_script else "is training"
         self._is_script = is_script
         self._pipe = pipe
         self._has_started = has_started
-        self._events = FileTail(Path(path) / "events.jsonl", events)
+        self._events = FileTail(Path(path) / "events.jsonl", events)  # from this launch on
         self._log = FileTail(Path(path) / LOG)
 
     def show_log(self) -> None:

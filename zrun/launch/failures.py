@@ -145,7 +145,6 @@ def first_failure(
     """Return the exit that caused the others; None: no worker failed.
 
     Args:
-        exits: of workers.
         ended: training reached its end, so that status 0 is no failure.
         lost: ranks whose GPU cannot go on: the others often fail before these do.
     """
@@ -177,9 +176,7 @@ def _distance(end: WorkerExit, start: float) -> int:
     its note is an echo (2). Rank 1 catches SIGTERM from the agent (3); rank 3 ignores it, and gets
     SIGKILL after 5 s (3).
 
-    Args:
-        end: the exit.
-        start: time of the first failure, at which the agent asks the other workers to end.
+    The agent asks the other workers to end at `start`, the time of the first failure.
     """
     if end.note is not None:
         if end.note.is_echo:
@@ -645,7 +642,7 @@ class Stopped:
         """Return the last words on the terminal.
 
         Args:
-            resume: the command that goes on.
+            resume: the command that goes on; None: there is none.
             planned: lines on the memory that was expected.
         """
         lost = "".join(f"; lost {why}" for why in self.lost)

@@ -57,9 +57,7 @@ def explaining(
     its rank makes all others wait.
 
     Args:
-        faults: of the run.
-        ranks: that failed.
-        failed_at: unix seconds at which they did, or at which they were seen alive last.
+        failed_at: unix seconds at which the ranks failed, or were seen alive last.
     """
     blamed = set(ranks)
     fatal = [each for each in faults if each.fault.is_fatal]

@@ -179,8 +179,6 @@ class HangInvestigation:
         """Begin to ask.
 
         Args:
-            hung: the ranks that hang.
-            states: of all ranks that run.
             now: in seconds, by any clock that `is_over` is told too.
         """
         self.hung = hung

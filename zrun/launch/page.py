@@ -18,10 +18,7 @@ def write_page(rundir: RunDir, facts: Facts, state: RunState, outcome: Outcome) 
     """Write the page, from the record and from what this launch has told.
 
     Args:
-        rundir: of the run.
-        facts: which run it is.
         state: what the events of this launch have told.
-        outcome: how it ended.
 
     Returns:
         The file; None if it could not be written. That is a warning: the run's end stays as it is.

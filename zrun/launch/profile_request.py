@@ -43,11 +43,6 @@ class RunEndedError(SaveError):
 def check(run: RunSummary, steps: int, ranks: Sequence[int]) -> None:
     """Check that the run can be asked.
 
-    Args:
-        run: the run.
-        steps: to trace.
-        ranks: of it.
-
     Raises:
         JobError: it does not run, has no such ranks, or not so many steps.
         PreflightError: its launcher cannot be reached from here, or no rank trains yet.
@@ -84,10 +79,7 @@ def profile(run: RunSummary, steps: int, ranks: Sequence[int], timeout_s: float)
     """Ask a running run for a profile, and wait for it.
 
     Args:
-        run: the run.
-        steps: to trace: the next ones.
-        ranks: of it.
-        timeout_s: to wait.
+        steps: number of the next steps, which are traced.
 
     Returns:
         The `profile` event of each rank, in their order.

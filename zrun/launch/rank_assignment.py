@@ -83,8 +83,7 @@ def merge_facts(name: str, facts: Sequence[HostFacts]) -> HostFacts:
     """Return what a host offers its ranks together.
 
     Args:
-        name: of the host.
-        facts: what each of its processes sees.
+        facts: what each process of the host sees.
 
     Raises:
         PreflightError: some, but not all, see the same GPUs.

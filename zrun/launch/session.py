@@ -56,7 +56,6 @@ def launch(request: LaunchRequest, early: LocalAgent | None) -> int:
     """Train as `request` says.
 
     Args:
-        request: what is asked for.
         early: the agent of this host, started before the job was read; None: none was.
 
     Returns:

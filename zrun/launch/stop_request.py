@@ -27,7 +27,6 @@ def launcher_of(run: RunSummary, what: str = "stop") -> Process:
     """Return the launcher of a running run.
 
     Args:
-        run: a run that goes on.
         what: the command of zrun that it is to obey.
 
     Raises:
@@ -56,9 +55,9 @@ def stop(run: RunSummary, now: bool, timeout_s: float | None = None) -> None:
     """Signal the launcher of a running run, and wait until it has exited.
 
     Args:
-        run: a run that goes on.
         now: end the workers at once; else they finish the step, and save.
-        timeout_s: to wait; None: as long as the launcher itself does, and half a minute more.
+        timeout_s: seconds to wait; None: as long as the launcher itself does, and half a minute
+            more.
 
     Raises:
         PreflightError: the launcher cannot be reached from here.
@@ -85,11 +84,6 @@ def stop(run: RunSummary, now: bool, timeout_s: float | None = None) -> None:
 @contextmanager
 def signalled(run: RunSummary, process: Process, number: int) -> Iterator[int | None]:
     """Send a signal to the launcher. Yields its pidfd; None if it has just ended.
-
-    Args:
-        run: its run.
-        process: the launcher.
-        number: of the signal.
 
     Raises:
         JobError: it belongs to another user.
@@ -149,9 +143,8 @@ def wait_for_exit(
 
     Args:
         descriptor: its pidfd.
-        path: of the run.
-        timeout_s: to wait; None: as long as the launcher itself waits for its workers.
-        saves: it may save first, which takes a time of its own.
+        timeout_s: seconds to wait; None: as long as the launcher itself waits for its workers.
+        saves: the launcher may save first, which takes a time of its own.
     """
     if timeout_s is not None:
         return _exits(descriptor, timeout_s)

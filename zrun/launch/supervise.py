@@ -251,9 +251,7 @@ class Supervisor:
         Args:
             agents: of all hosts; they have been told to start their workers.
             run: state of the run, kept current.
-            signals: that the launcher gets meanwhile.
-            limits: of the job.
-            clock: in seconds; None: an `AwakeClock`.
+            clock: gives seconds; None: an `AwakeClock`.
             run_dir: where `zrun profile` leaves its request; None: nobody asks.
         """
         self._agents = agents
@@ -393,8 +391,7 @@ class Supervisor:
     def _stop(self, now: float, how: StopMode, *, asks_agents: bool = True) -> None:
         """End the run, and give the hosts a time to do so.
 
-        Args:
-            asks_agents: false if a single agent has stopped its ranks by itself.
+        `asks_agents` is false where a single agent has stopped its ranks by itself.
         """
         self._stopped_at = now
         self._give_up_at = now + GRACE_S + SILENCE_S
@@ -530,10 +527,6 @@ def judge(
     """Return the exit code of a run that is over, and the failure behind it.
 
     Args:
-        run: what the agents have told.
-        plan: of the run.
-        rundir: where its logs are.
-        signals: that the launcher got meanwhile.
         committed: the newest step that is saved; 0: none.
     """
     if run.hang is not None and signals.forced_at is None:
@@ -594,11 +587,8 @@ def _is_lost_host(
 ) -> bool:
     """Return whether the run failed because a host was lost.
 
-    Args:
-        run: what the agents have told.
-        signals: a host that is lost after one is a consequence of it.
-        end: the exit that caused the others; None: there was none.
-        exits: those that no signal explains.
+    A host that is lost after a signal is a consequence of it. `end` is the exit that caused the
+    others, None where there was none; `exits` are those that no signal explains.
     """
     if not run.lost:
         return False

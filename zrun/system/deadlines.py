@@ -50,8 +50,7 @@ class StopDeadline:
 
         Args:
             now: seconds, by any clock that `is_over` is told too.
-            limits: of the job.
-            more_s: beyond each of the limits.
+            more_s: seconds beyond each of the limits.
         """
         self._stop_s = limits.stop_s + more_s
         self._due = now + self._stop_s

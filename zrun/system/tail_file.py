@@ -126,8 +126,8 @@ def last_lines(log: Path, count: int = KEPT_LINES) -> list[str]:
     """Return the last lines of a log as a terminal would have left them, for a report.
 
     Args:
-        log: none if it does not exist.
-        count: of lines; more if they are what `faulthandler` wrote of a crash.
+        log: there are no lines if it does not exist.
+        count: number of lines; more if they are what `faulthandler` wrote of a crash.
     """
     try:
         with open(log, "rb") as file:

@@ -58,8 +58,6 @@ def bars(rows: Sequence[Bar], text: Callable[[float], str], level: str = "") -> 
     """Return bars with their key; empty where there are none.
 
     Args:
-        rows: the bars.
-        text: for an amount.
         level: what the line that crosses a bar means.
     """
     if not rows:

@@ -109,11 +109,8 @@ def chart(
     """Return a chart with its title and key; empty where there is nothing to draw.
 
     Args:
-        title: of the chart.
-        lines: its series.
         text: for a value on the axis, with so many digits.
         unit: of the values, of which the axis shows round numbers.
-        from_zero: the axis begins at zero.
         marks: steps after which the run was started again.
     """
     lines = [line for line in lines if line.points]
@@ -144,7 +141,6 @@ def stack(
     """Return a chart of amounts on top of each other; empty where there is nothing to draw.
 
     Args:
-        title: of the chart.
         layers: names and numbers of colours, from below.
         points: steps, each with an amount for each layer.
         text: for a value on the axis, with so many digits.

@@ -63,7 +63,6 @@ def whole(title: str, body: Iterable[str], style: str = "") -> str:
     """Return a page.
 
     Args:
-        title: of the window.
         body: its parts, in HTML.
         style: that this page has beside the common one.
     """
@@ -80,8 +79,6 @@ def table(head: Sequence[str], rows: Iterable[str], name: str = "") -> str:
     """Return a table, from the names of its columns and from rows by `row`.
 
     Args:
-        head: names of the columns.
-        rows: the rest.
         name: of its style: `words`; empty: it is one of numbers.
     """
     kind = f' class="{name}"' if name else ""
@@ -94,7 +91,6 @@ def row(cells: Sequence[str], name: str = "", tag: str = "td") -> str:
     Args:
         cells: as text.
         name: of its style; empty: none.
-        tag: of its cells.
     """
     inside = "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells)
     return f'<tr class="{name}">{inside}</tr>' if name else f"<tr>{inside}</tr>"
@@ -120,8 +116,7 @@ def check_target(target: Path, option: str) -> None:
     """Refuse a file that cannot be one.
 
     Args:
-        target: the file.
-        option: that has named it, such as `-o`.
+        option: that has named the file, such as `-o`.
 
     Raises:
         JobError: it is a folder, or its folder does not exist.
@@ -136,9 +131,7 @@ def save(target: Path, text: str, option: str) -> None:
     """Write a page to a file of the user's choice.
 
     Args:
-        target: the file.
-        text: the page.
-        option: that has named it.
+        option: that has named the file, such as `-o`.
 
     Raises:
         JobError: the file cannot be written.

@@ -31,7 +31,6 @@ def page(record: RunRecord, ended: Outcome) -> str:
     """Return the whole file.
 
     Args:
-        record: all that the run has told.
         ended: how its newest launch ended, or that it goes on.
     """
     facts, state, history = record.facts, record.state, record.history

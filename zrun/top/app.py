@@ -58,9 +58,7 @@ def pressed(where: Position, key: str, num_moments: int) -> Position:
     """Return where a key leads to.
 
     Args:
-        where: the person is.
         key: as `FullScreen.key` names it.
-        num_moments: that there are.
     """
     if key == "q":
         return replace(where, is_over=True)
@@ -110,11 +108,7 @@ def picture(
     """Return the lines of a terminal: tabs, the view, and what keys there are.
 
     Args:
-        where: the person is.
-        recording: of the run.
         status: of the run, such as "running".
-        room: the whole terminal.
-        seen: this machine now.
     """
     moment = moment_at(where, recording)
     messages = [each for each in recording.messages if where.at is None or each.time <= moment.time]

@@ -51,7 +51,7 @@ class FullScreen:
         """
         Args:
             source: descriptor of the terminal that keys come from.
-            out: of the one that is drawn on.
+            out: descriptor of the terminal that is drawn on.
         """
         self._source = source
         self._out = out

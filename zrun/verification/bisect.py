@@ -91,7 +91,6 @@ def bisect(
     """Return in words which features it takes.
 
     Args:
-        features: of the job.
         agrees: runs a trial with these keys on top, and says whether it agrees.
         tell: is told of each trial.
     """

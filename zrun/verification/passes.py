@@ -67,9 +67,6 @@ class Runner:
     ) -> None:
         """
         Args:
-            path: of the job file.
-            overrides: of all trials.
-            folder: for their run directories.
             worker: module whose `main` runs a rank.
         """
         self._worker = worker

@@ -31,7 +31,7 @@ def shrunk(args: Mapping[str, Any], *, tp: int, blocks: int) -> dict[tuple[str, 
     Args:
         args: of the factory; numbers may be in mappings inside.
         tp: ranks that share each layer: heads must stay a multiple of it.
-        blocks: that the model needs at least.
+        blocks: how many the model needs at least.
     """
     numbers = dict(_numbers(args, ()))
     found = {}

@@ -63,10 +63,8 @@ def trial_of(job: JobConfig, steps: int, slots: int | None, gpus: int) -> Trial:
     """Return the trial of a job on this host.
 
     Args:
-        job: to verify.
-        steps: of the trial.
         slots: ranks; None: two replicas of the model, or as many as there are GPUs for.
-        gpus: of this host.
+        gpus: number of GPUs of this host.
 
     Raises:
         JobError: the ranks do not make up whole replicas.
@@ -164,12 +162,7 @@ def save_at(step: int) -> list[str]:
 
 
 def other_layout(job: JobConfig, checkpoint: str) -> tuple[list[str], str]:
-    """Return the keys by which a trial goes on from a save in another layout, and what that is.
-
-    Args:
-        job: as it is verified.
-        checkpoint: folder of the save.
-    """
+    """Return the keys by which a trial goes on from a save in another layout, and what that is."""
     draws = "block" if job.parallel.draws_by_block else "stream"
     is_plain = job.slots == 1 and job.zero.stage == 0
     stage, ranks = 0, 1

@@ -24,8 +24,7 @@ def compare_values(path: Path, overrides: Sequence[str]) -> str:
     """Return what comparing values came to, in words.
 
     Args:
-        path: of the job file.
-        overrides: "key=value", on top of it.
+        overrides: "key=value", on top of the job's file.
 
     Raises:
         JobError: the job is wrong.

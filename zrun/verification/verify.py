@@ -110,11 +110,8 @@ class Verification:
     def _pass(self, folder: Path, name: str, keys: Sequence[str], save: int | None) -> Found:
         """Run one trial, and from its save another one in another layout, and compare.
 
-        Args:
-            folder: for the runs.
-            name: of the pass.
-            keys: on top of the trial's.
-            save: the step after which it saves; None: it does not.
+        `keys` come on top of the trial's. `save` is the step after which it saves; None: it does
+        not.
         """
         folder = Path(mkdtemp(prefix=f"{name.replace(' ', '-')}-", dir=folder))
         runner = self._runner(folder)

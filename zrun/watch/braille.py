@@ -33,8 +33,6 @@ def plot(
     Args:
         points: by step; what is not finite is a gap.
         width, height: in characters, with the numbers of the axis.
-        text: of a number on the axis.
-        ascii_only: whether the terminal knows no other characters.
         span: the first step and the last one of the whole width; None: those of the points.
 
     Returns:

@@ -18,7 +18,7 @@ def read_compared(paths: Sequence[Path]) -> list[ComparedRun]:
     """Return runs as their files tell of them; what cannot be read is left out.
 
     Args:
-        paths: their directories.
+        paths: run directories.
     """
     names = [path.name for path in paths]
     if len(set(names)) < len(names):  # of several folders

@@ -185,12 +185,7 @@ def comparison_table(runs: Sequence[ComparedRun]) -> Table:
 
 
 def cell(row: Row, number: int) -> str:
-    """Return the value of a run as text, behind a number its ratio to that of the first run.
-
-    Args:
-        row: of the comparison.
-        number: of the run.
-    """
+    """Return the value of a run as text, behind a number its ratio to that of the first run."""
     value = row.values[number]
     if value is None:
         return "-"

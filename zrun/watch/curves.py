@@ -122,7 +122,6 @@ def held_by_tier(memory: Event, planned: Mapping[str, int]) -> dict[str, tuple[i
     """Return the bytes of a rank's buffers on each tier, and those that were planned.
 
     Args:
-        memory: its event.
         planned: by tier, for a rank that does not tell; empty: not known.
     """
     if tiers := memory.get("tiers"):

@@ -41,7 +41,6 @@ class Follower:
         """Take in an event.
 
         Args:
-            event: of a rank or of the launcher.
             line: its text, where there is one that can be recorded as it is.
         """
         self._new.append(event)

@@ -133,9 +133,7 @@ def sparkline(values: Sequence[float], width: int, ascii_only: bool) -> str:
     """Draw the shape of a series.
 
     Args:
-        values: the series.
         width: characters, each the mean of its share of the values; fewer for fewer values.
-        ascii_only: whether the terminal knows no other characters.
     """
     blocks = _ASCII_BLOCKS if ascii_only else _BLOCKS
     width = min(width, len(values))
@@ -157,9 +155,9 @@ def share_bar(shares: Sequence[float], letters: str, width: int) -> list[tuple[s
     Rounding loses nothing: each share begins where the one before it ends.
 
     Args:
-        shares: of 1, in order.
+        shares: fractions of 1, in order.
         letters: one for each share.
-        width: characters.
+        width: of the bar, in characters.
 
     Returns:
         each letter and how many characters it gets.

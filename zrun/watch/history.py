@@ -58,7 +58,6 @@ class History:
         """Take in an event of the run.
 
         Args:
-            event: it.
             offset: where it begins in the record, in bytes.
         """
         match event["type"]:

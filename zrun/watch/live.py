@@ -29,8 +29,6 @@ class Live:
         """Draw the first frame.
 
         Args:
-            console: of the terminal.
-            facts: what is known of the run.
             period_s: seconds between two frames; more where drawing takes too much of a core.
         """
         self._console = console

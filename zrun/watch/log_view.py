@@ -56,7 +56,6 @@ def sources(run_dir: Path, asked: str) -> list[LogSource]:
     """Return the logs that `asked` names.
 
     Args:
-        run_dir: folder of the run.
         asked: words between commas: ranks such as "3" or "4-7", "all" of them, "messages" of the
             launcher, its own log "launcher" (its messages where it kept none), "agent".
 
@@ -241,9 +240,8 @@ def shown(
     What is there comes first, one log after the other; then lines follow as they are written.
 
     Args:
-        tails: of the logs.
-        pattern: only lines in which it is found.
-        last: only so many of each log, not counting those that come later.
+        pattern: only lines in which it is found; None: all lines.
+        last: only so many lines of each log, not counting those that come later; None: all of them.
         runs_on: whether more may come; None: what is there is enough.
     """
     for tail in tails:

@@ -65,11 +65,8 @@ def panel(
     """Draw the whole panel.
 
     Args:
-        state: of the run, as of now.
-        facts: what is known of the run beforehand.
         width: of the panel, in columns.
         height: of the terminal, in lines; the panel leaves a third of it to messages.
-        ascii_only: whether the terminal knows no other characters.
     """
     room = PanelSpace(width - 4, max(_LEAST_LINES, height * 2 // 3 - 2), ascii_only)
     return Panel(

@@ -58,7 +58,6 @@ def packed(fields: Iterable[Text | str], width: int, gap: str = GAP) -> list[Tex
     Args:
         fields: the values. One that does not fit on a line by itself is broken between its words.
         width: of a line, in columns.
-        gap: between two values.
     """
     lines: list[Text] = []
     for field in fields:

@@ -37,9 +37,7 @@ def brief(
     """Return what the job itself says of the training, and what each auto became.
 
     Args:
-        resolved: the job with each auto resolved.
         asked: the job as it was read.
-        cluster: its hosts.
         width: as in `preface`.
     """
     said = [
@@ -66,9 +64,6 @@ def script_brief(
     """Return what is launched, and what each auto of the launch became.
 
     Args:
-        resolved: the keys of the launch, with each auto resolved.
-        script: that the ranks run.
-        cluster: the hosts.
         width: as in `preface`.
     """
     ranks = several(resolved.plan.world_size, "rank")
@@ -96,9 +91,7 @@ def places(
     """Return where a run keeps what is known of it, and where its ranks' output goes.
 
     Args:
-        run_dir: folder of the run.
         shown: ranks whose output is shown, `log.ranks` of the job.
-        num_ranks: of the run.
         is_job: it has a job, and runs no script.
     """
     whose = "no rank"
@@ -117,8 +110,6 @@ def preface(resolved: ResolvedJob, cluster: Cluster, width: int | None = None) -
     """Return a paragraph for each section of the job, then each auto with its value and reason.
 
     Args:
-        resolved: the job with each auto resolved.
-        cluster: its hosts.
         width: columns, so that no value is cut at a terminal's border; None: one line each.
     """
     lines = _head(resolved, cluster)

@@ -41,7 +41,6 @@ def ranks_table(state: RunState, facts: Facts, room: PanelSpace) -> list[Text]:
 
     Args:
         state: of the run: the newest `memory` event of each rank is shown.
-        facts: the ranks' hosts.
         room: columns that do not fit are left out, those of `_MISSED_LEAST` first.
     """
     if not state.memory or room.height < _LEAST_TABLE:
@@ -123,9 +122,8 @@ def _rows(
 def _values(event: Event, sensed: Event) -> dict[str, float]:
     """Return what the columns of a rank show: seconds, its GPU's sensors, bytes.
 
-    Args:
-        event: its newest `memory` event. Bytes are those of the memory that its model is in.
-        sensed: what its GPU said last; {}: nothing.
+    Bytes are those of the memory that its model is in. `event` is the newest of its `memory`
+    events; `sensed` is what its GPU said last, {} where it says nothing.
     """
     on_device = event.get("device_allocated") is not None
     times = {}

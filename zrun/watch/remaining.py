@@ -47,11 +47,8 @@ def remaining(state: RunState) -> Remaining | None:
 def _num_to_come(pause: Mapping[str, Any], last: int, total: int, seconds: float) -> int:
     """Return how many pauses of a kind are still to come.
 
-    Args:
-        pause: `every` so many steps, and so many `minutes`, and `at_end`, as far as the job says.
-        last: the step after which there was one.
-        total: steps of the run.
-        seconds: that it goes on without them.
+    `pause` has `every` so many steps, and so many `minutes`, and `at_end`, as far as the job says.
+    There was one after the step `last`; without more of them the run goes on for `seconds`.
     """
     every = pause.get("every")
     minutes = pause.get("minutes")

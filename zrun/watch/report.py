@@ -30,10 +30,8 @@ def report(
 
     Args:
         state: of the run at its end.
-        run_dir: folder of the run.
         width: columns, so that lines are broken between words; None: one line each.
         page: the file with the curves; None: there is none.
-        ascii_only: whether the output takes no other characters.
     """
     rows = report_rows(state, _loss_curve(state, ascii_only))
     rows.append(("run", str(run_dir)))

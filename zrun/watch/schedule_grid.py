@@ -22,7 +22,6 @@ def show_grid(resolved: ResolvedJob, out: TextIO) -> None:
     """Draw the schedule of a job.
 
     Args:
-        resolved: the job on its hosts.
         out: where; coloured if that is a terminal.
     """
     heading, grid = _grid_of(resolved)

@@ -80,10 +80,7 @@ def open_screen(
     """Open the screen for `ui`.
 
     Args:
-        ui: what the user asked for.
-        facts: what is known of the run.
         every: steps between plain lines.
-        out: where it is drawn.
         environ: says what `auto` means, and which colours there are.
         is_script: it may never tell of a step.
     """

@@ -78,9 +78,7 @@ def _blocks(stage: Event) -> str:
 def _slow(busy: Mapping[int, float], span: float) -> str:
     """Name the stage that computes much longer than the mean.
 
-    Args:
-        busy: seconds by stage.
-        span: of a step.
+    `busy` has the seconds of each stage; `span` is the seconds of a step.
     """
     if not busy:
         return ""

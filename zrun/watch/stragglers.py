@@ -37,8 +37,8 @@ def tolerance(usual_s: float, step_s: float) -> float:
     """Return how many seconds longer than is usual one may work before it counts as slow.
 
     Args:
-        usual_s: for which others work in a step.
-        step_s: of the whole step.
+        usual_s: seconds for which others work in a step.
+        step_s: seconds of the whole step.
     """
     return max(usual_s * _MORE, step_s * _SHARE, _LEAST_S)
 
@@ -139,7 +139,6 @@ def find_late(events: Mapping[int, Event], name: Callable[[int], str] = str) -> 
 
     Args:
         events: by rank, a `memory` event.
-        name: of a rank.
     """
     by_stage: dict[int, list[_Worker]] = {}
     for rank, event in sorted(events.items()):

@@ -85,13 +85,7 @@ def topology_facts(cluster: Cluster, ranks: Sequence[RankPlace]) -> dict[str, An
 
 
 def show_seats(ranks: Sequence[RankPlace], cluster: Cluster, out: TextIO) -> None:
-    """Print the table of ranks, if there are several, and that of their groups.
-
-    Args:
-        ranks: with their hosts and devices.
-        cluster: the hosts.
-        out: where it is printed.
-    """
+    """Print the table of ranks, if there are several, and that of their groups."""
     if len(ranks) > 1:
         open_console(out).print(seats_table(ranks, cluster), *groups_table(ranks))
 
@@ -100,9 +94,7 @@ def show_topology(cluster: Cluster, ranks: Sequence[RankPlace], out: TextIO) -> 
     """Print the links and groups.
 
     Args:
-        cluster: the hosts.
         ranks: printed too, if there are any.
-        out: where it is printed.
     """
     open_console(out).print(topology(cluster, ranks))
 

@@ -21,7 +21,6 @@ def choose(asked: Ui, is_tty: bool, environ: Mapping[str, str], width: int) -> U
 
     Args:
         asked: returned as it is, unless it is `auto`.
-        is_tty: whether the output is a terminal.
         environ: CI and TERM count.
         width: of the terminal, in columns.
     """

@@ -141,9 +141,8 @@ class Environment:
         """Run tests; return whether all of them pass. Prints the names of those that fail.
 
         Args:
-            name: of the log.
             tests: files, or tests in them.
-            which: of them, as of pytest's `-k`.
+            which: of these tests, as of pytest's `-k`.
         """
         log = self._logs / f"torch-{self._torch}-{name}.log"
         options = ["-q", "--covering", "-n", "2", "--dist", "loadfile", "-p", "no:cacheprovider"]

@@ -144,7 +144,7 @@ def covering(cells: Sequence[Cell]) -> list[Cell]:
     """Return few cells in which every pair of values occurs that occurs in the given ones.
 
     Args:
-        cells: to choose from. Greedily: each next one has the most pairs that are still missing.
+        cells: to choose from, greedily: each next one has the most pairs that are still missing.
     """
     missing = set().union(*map(_pairs, cells))
     chosen = []

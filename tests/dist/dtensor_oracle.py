@@ -60,7 +60,7 @@ def by_dtensors(keys: dict[str, Any], model: str) -> Trained:
 
     Args:
         keys: of a job of tensor_table.py, whose samples come in their order.
-        model: of `STYLES`.
+        model: a name of `STYLES`.
     """
     torch.manual_seed(keys["seed"])
     module = pipeline_zoo.transformer(**keys["model"]["args"])

@@ -340,7 +340,6 @@ class Fuzzed(nn.Module):
     def __init__(self, seed: int, without: Sequence[int] = ()) -> None:
         """
         Args:
-            seed: of its idioms.
             without: numbers of idioms that are left out.
         """
         super().__init__()

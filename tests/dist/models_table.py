@@ -67,11 +67,8 @@ def outcome(
     """Train a model on a layout, and compare it with a plain loop.
 
     Args:
-        ranks: returns the pool of so many.
-        seed: of the model.
-        layout: name of one.
-        folder: for the run.
-        without: idioms that are left out.
+        ranks: returns the pool of so many ranks.
+        without: numbers of idioms that are left out.
     """
     keys, dp = LAYOUTS[layout]
     error = _error_of(ranks, seed, keys, dp, folder / "many", without)

@@ -124,11 +124,9 @@ def row(model: Model, steps: int, stage: int, alone: RankPool, together: RankPoo
     """Return the cells of a row.
 
     Args:
-        model: of the row.
-        steps: to train.
         stage: of ZeRO.
         alone: the data-parallel ranks without a pipeline.
-        together: with one.
+        together: the ranks with a pipeline.
     """
     dims = {"dp": alone.world_size, "pp": together.world_size // alone.world_size}
     cells = []

@@ -134,7 +134,7 @@ class RankPool:
         """Start the processes.
 
         Args:
-            alone_s: that a task may take once one rank has returned.
+            alone_s: seconds that a task may take once one rank has returned.
         """
         self.world_size = world_size
         self.device = device

@@ -32,7 +32,6 @@ def row(case: Case, pools: dict[int, RankPool]) -> list[str]:
     """Return the cells of a row.
 
     Args:
-        case: its shape and stage.
         pools: by their number of ranks.
     """
     with tempfile.TemporaryDirectory() as base:

@@ -97,7 +97,8 @@ def recorded(
     """Run a job, of which one rank takes its time; return also its pushes, window by window.
 
     Args:
-        slow: the rank; None: each of them waits for as long as its draws say.
+        slow: number of the rank that takes its time; None: each of them waits for as long as its
+            draws say.
     """
     rank, _ = world()
     records: list[list[Made]] = []
@@ -127,10 +128,7 @@ def simulate(
     """Train one process on gradients that come in a recorded order, with recorded versions.
 
     Args:
-        keys: of the job.
-        initial: parameters.
         windows: pushes of each window, in the order of their updates.
-        num_ranks: that divided the samples.
     """
     dtype = torch.bfloat16 if keys.get("precision") == "bf16" else torch.float32
     model = make_gpt(**GPT, tied=False)

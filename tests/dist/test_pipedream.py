@@ -63,8 +63,6 @@ def simulate(
     """Train one process on gradients that are late by as much as the paper says.
 
     Args:
-        keys: of the job.
-        initial: parameters.
         drains: after which steps the pipeline is drained.
         dp: parts of a step's samples, whose gradients are added up.
     """

@@ -44,9 +44,6 @@ def trained(
     """Run the job on the ranks of a shape.
 
     Args:
-        pool: of its ranks.
-        folder: of the run.
-        case: the shape, and the stage of ZeRO.
         source: folder of the run to go on from; None: from the beginning.
         steps: in all, each of which is saved.
     """

@@ -48,7 +48,6 @@ class Watch:
     def __init__(self, device: torch.device, *, holds: bool) -> None:
         """
         Args:
-            device: of the rank.
             holds: have the device stand still at the beginning of each step, until the host has
                 queued all of it.
         """
@@ -150,8 +149,6 @@ def train(
     """Train a job on this rank; return what makes the host wait from the third step on.
 
     Args:
-        keys: of the job.
-        folder: of its run.
         dims: sizes of the axes; None: all ranks are data-parallel.
         holds: as of `Watch`.
 

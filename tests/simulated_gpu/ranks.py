@@ -62,11 +62,10 @@ def run(
     by `join`.
 
     Args:
-        script: its source.
-        size: number of ranks.
+        script: its source text.
         more: variables of their environment.
         joins: false: the script calls `join` itself.
-        timeout_s: after which ranks are ended.
+        timeout_s: seconds after which ranks are ended.
         settings: of the simulated GPUs.
     """
     source = _HEAD + ("join()\n" if joins else "") + textwrap.dedent(script)

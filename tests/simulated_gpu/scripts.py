@@ -22,9 +22,9 @@ def run(
     """Return what a script prints.
 
     Args:
-        script: its source.
+        script: its source text.
         more: variables of its environment.
-        timeout_s: after which it is ended, and the test fails.
+        timeout_s: seconds after which the process is ended, and the test fails.
         settings: of the simulated GPUs.
     """
     done = subprocess.run(

@@ -320,10 +320,7 @@ def trace(draw: random.Random, num_streams: int, most: int, count: int) -> list[
     """Allocations and frees at random.
 
     Args:
-        draw: of sizes and moves.
-        num_streams: that they are spread over.
         most: bytes that are in use at once.
-        count: of moves.
     """
     moves: list[Move] = []
     alive: list[tuple[int, int, int]] = []

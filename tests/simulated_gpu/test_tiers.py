@@ -20,7 +20,7 @@ def on_device(call: str, **settings: Any) -> Any:
     """Return what a function of `tiers_cases.py` returns in a process with a simulated GPU.
 
     Args:
-        call: in Python.
+        call: of the function, in Python.
         settings: as of `scripts.run`.
     """
     script = f"""

@@ -75,7 +75,7 @@ def pieces_of_pinned_memory(in_parts: bool) -> str:
     """Copy pieces that lie across ranges, and beyond what could be pinned.
 
     Args:
-        in_parts: that lie in one range each.
+        in_parts: each piece lies in one range.
     """
     refuses = count(-3)  # the fourth range is one too many
     register = accelerator.register_host_memory
@@ -148,7 +148,7 @@ def losses(
     """Return the losses of some steps, and then a number for each parameter.
 
     Args:
-        place: of this process.
+        place: rank, number of ranks, and of those that hold one copy of the states.
         has_side_stream: reductions move on in a stream of their own.
     """
     rank, size, shard_size = place
@@ -199,8 +199,7 @@ def differing(
 
     Args:
         cases: stage, tiers of parameters, gradients and optimizer, schedule.
-        folder: of the disk.
-        place: of this process.
+        place: as for `losses`.
     """
     found: list[Any] = []
     expected: dict[Any, list[float]] = {}

@@ -176,8 +176,6 @@ def forge_record(path: Path, rank: int, change: Callable[[Any], None] | None) ->
     """Change the record of a rank, and all digests of it. Its length may change.
 
     Args:
-        path: of the step.
-        rank: whose record it is.
         change: of its JSON; None: it becomes something else.
     """
     info = read_step(path).files[rank]

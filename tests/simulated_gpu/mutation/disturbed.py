@@ -126,10 +126,6 @@ def _unless(site: Site | None, wait: Callable[..., Any], reached: set[Any]) -> C
 def disturbed(site: Site | None, seed: int) -> Iterator[set[tuple[str, int]]]:
     """Take out the waits below a call; None: none, and all else is the same.
 
-    Args:
-        site: where.
-        seed: of what comes late.
-
     Yields:
         The lines of `zrun_core` below which something was waited for, as they are reached.
     """

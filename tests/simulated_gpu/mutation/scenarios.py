@@ -78,11 +78,8 @@ def _job(size: int, dims: dict[str, int] | None = None, **keys: Any) -> Scenario
 def _loop(size: int, stage: int, *, drops: bool = False, **options: Any) -> Scenario:
     """Return a user's own loop, that saves, loads, reads and writes parameters.
 
-    Args:
-        size: of ranks.
-        stage: of ZeRO.
-        drops: it drops gradients, and computes them again.
-        options: of `zrun_core.shard`.
+    With `drops` it drops gradients, and computes them again. `options` are those of
+    `zrun_core.shard`.
     """
 
     def train(folder: str) -> Any:
@@ -252,10 +249,8 @@ def play(name: str, site: tuple[Any, ...] | None, seed: int, folder: str) -> dic
     """Train a scenario without the wait at a site, or with all of them.
 
     Args:
-        name: of the scenario.
         site: fields of a `Site`; None: no wait is taken out.
-        seed: of delays.
-        folder: of all ranks.
+        folder: shared by all ranks.
 
     Returns:
         "result", a digest of what it comes to; "reached", lines of the runtime below which

@@ -20,9 +20,7 @@ def added_to(
     """Return `environment` with what makes NVML tell of the boards; as it is where it has some.
 
     Args:
-        environment: of a process that shall find simulated GPUs.
-        devices: how many of them the host has.
-        memory: bytes of each.
+        memory: bytes of each GPU.
     """
     if _DESCRIPTION in environment:
         return environment

@@ -38,7 +38,6 @@ def launch(
         call: is given the memory of `reads` and then of `writes`, as tensors of the CPU.
         reads: tensors of the device that it only reads.
         writes: tensors of the device that it writes, and may read.
-        name: of the kernel, in messages and traces.
     """
     number = next(_numbers)
     _calls[number] = call

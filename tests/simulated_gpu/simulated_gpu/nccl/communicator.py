@@ -71,9 +71,7 @@ class Communicator:
         """Queue a kernel behind what the current stream was given.
 
         Args:
-            name: of the operation.
             kernel: called with the `Kernels` of this communicator and the tensors.
-            reads, writes: on the device.
             is_collective: it takes its turn with those of other communicators.
             on_current: it runs on the current stream.
 

@@ -60,8 +60,6 @@ class Wire:
 
         Args:
             store: torch's, which all of them share.
-            name: of the communicator in it.
-            rank: of this one, among `size`.
             goes_on: asked now and then; once it is false, this raises.
 
         Raises:
@@ -118,8 +116,8 @@ class Wire:
 
         Args:
             operation: the same at both ends.
-            outgoing: bytes for each receiver.
-            incoming: where those of each sender go.
+            outgoing: bytes for each receiver, by rank.
+            incoming: where the bytes of each sender go, by rank.
             hangs_when_lost: a rank that has ended keeps this one waiting.
 
         Raises:

@@ -178,10 +178,8 @@ def run(name: str, folder: Path, changes: list[str], limit: Limit | None = None)
     """Run the job in a process of its own.
 
     Args:
-        name: of the run.
-        folder: with the job; its disk has the states.
-        changes: of the job's keys.
-        limit: on the memory of all of it.
+        folder: has the job; the states lie on its disk.
+        limit: on the memory of all processes of the run; None: none.
     """
     run_dir = folder / name
     zrun_train = [sys.executable, "-m", "zrun", "train", "job.yaml"]

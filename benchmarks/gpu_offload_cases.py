@@ -255,11 +255,7 @@ def run_split(bench: Bench) -> None:
 
 
 def largest(device_bytes: int, host_bytes: int) -> tuple[Shape, float]:
-    """Return the deepest model that fits, and the least fraction that leaves the device.
-
-    Args:
-        device_bytes, host_bytes: for states.
-    """
+    """Return the deepest model that fits, and the least fraction that leaves the device."""
     depth = 1
     while True:
         shape = Shape(dim=5120, depth=depth + 1, heads=40)
@@ -328,8 +324,7 @@ def roofline_s(ceilings: dict[str, Any], shape: Shape, moved: float, schedule: s
     behind backward, and parameters up behind the update, where a link is as fast as those.
 
     Args:
-        moved: parameters that are updated on the host.
-        schedule: of these updates.
+        moved: how many parameters are updated on the host.
     """
     if "gemm_tflops" not in ceilings:
         return None

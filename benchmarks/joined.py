@@ -27,10 +27,7 @@ def prepare(keys: Mapping[str, Any], axis: str, ranks: int, rank: int) -> Traine
     """Build this rank's part of a model, ready to be given its batches.
 
     Args:
-        keys: of the job.
         axis: along which the ranks are, "pp" or "tp".
-        ranks: of the job.
-        rank: this one.
     """
     heap.keep_freed_memory()  # as a worker does, unless the environment has said more
     job = JobConfig.model_validate(keys)

@@ -103,7 +103,6 @@ def run(cells: Sequence[Cell], results: Results, path: Path) -> None:
     Args:
         cells: in the order of their axes.
         results: filled.
-        path: of the file to write on.
     """
     alone = RankPool(1)
     processes: dict[Cell, Found] = {}
@@ -134,9 +133,8 @@ def judged(
     """Train a cell, and compare.
 
     Args:
-        cell: to train.
-        alone: one rank.
-        pool: the ranks of its axes.
+        alone: pool of one rank.
+        pool: that of the ranks of its axes.
         processes: what one process came to, by cell; filled.
         bases: what cells with all states on the device came to; filled.
     """

@@ -206,9 +206,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 def _cells(row: dict[str, Any], in_memory: list[float]) -> list[str]:
     """Return the cells of a row after its name.
 
-    Args:
-        row: of a way that ran.
-        in_memory: by round, seconds of a step whose states stay.
+    `in_memory` has the seconds of a step whose states stay in memory, by round.
     """
     turns = row["turns"]
     times = [statistics.median(turn["times"]) for turn in turns]

@@ -71,11 +71,7 @@ def _looped(
 ) -> Seconds:
     """Time the forwards and backwards of a stage's modules in a loop, without messages.
 
-    Args:
-        own: the modules.
-        batches: tokens and targets of each micro-batch.
-        seat: of the stage.
-        sharded: zrun's model, told of each pass; None: nobody is.
+    `sharded` is zrun's model, which is told of each pass; None: nobody is told.
     """
     hidden = torch.randn(*batches[0][0].shape, seat.shape.dim)
     is_first, is_last = seat.rank == 0, seat.rank == STAGES - 1

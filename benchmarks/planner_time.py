@@ -111,11 +111,9 @@ def timed(what: str, family: str, job: Path, overrides: list[str], steps: int) -
     """Estimate a job, and run it.
 
     Args:
-        what: the job, in the table.
-        family: its model and number of ranks.
-        job: its file.
+        what: the job, as the table calls it.
+        family: the job's model and number of ranks.
         overrides: keys that replace those of the file.
-        steps: to train.
     """
     given = [*overrides, f"steps={steps}", *_ALONE]
     answer = json.loads(_zrun("estimate", str(job), *given, "--json"))

@@ -29,9 +29,7 @@ def take_turns(
 
     Args:
         systems: by name; every other round begins with the last one.
-        rounds: of all systems.
-        run: runs one of them; its record has `error` if it failed.
-        path: of a JSON file.
+        run: runs one system; its record has `error` if it failed.
     """
     width = max(map(len, systems))
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in systems}
@@ -57,7 +55,7 @@ def of_ranks(ranks: Sequence[Mapping[str, Any]], warmup: int, cores: int) -> dic
 
     Args:
         ranks: what each has measured: see `worker.measure_steps`.
-        warmup: steps that are not timed.
+        warmup: first steps that are not timed.
         cores: of the machine, to tell steps that other programs disturbed.
     """
     times = [max(each) for each in zip(*(rank["times"] for rank in ranks), strict=True)]

@@ -28,7 +28,6 @@ def main(
     """Meet the other ranks, and write what `measure` returns: (how to set up, request, rank).
 
     Args:
-        measure: trains, and looks.
         load: imports a system by its name.
     """
     request_path = Path(sys.argv[1])
@@ -107,8 +106,6 @@ def measure_steps(
     """Train, and look at the machine around every step.
 
     Args:
-        training: of this rank.
-        steps: how many.
         batch: tokens and targets of a step.
 
     Returns:

@@ -303,3 +303,56 @@ def test_no_schedule_is_compared_by_its_name() -> None:
                 texts = {n.value for n in ast.walk(node) if isinstance(n, ast.Constant)}
                 found += [(module, node.lineno)] if names & texts else []
     assert found == []
+
+
+def _private_with_args(node: ast.AST, *, is_private: bool = False) -> list[str]:
+    """Return the private functions whose docstrings list arguments.
+
+    Private are those with one underscore before their name, those in functions, and the methods of
+    private classes.
+    """
+    found = []
+    for child in ast.iter_child_nodes(node):
+        hides = is_private
+        if isinstance(child, ast.ClassDef):
+            hides = is_private or child.name.startswith("_")
+        elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+            if is_private or re.match(r"_(?!_)", child.name):
+                text = ast.get_docstring(child) or ""
+                found += [child.name] if re.search(r"^ *Args:", text, re.MULTILINE) else []
+            hides = True
+        found += _private_with_args(child, is_private=hides)
+    return found
+
+
+def test_private_functions_list_no_arguments() -> None:
+    """What their signatures do not say is in their first sentences."""
+    found = {
+        name: _private_with_args(_tree(name)) for name in _modules() if name.split(".")[0] == "zrun"
+    }
+    assert {name: functions for name, functions in found.items() if functions} == {}
+
+
+def test_the_walk_tells_private_functions() -> None:
+    doc = '"""Do it.\n\n    Args:\n        size: in bytes.\n    """'
+    text = f"""
+class Shown:
+    def __init__(self, size):
+        {doc}
+    async def _within(self, size):
+        {doc}
+
+class _Hidden:
+    def __init__(self, size):
+        {doc}
+
+def shown(size):
+    {doc}
+    if size:
+        def inner(size):
+            {doc}
+
+def _other(size):
+    \"\"\"Args are listed elsewhere.\"\"\"
+"""
+    assert _private_with_args(ast.parse(text)) == ["_within", "__init__", "inner"]

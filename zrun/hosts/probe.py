@@ -374,7 +374,7 @@ def own_address(known: str | None, towards: Sequence[str]) -> str | None:
     Args:
         known: address at which the launcher reached this host; it is taken if it is its own. None:
             it is not known.
-        towards: addresses of others, to one of which there is a route.
+        towards: names or addresses of others, to one of which there is a route.
     """
     if known is not None:
         is_own = any(known in found for found in addresses().values())

@@ -28,11 +28,6 @@ def expected_traffic(
     backwards, unless a parameter is accessed outside of its module: micro-batches under way share
     what one of them has pinned. Which units the passes need was recorded while they ran: frozen
     ones without a gradient are gathered once.
-
-    Args:
-        sharded: the model.
-        num_steps: optimizer steps.
-        num_micro_batches: total of all steps.
     """
     gatherer = sharded.gatherer
     return exchange.expected_traffic(
@@ -48,12 +43,7 @@ def expected_traffic(
 
 
 def planned_moves(sharded: ShardedModel, micro_batches: int) -> dict[Move, int]:
-    """Return the bytes that a step should move between tiers. It holds as `expected_traffic`.
-
-    Args:
-        sharded: the model.
-        micro_batches: of the step.
-    """
+    """Return the bytes that a step should move between tiers. It holds as `expected_traffic`."""
     if sharded.tiers is None:
         return {}
     states = sharded.settings.states

@@ -167,14 +167,12 @@ class _TargetCollector:
         leaf_names: Sequence[str],
         whole_blocks: bool,
     ) -> None:
-        """
-        Args:
-            model: on any device.
-            param_bytes: by name, each parameter under its first name only.
-            bucket: bytes; a module that is larger is divided into its children.
-            unit_names: regexes of modules that become units of their own.
-            leaf_names: regexes of modules that are targets as they are.
-            whole_blocks: repeated blocks are targets as they are.
+        """Get ready to walk `model`, on any device.
+
+        A module of more than `bucket` bytes is divided into its children. `unit_names` are regexes
+        of modules that become units of their own, and `leaf_names` of those that are targets as
+        they are, as repeated blocks are with `whole_blocks`. `param_bytes` has each parameter under
+        its first name only.
         """
         self._param_bytes = param_bytes
         self._bucket = bucket
@@ -293,10 +291,7 @@ def _merge(
 ) -> Iterator[list[WrapTarget]]:
     """Yield runs of neighbouring targets under one parent that fit the bucket together.
 
-    Args:
-        targets: in order of registration.
-        size_of: bytes of a target.
-        bucket: bytes that a run of more than one target must not exceed.
+    `targets` are in order of registration; only a run of one target may exceed `bucket` bytes.
     """
     run: list[WrapTarget] = []
     size = 0
@@ -489,11 +484,8 @@ def running_norm_params(model: nn.Module) -> set[int]:
 def _kept_until_pass_ends(targets: Sequence[WrapTarget], name_of: dict[int, str]) -> set[str]:
     """Return parameters in use while others come and go.
 
-    They are of containers themselves, or used by several modules.
-
-    Args:
-        targets: of the model.
-        name_of: by identity of a parameter, its first name.
+    They are of containers themselves, or used by several modules. `name_of` has the first name of a
+    parameter, by its identity.
     """
     kept = set()
     for target in targets:

@@ -70,9 +70,6 @@ class ImplicitPasses:
 
         Args:
             module: the outermost one.
-            gatherer: of the model.
-            reducer: of the model.
-            autocast: returns the context of a forward.
             accumulate: backwards of one optimizer step.
         """
         self._gatherer = gatherer

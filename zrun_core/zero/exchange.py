@@ -136,10 +136,6 @@ class Exchange(Ownership):
         """Return the bytes that a rank sends of a unit, by kind of collective.
 
         Args:
-            unit: what is exchanged.
-            states: for the format of gradients.
-            mesh_info: the rank's place.
-            gathers: number of all-gathers.
             reductions: number of reduce-scatters; 0 for a frozen unit.
             sums: number of all-reduces over the replicas; 0 for a frozen unit.
         """
@@ -163,7 +159,6 @@ def all_reduce_numel(numel: int, ranks: int, index: int) -> int:
 
     Args:
         numel: elements that are summed.
-        ranks: of the group.
         index: of the one that sends.
     """
     if ranks == 1:
@@ -183,8 +178,6 @@ def shared_sum_bytes(
     """Return the bytes that a rank sends at a step's end to sum gradients: `Reducer.sum_shared`.
 
     Args:
-        layouts: all units of the rank.
-        states: the stage's policy.
         mesh_info: the rank's place among data-parallel ranks.
         axis: `TENSOR` or `TIED`: with the ranks along it, it sums what they have too.
         place: how many ranks these are, and which of them this one is.
@@ -224,7 +217,6 @@ def planned_gathers(layouts: Sequence[UnitLayout], states: StatePolicy) -> list[
 
     Args:
         layouts: all units of the rank, in order of registration.
-        states: the stage's policy.
     """
     found = []
     if not states.layer_major:
@@ -255,11 +247,6 @@ def expected_traffic(
     modules each run once per forward.
 
     Args:
-        layouts: all units of the rank.
-        states: the stage's policy.
-        exchange: ring or parameter server.
-        counts: of the steps.
-        mesh_info: the rank's place.
         gathers: by layout, how often a unit that is resharded after use is gathered per
             micro-batch, or per step in layer-major order; None: as `planned_gathers`.
     """

@@ -120,7 +120,6 @@ def fake_parameters(
     Args:
         model: on any device; it may be fake already, as in a trace.
         dtype: that parameters have in training; those of norms with running statistics are fp32.
-        device: that trains.
         shapes: by identity of a parameter, another shape than its own.
     """
     mode = _mode_of(model) or FakeMode()

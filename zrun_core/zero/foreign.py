@@ -15,8 +15,6 @@ def remove_param(module: nn.Module, key: str, stand_in: torch.Tensor) -> None:
     """Remove a parameter; code that looks at it finds `stand_in`.
 
     Args:
-        module: that has it.
-        key: its name there.
         stand_in: of the same shape, no parameter.
     """
     del module._parameters[key]
@@ -39,7 +37,6 @@ def only_params(model: nn.Module, names: Container[str]) -> Iterator[None]:
     """Remove all parameters of `model` but these inside, and put them back.
 
     Args:
-        model: on any device.
         names: first names of those that stay.
     """
     stay = {id(param) for name, param in model.named_parameters() if name in names}

@@ -69,7 +69,6 @@ class Gatherer:
         """
         Args:
             units: of the model, in order of registration.
-            comm: collectives of this rank.
             prefetch: units that are gathered ahead of their use, of those resharded after use.
             sees_lookups: access to a parameter outside of its module calls `unshard_on_access`.
         """
@@ -188,10 +187,8 @@ class Gatherer:
     def _refresh_up_to(self, unit: FlatUnit | None) -> None:
         """Gather the units that are being updated, up to `unit` and what comes after it.
 
-        All ranks do it in the one order of updates, whatever they need first.
-
-        Args:
-            unit: that is needed now; None: all of them.
+        All ranks do it in the one order of updates, whatever they need first. `unit` is needed now;
+        None: all of them are.
         """
         ahead = self._prefetch
         while self._updating:
@@ -223,11 +220,7 @@ class Gatherer:
 
     @contextmanager
     def evaluation(self, chunk: int = 0) -> Iterator[None]:
-        """Run a forward inside that no backward follows. It may come between other passes.
-
-        Args:
-            chunk: that it goes through.
-        """
+        """Run a forward inside that no backward follows. It may come between other passes."""
         before = self.micro
         micro = MicroPass(chunk)
         self.begin_pass(micro, PassKind.EVAL)

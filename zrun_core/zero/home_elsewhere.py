@@ -51,7 +51,6 @@ class AwayHome(Home, Protocol):
         Args:
             source: [n].
             start: where the first of them goes.
-            accumulate: add.
             look: is given what is there afterwards, [n], as soon as that is known.
 
         Returns:
@@ -71,10 +70,8 @@ class OnHost:
         """Take memory of the arena.
 
         Args:
-            tiers: of the rank.
             kind: what the bytes are counted as.
             capacity: elements that it may have; it has all of them until `grow` says otherwise.
-            dtype: of them.
         """
         self._tiers = tiers
         self._kind = kind
@@ -178,11 +175,8 @@ class OnDisk:
         """Reserve the extents.
 
         Args:
-            tiers: of the rank.
             kind: of the state, whose slots it passes through.
-            name: of the state, for messages.
             capacity: elements that it may have; 0: `grow` says how many.
-            dtype: of them.
             own: first and last + 1 of those that `fetch` brings; None: all.
         """
         self._tiers = tiers

@@ -24,7 +24,6 @@ def square_norm_of(
     Args:
         units: that it counts; none on a stage of a pipeline that is frozen.
         norms_of: the 2-norms of pieces of the gradient in a part of a unit, 0-d each.
-        device: of the result.
     """
     total = torch.zeros((), dtype=torch.float64, device=device)
     evidence: UnitNorms = []
@@ -55,9 +54,6 @@ class ModelGrad:
         """
         Args:
             units: of the model; frozen ones are left out.
-            reducer: of their gradients.
-            mesh: the groups of this rank.
-            comm: its collectives.
         """
         self._units = [unit for unit in units if unit.trainable]
         # Ranks along these axes hold equal copies of a unit: the first one counts it in norms.

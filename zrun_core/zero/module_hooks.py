@@ -117,12 +117,8 @@ class ModuleHooks:
         """Register the hooks.
 
         Args:
-            module: a target of auto-wrapping.
             units: that a call of it needs, own ones or tied ones.
             leaf: gathered and reduced as a whole, whatever runs inside.
-            gatherer: of the model.
-            reducer: of the model.
-            name: of the module, for a profile.
         """
         self._name = name
         self._spans = gatherer.spans
@@ -258,9 +254,7 @@ class UnshardOnAccess(dict[str, Any]):
     ) -> None:
         """
         Args:
-            original: `module._parameters`.
             unit_of: by identity of a parameter, its unit.
-            gatherer: of the model.
         """
         super().__init__(original)
         self._unit_of = unit_of
@@ -300,11 +294,7 @@ def install(
     """Connect the modules of `model` to its units.
 
     Args:
-        model: the user's module.
-        units: all of its units.
         hooked: as `WrapPlan.hooked`: module, indices of the units that it needs, whether a leaf.
-        gatherer: of the model.
-        reducer: of the model.
         watched: modules where access to a parameter is noticed; not those that are compiled.
     """
     names = {id(module): name or type(model).__name__ for name, module in model.named_modules()}

@@ -144,7 +144,6 @@ def last_nonfinite(layout: UnitLayout, flat: torch.Tensor, start: int) -> tuple[
     """Find the last parameter that is not finite in a range of a unit.
 
     Args:
-        layout: of the unit.
         flat: [any length], its elements from `start` on, without padding.
         start: counted from the unit's beginning.
 
@@ -181,12 +180,6 @@ class Inspector:
     """
 
     def __init__(self, units: Sequence[FlatUnit], comm: Comm, mesh: Mesh) -> None:
-        """
-        Args:
-            units: of this rank's model.
-            comm: its collectives.
-            mesh: the groups of this rank.
-        """
         self._units = [unit for unit in units if unit.trainable]
         self._comm = comm
         self._world = mesh.world
@@ -222,11 +215,7 @@ class Inspector:
         return max(found, default=None)
 
     def find(self, losses: Sequence[float]) -> Culprit | None:
-        """Find what was not finite in the step that has just been skipped. Collective.
-
-        Args:
-            losses: of this rank's micro-batches.
-        """
+        """Find what was not finite in the step that has just been skipped. Collective."""
         summed = self._last(self._grads())
         largest = None
         if self._own is None and summed is None and all(map(math.isfinite, losses)):
@@ -240,9 +229,6 @@ class Inspector:
         """Find the unit, from the norms that the step was judged by, after its gradient is gone.
 
         Collective.
-
-        Args:
-            losses: of this rank's micro-batches.
         """
         bad = []
         for units, norms in self.norms:

@@ -32,7 +32,6 @@ class ParkedCall(Generic[T]):
         """
         Args:
             call: begins with the first `go_on`. Context variables are those of this moment.
-            name: of the thread.
         """
         self.is_over = False
         self._call: Callable[[], T] | None = call

@@ -75,9 +75,6 @@ class PushPull:
     def take_room(self, num_ranks: int) -> list[list[torch.Tensor]]:
         """Return memory for the gradients of other ranks, for good.
 
-        Args:
-            num_ranks: of them.
-
         Returns:
             By rank as `gradients`.
         """
@@ -133,9 +130,6 @@ class PushPull:
             gradients: by rank as `gradients`, in the order in which they are added; undefined
                 afterwards.
             has_grad: by rank.
-            lr: learning rate of all groups.
-            divisor: of the gradient.
-            is_finite: the losses are.
         """
         sharded = self._sharded
         with torch.no_grad():

@@ -69,10 +69,6 @@ class Reducer:
         """
         Args:
             units: all units of the model, in order of registration; frozen ones are left out.
-            policy: what the ZeRO stage reduces when.
-            exchange: the collectives of a unit.
-            mesh: the groups of this rank.
-            comm: its collectives.
         """
         self._comm = comm
         self._mesh = mesh
@@ -153,9 +149,8 @@ class Reducer:
     def _all_reduce_parts(self, units: Sequence[FlatUnit], all_reduce: _AllReduce) -> None:
         """Sum with other ranks the part of each gradient that this rank updates.
 
-        Args:
-            units: the same ones on each of them, in one order.
-            all_reduce: begins to, given scratch for what arrives.
+        `units` are the same ones on each of them, in one order. `all_reduce` begins the sum, given
+        scratch for what arrives.
         """
         for unit in units:
             self._under_way.advance()
@@ -189,13 +184,14 @@ class Reducer:
         """Begin the backward of `micro`.
 
         Args:
-            micro: whose forward has run.
             boundary: it is meant to be the last of the optimizer step: after it the gradients are
                 summed over all ranks. If another one follows all the same, the sum is made anew.
             awaits_slices: no unit is complete before its slice: see `begin_slice`.
         """
         order = self.order.of_chunk(micro.chunk)
         if micro.chunk in self._summed:
+            # The last backward was not the last after all. The next sum must contain its sum once:
+            # the first replica keeps that, and the others begin with zeros.
             counts_here = self._mesh.replicate.index == 0
             for unit in order:
                 if unit.grad.keeps_partial_sums:
@@ -215,6 +211,7 @@ class Reducer:
         )
         expected = grads.awaited | self.order.left_for_end
         for unit in order:
+            # No module of it ran in forward: its turn does not wait for gradients.
             if not micro.num_calls[unit.index] and unit.index not in expected:
                 grads.complete.add(unit.index)
         micro.grads = grads
@@ -244,8 +241,6 @@ class Reducer:
         """Move the gradient of a parameter into the flat one of its unit.
 
         Args:
-            micro: whose backward runs.
-            unit: of the parameter.
             number: of the parameter in its unit.
             is_added: it is there already: see `adds_at_once`.
 
@@ -257,6 +252,8 @@ class Reducer:
         index = unit.index
         is_issued = index in grads.issued
         if unit.grad.unsharded is None or (is_issued and index not in grads.late):
+            # The first gradient of the unit, or the first since its reduction was issued, which
+            # may still read the buffer of the ones before.
             scratch = self._under_way.take_scratch(unit.layout.padded_numel)
             unit.grad.begin(scratch, goes_on=grads.reduces and unit.grad.has_partial)
         if is_issued:
@@ -288,7 +285,6 @@ class Reducer:
         after the other, whichever modules they have run.
 
         Args:
-            micro: whose backward runs.
             units: indices of units, each of one slice only.
         """
         assert micro.grads is not None
@@ -366,11 +362,8 @@ class Reducer:
     ) -> None:
         """Begin to sum a gradient over ranks, and say where the sum goes from there.
 
-        Args:
-            unit: whose gradient it is.
-            unsharded_grad: [padded_numel], complete.
-            is_late: the unit was reduced before in this backward.
-            boundary: the step's gradient is complete with this one.
+        `unsharded_grad`, [padded_numel], is complete. With `is_late` the unit was reduced before in
+        this backward; at a `boundary` the step's gradient is complete with this one.
         """
         recv_buffer = self._recv_buffer(unit)
         late_sum = None
@@ -378,7 +371,7 @@ class Reducer:
         into = unit.local_part(unsharded_grad)  # where the sum stays until it is added, or leaves
         accumulate = unit.grad.is_reduced
         scratch = [recv_buffer]
-        if unit.grad.leaves and is_late:
+        if unit.grad.leaves and is_late:  # the first sum of this backward is there: add to it
             leaves = Sum(into, accumulate=True, is_last=boundary)
             accumulate = False
         elif unit.grad.leaves:
@@ -389,10 +382,10 @@ class Reducer:
                 unit.grad.load(into)
                 scratch.append(into)
             leaves = Sum(into, accumulate=unit.grad.is_reduced and not accumulate, is_last=boundary)
-        elif is_late:
+        elif is_late:  # beside the first sum, and added to it once it is there
             accumulate = False
             late_sum = into
-        else:
+        else:  # straight to where the gradient is kept
             into = unit.grad.sum_buffer()
         handle = self._exchange.reduce_grad(
             self._comm,

@@ -72,7 +72,6 @@ class ReduceOrder:
         Args:
             units: all units of the model, in order of registration; frozen ones are left out.
             together: the ranks that reduce in one order.
-            comm: its collectives.
         """
         self.units: Sequence[FlatUnit] = _first_guess([unit for unit in units if unit.trainable])
         self.chunks = {unit.layout.chunk for unit in self.units}
@@ -105,7 +104,6 @@ class ReduceOrder:
 
         Args:
             used: indices of units, trained or not, in the order in which forward came to them.
-            chunk: that it went through.
         """
         if chunk in self._recorded | self._foreseen:
             return
@@ -117,7 +115,6 @@ class ReduceOrder:
         """Adopt the order of a chunk's first backward.
 
         Args:
-            seen: as of `adopt`.
             chunk: that the backward has gone through.
         """
         if chunk not in self._recorded:
@@ -131,7 +128,6 @@ class ReduceOrder:
 
         Args:
             seen_here: indices of units, in the order in which this rank completed them, or will.
-            chunk: whose units they are.
         """
         by_index = {unit.index: unit for unit in self.of_chunk(chunk)}
         seen = list(seen_here)

@@ -98,7 +98,6 @@ class Reductions:
         """
         Args:
             ring: scratch for flat gradients and for what arrives from other ranks.
-            dtype: of the reductions.
         """
         self._ring = ring
         self._dtype = dtype
@@ -132,12 +131,7 @@ class Reductions:
         self._in_flight.append(reduction)
 
     def add_leaving(self, sent: Transfer, scratch: list[torch.Tensor]) -> None:
-        """Look after a gradient that is on its way to its home elsewhere.
-
-        Args:
-            sent: the transfer.
-            scratch: that it lies in.
-        """
+        """Look after a gradient that is on its way to its home elsewhere."""
         self._leaving.append(_Leaving(sent, scratch))
 
     def advance(self) -> None:

@@ -111,9 +111,6 @@ class ShardedModel:
         Args:
             module: on any device, also meta; its parameters keep their identity.
             read: full value of a parameter, by name, asked for once per parameter.
-            settings: of sharding and of the update.
-            mesh: the groups of this rank.
-            comm: its collectives.
             first_unit: number of units of models before this one: messages are told apart by it.
             table: by parameter name, its part in a tensor of the whole model; absent: all of one.
             chunk_of: by parameter name, its chunk of a pipeline where the rank has several.
@@ -168,8 +165,6 @@ class ShardedModel:
         """Give the model its optimizer.
 
         Args:
-            spec: class and arguments.
-            groups: options of each parameter group.
             group_of: number of the group of a parameter.
         """
         self.settings = replace(self.settings, optimizer=spec)
@@ -243,7 +238,6 @@ class ShardedModel:
 
         Args:
             loss: 0-d, of the forward of `micro`; it is scaled against underflow.
-            micro: result of `forward`.
             boundary: this is the last backward of the optimizer step.
         """
         with self.backward_pass(micro, boundary=boundary):
@@ -254,7 +248,6 @@ class ShardedModel:
         """Run the backward that ends `micro` inside, whatever it begins with.
 
         Args:
-            micro: result of `forward`.
             boundary: this is the last backward of the optimizer step, through its chunk.
         """
         self.gatherer.begin_pass(micro, PassKind.BACKWARD)
@@ -352,7 +345,6 @@ class ShardedModel:
         """Find the parameter, or the rank's loss, for which the last step was skipped. Collective.
 
         Args:
-            losses: of this rank's micro-batches.
             is_late: the next step's gradient is there already: only the unit is known.
         """
         self.settle_updates()

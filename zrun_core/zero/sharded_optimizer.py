@@ -69,8 +69,6 @@ class ShardedOptimizer:
         """
         Args:
             units: all units of the model; frozen ones are left out.
-            spec: class and arguments of the optimizer.
-            groups: options of each parameter group.
             group_of: number of the group of a parameter.
             ring: memory that may be taken while units are updated together.
             comm: for the norms of layer-wise optimizers.
@@ -206,7 +204,6 @@ class ShardedOptimizer:
 
         Args:
             order: as of `start`.
-            tiers: whose worker updates.
 
         Returns:
             What is over when these reads have begun, and are counted.
@@ -246,7 +243,6 @@ class ShardedOptimizer:
             lr, has_grad: as of `step`.
             decide: returns what all ranks have decided about the step; it may wait.
             order: of the units that forward will need first.
-            tiers: whose worker updates.
             delayed: the next forward does not wait, and uses the parameters of now.
         """
         by_unit = {
@@ -308,10 +304,8 @@ class ShardedOptimizer:
     def _give_back_holes(self, num_made: int) -> None:
         """Give the system back what states have left that were made on the heap and moved.
 
-        Of a model that does not fit in memory, these holes would not fit either.
-
-        Args:
-            num_made: bytes of states that the last update has made.
+        Of a model that does not fit in memory, these holes would not fit either. `num_made` are the
+        bytes of states that the last update has made.
         """
         self._made_bytes += num_made
         if self._made_bytes > _MOST_HOLES:
@@ -410,12 +404,9 @@ def _update(
 ) -> None:
     """Update one unit.
 
-    Args:
-        has_grad: by parameter of the unit.
-        lr, grad_scale, found_inf: as of `ShardedOptimizer.step`.
-        grad: that it is updated by; None: its own.
-        keeps_params: update the masters only.
-        meanwhile: as of `UnitOptimizer.update`.
+    `grad` is what it is updated by (None: its own gradient), and `has_grad` is by parameter of the
+    unit. With `keeps_params` only the masters are updated. `meanwhile` is as of
+    `UnitOptimizer.update`, the rest as of `ShardedOptimizer.step`.
     """
     unit = update.unit
     update.begin_update()

@@ -151,8 +151,6 @@ def wrap_plan(
 
     Args:
         model: on any device, also meta.
-        settings: of sharding.
-        mesh_info: the rank's place.
         table: by parameter name, its part in a tensor of the whole model; absent: all of one, or
             that of a tile.
         chunk_of: as of `auto_wrap`.
@@ -179,8 +177,6 @@ def check_model_fits(model: nn.Module, settings: ShardingConfig, mesh: Mesh, com
     Args:
         model: the user's module, which may be on the meta device, not tiled yet.
         settings: as of `ShardedModel`.
-        mesh: the groups of this rank.
-        comm: its collectives.
 
     Raises:
         PreflightError: this rank has no room for the states.
@@ -196,12 +192,6 @@ def check_states_fit(
     layouts: Sequence[UnitLayout], settings: ShardingConfig, mesh: Mesh, comm: Comm
 ) -> None:
     """Refuse a model whose states this rank cannot hold, before anything of it is allocated.
-
-    Args:
-        layouts: of the units.
-        settings: what is kept of them, and what a rank may take.
-        mesh: the groups of this rank.
-        comm: its collectives, whose device holds the states.
 
     Raises:
         PreflightError: the states alone take more than a rank has.
@@ -233,10 +223,6 @@ def planned_buffers(
     """Return all that a rank allocates for its units, on every tier.
 
     Args:
-        layouts: of the units.
-        settings: of sharding.
-        mesh_info: the rank's place.
-        device: that trains.
         is_apart: the host tier is apart from a CPU: see `Tiers`.
     """
     return settings.states.rank_buffers(

@@ -56,12 +56,7 @@ class SlicedPasses:
         """Register a hook on each block of `module`, before those of its units.
 
         Args:
-            module: the model.
             loss: the user's loss function, which may have attributes.
-            gatherer: of its units.
-            reducer: of their gradients.
-            forward_context: as above.
-            device: as above.
 
         Raises:
             JobError: it has no repeated blocks.

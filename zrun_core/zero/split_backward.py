@@ -28,7 +28,6 @@ class SplitBackward:
     def __init__(self, sharded: ShardedModel, late: Iterable[nn.Parameter]) -> None:
         """
         Args:
-            sharded: the model.
             late: parameters whose gradients are made in the second pass. Those of their units wait
                 for it too; others are added up in the first one, where nothing speaks against it.
         """
@@ -74,7 +73,6 @@ class SplitBackward:
         """Make the gradients that `input_pass` has held, and reduce them; this ends `micro`.
 
         Args:
-            micro: of which `input_pass` has run.
             boundary: as of `ShardedModel.backward_pass`.
         """
         held = micro.held

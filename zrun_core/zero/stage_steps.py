@@ -51,9 +51,6 @@ class StageSteps:
 
         The gradient is not clipped or divided. The stage's ranks skip the update together if it is
         not finite: the next version has the values of the last one.
-
-        Args:
-            lr: learning rate of all groups.
         """
         sharded = self.sharded
         comm = sharded.comm

@@ -219,7 +219,6 @@ def read_tiles(model: nn.Module, read: Read) -> Read:
     """Return a function that reads parameters of `model` where `read` knows those of the linears.
 
     Args:
-        model: with tiled linears.
         read: value of a parameter by its name in the untiled model: looked up by name, or that of
             the parameter itself.
     """

@@ -144,17 +144,10 @@ class FlatUnit:
 
         Args:
             index: number of the unit in the model.
-            layout: where its parameters lie.
             params: the module's parameters, as in `layout.slots`.
             leaf: gathered and reduced as a whole, whatever runs inside of its module.
-            policy: what the ZeRO stage keeps.
-            exchange: the collectives of the unit.
             shard: the ranks that divide the unit.
-            replicate: the ranks with equal shards.
             mesh_info: this rank's place in both groups.
-            device: where what is on the device lies.
-            pool: memory for units while they are unsharded.
-            placement: of its states.
             tiers: of this rank; needed where a state is elsewhere.
         """
         self.index = index
@@ -169,6 +162,7 @@ class FlatUnit:
         self.placement = placement
         self.tiers = tiers
         self._param_away: AwayHome | None = None
+        # A rank that has all of it, on the device, would have nothing to gather it from.
         leaves = shard.size > 1 or placement.param is not Tier.DEVICE
         self.reshard_after_use = leaves and layout.numel > 0 and policy.reshard_after_use(layout)
         self.state = UnitState.SHARDED if self.reshard_after_use else UnitState.UNSHARDED
@@ -433,7 +427,11 @@ class FlatUnit:
         self.window.release()
 
     def mark_stale(self) -> None:
-        """After an update of the local elements: those that other ranks update must be gathered."""
+        """After an update of the local elements: those that other ranks update must be gathered.
+
+        While an update runs beside training, the unit counts as stale too: so `unshard`, which does
+        nothing for a unit that is unsharded, comes to wait for it.
+        """
         if not self.exchange.goes_stale(self.mesh_info) and not self.update_side.is_running:
             return
         assert self._handle is None
@@ -544,6 +542,7 @@ class FlatUnit:
             return
         is_stale = self.reshard_after_use or self.exchange.goes_stale(self.mesh_info)
         if self.state is UnitState.SHARDED and not is_stale:
+            # Only the update that ran made it stale, and this rank updates all of it.
             self.state = UnitState.UNSHARDED
             self.set_param_data()
 

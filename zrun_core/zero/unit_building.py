@@ -57,11 +57,7 @@ def build_units(
     """Allocate units, fill them, and make the module's parameters views of them.
 
     Args:
-        planned: the units.
         read: asked for once per parameter.
-        settings: of sharding and of the update.
-        mesh: the groups of this rank.
-        comm: its collectives.
         first_unit: number of the first one.
         apart: copies to a host tier that is apart from a CPU: see `Tiers`.
 

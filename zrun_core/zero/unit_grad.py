@@ -43,12 +43,7 @@ class UnitGrad:
     """
 
     def __init__(self, unit: FlatUnit, device: torch.device) -> None:
-        """Take the memory of its home.
-
-        Args:
-            unit: whose gradient it is.
-            device: where gradients are computed.
-        """
+        """Take the memory of its home."""
         self._unit = unit
         self._away: AwayHome | None = None
         self.keeps_partial_sums = False
@@ -191,9 +186,6 @@ class UnitGrad:
 
         The next sum must contain this one once: one of the ranks that hold it keeps it, and the
         others start from zero.
-
-        Args:
-            counts_here: this rank keeps it.
         """
         total = self.fetch()
         if not counts_here:

@@ -57,9 +57,6 @@ class UnitOptimizer:
     ) -> None:
         """
         Args:
-            unit: trainable.
-            spec: class and arguments of the optimizer.
-            groups: options of each parameter group.
             group_of: number of the group of a parameter.
             number_of: by name of a tensor, its number in the model.
             scratch: of the thread that updates this unit. Optimizers share it that take turns.
@@ -164,7 +161,6 @@ class UnitOptimizer:
         """Give the optimizer another state of one of `pieces`.
 
         Args:
-            piece: whose state.
             state: as the optimizer keeps it; a tensor with dimensions stands for one of its format
                 with a number for each element. None: the piece is as if it was never updated.
 

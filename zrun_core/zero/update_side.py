@@ -152,7 +152,6 @@ class UpdateSide:
 
         Args:
             updating: is over when the update is.
-            delayed: only `FlatUnit.settle` waits.
         """
         self._updating = updating
         self.is_delayed = delayed

@@ -47,9 +47,6 @@ class Updates:
         """
         Args:
             units: of the model; frozen ones are left out.
-            settings: when updates run.
-            reducer: of their gradients.
-            comm: collectives of this rank.
             tiers: what it has beside its device; None if no state lives there.
         """
         self.optimizer: ShardedOptimizer | None = None

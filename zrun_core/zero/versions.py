@@ -51,11 +51,7 @@ class Versions:
         self.newest = 0
 
     def show(self, version: int) -> None:
-        """Let the module compute with a version.
-
-        Args:
-            version: that is still there.
-        """
+        """Let the module compute with a version."""
         age = self.newest - version
         assert 0 <= age < self._num_versions, f"version {version} is gone"
         shown = self._views[(self._place - age) % self._num_versions]

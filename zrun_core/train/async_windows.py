@@ -67,11 +67,7 @@ class AsyncWindows:
     ) -> None:
         """
         Args:
-            context: of the runner.
             loader: of the data; a rank reads whatever share it computes.
-            emitter: is told of the pushes of each window, on the server.
-            runner: of micro-batches.
-            asked_to_stop: returns whether a signal has come to this rank.
 
         Raises:
             JobError: the dataset has no indices.
@@ -165,9 +161,7 @@ class AsyncWindows:
     ) -> _Done:
         """Compute shares, push and pull, until the window is over.
 
-        Args:
-            steps, first, lr_of: as of `run`.
-            rows: by step, to which the numbers of its shares are added.
+        The numbers of a share are added to the row of its step. The rest is as of `run`.
         """
         sizes = [len(step.samples) for step in steps]
         share = self._channel.begin(WindowPlan(sizes, lr_of))
@@ -201,11 +195,7 @@ class AsyncWindows:
     ) -> tuple[Push, list[torch.Tensor]]:
         """Compute the gradient of a share.
 
-        Args:
-            share: of the window.
-            batches: its micro-batches.
-            first: number of the window's first step.
-            row: the share's numbers are added to those of its step.
+        The numbers of the share are added to `row`; the window's first step has number `first`.
 
         Returns:
             What is told with the gradient, and the shares of the loss.
@@ -229,13 +219,7 @@ class AsyncWindows:
             row.add(grad_norm=record.grad_norm(step), skipped=float(step in record.skipped))
 
     def _tell(self, record: WindowRecord, step: int, num_steps: int) -> None:
-        """Emit how late the gradients of the window came.
-
-        Args:
-            record: of the server.
-            step: the last one.
-            num_steps: of the window.
-        """
+        """Emit how late the gradients of the window came."""
         self._emitter.emit(
             "pushes",
             step=step,
@@ -254,10 +238,7 @@ class AsyncWindows:
     ) -> list[IssuedStep]:
         """Return what this rank knows of each step: its part of the window, divided evenly.
 
-        Args:
-            first: number of the first step.
-            done: by this rank.
-            lr_of: learning rate of each step.
+        `done` is what this rank has computed; `first` is the number of the first step.
         """
         num_steps = done.num_steps
         clocks = _divided(self._clock.restart(), self._runner.waited, num_steps)

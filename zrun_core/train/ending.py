@@ -45,13 +45,6 @@ class EndRequests:
         emitter: Emitter,
         progress: Progress,
     ) -> None:
-        """
-        Args:
-            stop: the signals of this process.
-            hooks: whose `wish` asks for the end.
-            comm, world: all ranks of the run.
-            progress: of the run, for the event of a signal.
-        """
         self.progress = progress
         self.must_stop = False
         self.early: Ending | None = None

@@ -39,14 +39,7 @@ class Evaluations:
         """
         Args:
             config: `eval` of the job; None: nothing is evaluated.
-            sharded: the model.
-            evaluator: walks the held-out data.
-            recorder: told what an evaluation found.
             checkpointer: told of it too, for the best step; None: nothing is saved.
-            ending: where an early stop is asked for.
-            hooks: of the user.
-            phase: told what this rank does.
-            emitter: of warnings.
         """
         self.is_owed = False
         self._config = config

@@ -70,15 +70,6 @@ class Evaluator:
         asked_to_stop: Callable[[], bool],
         runner: MicroBatchRunner,
     ) -> None:
-        """
-        Args:
-            spec: of the run.
-            sharded: the model.
-            held_out: the data, and the user's functions.
-            phase: told of each batch.
-            asked_to_stop: returns whether a signal has asked this rank for the end.
-            runner: runs forward passes.
-        """
         self._spec = spec
         self._sharded = sharded
         self._held_out = held_out

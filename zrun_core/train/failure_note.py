@@ -28,10 +28,6 @@ def report(
     """Write the note of a failure, and print it to the rank's log.
 
     Args:
-        error: that ended the rank.
-        run_dir: of the run.
-        rank: of this process.
-        phase: what the rank did.
         trainer: None: it failed before there was one.
 
     Returns:
@@ -85,12 +81,7 @@ def _in_a_line(error: BaseException) -> str:
 
 
 def in_users_terms(error: BaseException, phase: str) -> BaseException:
-    """Return the `ZrunError` of an exception that is no bug of the runtime; else the exception.
-
-    Args:
-        error: any exception.
-        phase: what the rank did.
-    """
+    """Return the `ZrunError` of an exception that is no bug of the runtime; else the exception."""
     if isinstance(error, ZrunError):
         return error
     told: ZrunError | None

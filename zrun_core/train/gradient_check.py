@@ -169,12 +169,6 @@ class PartialGradients:
     """What this rank has of the gradients of a step, seen as `Updates.watcher`."""
 
     def __init__(self, units: Sequence[FlatUnit], names: Sequence[str], device: Any) -> None:
-        """
-        Args:
-            units: of this rank's model.
-            names: of the parameters that are asked for.
-            device: that computes.
-        """
         self._units = [unit for unit in units if unit.trainable]
         self._places = {name: place for place, name in enumerate(names)}
         self.counts = torch.zeros(len(names), dtype=torch.float64, device=device)
@@ -224,9 +218,7 @@ def _batches(ranges: Sequence[TensorRange]) -> Iterator[list[TensorRange]]:
 def _places(in_memory: torch.Tensor, part: TensorPart) -> torch.Tensor:
     """Return the places of elements of a tensor in the order of its dimensions, int64.
 
-    Args:
-        in_memory: their places in its memory order.
-        part: of the tensor.
+    `in_memory` has their places in its memory order.
     """
     contiguous = contiguous_stride(part.shape)
     if part.stride == contiguous:
@@ -240,10 +232,8 @@ def _places(in_memory: torch.Tensor, part: TensorPart) -> torch.Tensor:
 def _add(row: torch.Tensor, values: torch.Tensor, places: torch.Tensor) -> None:
     """Add elements of a gradient to its row.
 
-    Args:
-        row: [65], of the gradient.
-        values: 1-D.
-        places: of them in the gradient, int64.
+    `row`, [65], is of the gradient; `values` are 1-D, and `places`, int64, say where in the
+    gradient they are.
     """
     values = values.double()
     row[0] += values.square().sum()
@@ -277,11 +267,6 @@ def compare_gradients(
 
     Args:
         whole: on rank 0.
-        names, numels: of it, on all ranks.
-        partial: of this rank.
-        dtype: of the forwards.
-        comm: of this rank.
-        world: all ranks.
 
     Returns:
         None where one is not finite, as where halves overflow: then nothing is told.

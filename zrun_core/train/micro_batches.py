@@ -164,11 +164,7 @@ class MicroBatchRunner:
         self._num_evaluated = 0
 
     def evaluate(self, call: Callable[[], T]) -> T | None:
-        """Return what a forward without gradients returns; None where its end is elsewhere.
-
-        Args:
-            call: runs the forward.
-        """
+        """Return what a forward without gradients returns; None where its end is elsewhere."""
         number = self._num_evaluated
         self._num_evaluated += 1
         with self._sharded.evaluation(), self._drawing(0, number):
@@ -188,11 +184,6 @@ class MicroBatchRunner:
         """Return what a forward returns that is no part of training; None as of `evaluate`.
 
         It draws by block.
-
-        Args:
-            call: runs the forward.
-            watcher: is told what the nodes that this rank runs return.
-            draw: which random numbers it draws.
         """
         drawing = self._draws.of_micro(0, draw)
         walk = DrawingWalk(self._draws, watcher)
@@ -206,7 +197,6 @@ class MicroBatchRunner:
         what the first `trial` draws.
 
         Args:
-            batch: of this rank.
             see: is told of the gradients as `Updates.watcher` is.
         """
         sharded = self._sharded
@@ -375,11 +365,8 @@ class LayerMajorRunner(MicroBatchRunner):
     ) -> None:
         """Run an action.
 
-        Args:
-            action: to run.
-            micro_batches: of the step.
-            sums: a micro-batch adds its numbers at its end.
-            shares: of the loss, by micro-batch: to be differentiated, and then without graphs.
+        At its end a micro-batch adds its numbers to `sums`. `shares` are those of the loss, by
+        micro-batch: to be differentiated at first, and then without graphs.
         """
         number = action.micro
         turns_round = action.chunk == self._passes.num_slices - 1

@@ -50,13 +50,7 @@ EXCHANGES: Mapping[str, type[Exchange]] = {
 
 
 def make_settings(job: JobConfig, optimizer: OptimizerSpec, device: torch.device) -> ShardingConfig:
-    """Return how a job's model is sharded and updated.
-
-    Args:
-        job: the job.
-        optimizer: as resolved from `optim`.
-        device: of this rank.
-    """
+    """Return how a job's model is sharded and updated."""
     settings = shard_settings(job.zero, job.precision, job.activations, device, compile=job.compile)
     offload = job.offload
     exchange = EXCHANGES[job.sync]()
@@ -84,8 +78,6 @@ def shard_settings(
     """Return how a model is sharded; its optimizer is chosen later.
 
     Args:
-        zero, precision, activations: sections of a job.
-        device: of this rank.
         compile: whether repeated blocks are compiled, and so are units of their own.
     """
     return ShardingConfig(
@@ -116,11 +108,6 @@ def parallelize(
     """Transform a built model in place and shard it.
 
     Args:
-        built: the model, and how its values are read.
-        job: says what to transform.
-        settings: of the sharding.
-        mesh: groups of this rank.
-        comm: carries the collectives.
         inputs: moves what blocks are recomputed from; None: it stays on the device.
         parts: of the model's pipeline; None: it has none.
         divided: the slices of its layers that this rank has; None: it has all.
@@ -177,7 +164,6 @@ def offloaded_inputs(
 
     Args:
         tier: on which they wait for backward, as of `Placement`.
-        mesh: groups of this rank.
         comm: knows its device, and who is to learn that it waits for a disk.
         folder: on the disk, where that is the tier.
         host_memory: bytes that the ranks of this host may take of its memory; None: what is free.
@@ -197,12 +183,7 @@ def offloaded_inputs(
 
 
 def moved_share(layouts: Sequence[UnitLayout], placement: Placement) -> list[str]:
-    """Return a note of what a share of the states comes to, since whole units leave the device.
-
-    Args:
-        layouts: of all units.
-        placement: of their states.
-    """
+    """Return a note of what a share of the states comes to, since whole units leave the device."""
     away = place(layouts, placement)
     if not away and placement.fraction == 0 and not placement.is_on_device:
         return ["offload.fraction 0: every state stays on the device"]
@@ -234,8 +215,6 @@ def transform(
     outside of the graph too.
 
     Args:
-        model: the user's.
-        zero, precision, activations: sections of a job.
         compile: whether to compile each repeated block.
         inputs: moves what blocks are recomputed from; None: it stays on the device.
         spans: name recomputations for a profile; None: there is none.

@@ -103,15 +103,6 @@ class PipeDreamWindows:
         runner: PipeDreamRunner,
         clock: StepClock,
     ) -> None:
-        """
-        Args:
-            job: says when the pipeline must be drained.
-            stages: of the pipeline.
-            sharded: this rank's stage.
-            loader: of this rank's micro-batches.
-            runner: of their actions.
-            clock: of steps.
-        """
         self._job = job
         self._most = num_flowing(job.parallel.schedule, stages, 1)
         self._sharded = sharded
@@ -154,7 +145,6 @@ class PipeDreamWindows:
         """Run a window. Collective.
 
         Args:
-            steps: as read.
             first: number of the first one.
             lr_of: returns the learning rate of each, counted from 0.
             wishes_of: returns at the end what else ranks sum, named as fields of `StepTotals`.
@@ -222,10 +212,8 @@ class PipeDreamWindows:
 def _totals(numbers: list[float], num_steps: int, names: Sequence[str]) -> list[StepTotals]:
     """Return the totals of each step of a window.
 
-    Args:
-        numbers: summed over all ranks: a row of `_COLUMNS` for each step, then wishes.
-        num_steps: of the window.
-        names: of the wishes.
+    `numbers`, summed over all ranks, are a row of `_COLUMNS` for each step, then the wishes, of
+    which `names` has the names.
     """
     found = totals_of(numbers, _COLUMNS, num_steps, names)
     return [

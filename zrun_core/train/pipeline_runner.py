@@ -49,8 +49,6 @@ class PipelineRunner(MicroBatchRunner):
         """
         Args:
             context: as of every runner.
-            stage: of this rank.
-            links: to the other stages.
         """
         super().__init__(context)
         self._step = 0

@@ -100,12 +100,9 @@ class Profiles:
     ) -> None:
         """
         Args:
-            run: that is profiled.
-            sharded: its model.
             emit: of events, with their type first.
             take_request: says whether this process was asked since the last call.
             pauses: called before a profile begins or ends, which is part of no step.
-            goes_on: called after that.
         """
         self._run = run
         self._comm = sharded.comm
@@ -243,10 +240,7 @@ class Profiles:
     def _refuse(self, request: str | None, why: str, planned: _Planned | None = None) -> None:
         """Say on the main rank why there is no profile.
 
-        Args:
-            request: id of who asked; None: the job did.
-            why: in words.
-            planned: the profile, if it was.
+        `request` is the id of who asked; None: the job did. `planned` is the profile, if it was.
         """
         if self._rank == 0:
             what = "the profile" if planned is None else f"the profile of {planned.in_words()}"
@@ -258,9 +252,7 @@ class Profiles:
     def _begin(self, planned: _Planned, first: int) -> None:
         """Begin a profile: it is on for all ranks, and traces some of them.
 
-        Args:
-            planned: what is asked for.
-            first: the step that comes, after the one asked for where the run goes on later.
+        `first` is the step that comes: after the one asked for, where the run goes on later.
         """
         self._current = _Planned(first, planned.last, planned.ranks, planned.request)
         if self._rank not in planned.ranks:
@@ -279,8 +271,7 @@ class Profiles:
     def _end(self, done: int) -> None:
         """End the profile that is on.
 
-        Args:
-            done: the last step that was made.
+        `done` is the last step that was made.
         """
         current, self._current = self._current, None
         if current is not None:
@@ -289,9 +280,7 @@ class Profiles:
     def _write(self, current: _Planned, done: int) -> None:
         """End the trace of this rank, if it is traced, and write it.
 
-        Args:
-            current: the profile that is on.
-            done: the last step that was made.
+        `done` is the last step that was made.
         """
         profiler, self._profiler = self._profiler, None
         if profiler is None:

@@ -19,7 +19,6 @@ def join(rank: int, world_size: int, device: torch.device, limits: LimitsConfig)
     """Meet the other ranks where ZRUN_STORE says, or at torchrun's address without it.
 
     Args:
-        rank: of this process.
         world_size: number of ranks; one rank has nobody to meet.
         device: of this rank; a GPU becomes the current one.
         limits: seconds that ranks may take to arrive, and one collective to wait.

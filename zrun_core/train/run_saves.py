@@ -44,14 +44,7 @@ class RunSaves:
         """
         Args:
             checkpointer: None: nothing is saved.
-            sharded: the model.
-            progress: counters of the run.
             read_totals: reads the totals of the last step, if they were not read yet.
-            state: returns what of a save is not a tensor.
-            ending: a run that stops is saved when it leaves.
-            hooks: of the user.
-            phase: told what this rank does.
-            clock: of steps, whose time a save is not part of.
         """
         self._checkpointer = checkpointer
         self._sharded = sharded

@@ -21,7 +21,6 @@ def make_runner(context: RunnerContext, stage: Stage | None) -> MicroBatchRunner
     """Return what runs the micro-batches of a job's steps.
 
     Args:
-        context: of the runner; its job names the schedule.
         stage: of a pipeline; None: there is none.
     """
     facts = context.spec.job.parallel.facts
@@ -46,15 +45,7 @@ def make_windows(
     runner: MicroBatchRunner,
     asked_to_stop: Callable[[], bool],
 ) -> Windows | None:
-    """Return what runs the steps of a job, where ranks do not meet after each; None: they do.
-
-    Args:
-        context: of the runner.
-        loader: of this rank's micro-batches.
-        emitter: of events.
-        runner: of the micro-batches.
-        asked_to_stop: returns whether a signal has come to this rank.
-    """
+    """Return what runs the steps of a job, where ranks do not meet after each; None: they do."""
     if isinstance(runner, PipeDreamRunner):
         sharded = context.sharded
         stages = sharded.mesh.pipe.size

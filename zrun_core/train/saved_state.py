@@ -43,16 +43,6 @@ class SavedState:
         ending: EndRequests,
         emitter: Emitter,
     ) -> None:
-        """
-        Args:
-            job: of the run.
-            recorder: holds the counters.
-            loader: holds the place in the data.
-            scaler: of the loss.
-            evaluations: of the held-out data.
-            ending: knows why the run ends early.
-            emitter: of warnings.
-        """
         self.last_saved = (-1, -1)
         self.is_resumed = False
         self._job = job
@@ -65,11 +55,7 @@ class SavedState:
         self._emitter = emitter
 
     def shared_numbers(self, lr: float) -> dict[str, float]:
-        """Return the numbers that must be equal on all ranks, by name.
-
-        Args:
-            lr: learning rate of the next update.
-        """
+        """Return the numbers that must be equal on all ranks, by name."""
         progress = self._progress
         return {
             "step": progress.steps,
@@ -131,10 +117,8 @@ class SavedState:
     def _check_position(self, resumed: Resumed, cursor: int, before: int | None) -> None:
         """Refuse a position that means other samples now.
 
-        Args:
-            resumed: where the run goes on from.
-            cursor: position in the stream of samples.
-            before: samples of the dataset when it was saved; None if it had no length.
+        `cursor` is its position in the stream of samples; `before` is how many samples the dataset
+        had when it was saved, None if it had no length.
         """
         now = self._loader.num_samples
         if not shifts(cursor, before, now, shuffle=self._job.data.shuffle):

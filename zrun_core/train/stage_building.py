@@ -60,10 +60,6 @@ def build_stage(
     Args:
         model: the user's, whole, before it is transformed and sharded.
         forward: runs the loss of a micro-batch, with autocast as in training.
-        job: says how to cut.
-        settings: of its sharding.
-        mesh: groups of this rank.
-        device: that trains.
 
     Raises:
         JobError: the model cannot be cut so.
@@ -120,11 +116,6 @@ def cut(job: JobConfig, flow: ModelFlow, pp: int) -> tuple[Split, Mapping[str, t
 
     Each rank refuses what one stage must.
 
-    Args:
-        job: the job.
-        flow: of its model.
-        pp: stages.
-
     Raises:
         JobError: the model cannot be cut so.
     """
@@ -142,11 +133,6 @@ def cut(job: JobConfig, flow: ModelFlow, pp: int) -> tuple[Split, Mapping[str, t
 
 def _split_of(job: JobConfig, flow: ModelFlow, pp: int) -> Split:
     """Return the chunks that a job asks for.
-
-    Args:
-        job: the job.
-        flow: of its model.
-        pp: stages.
 
     Raises:
         JobError: the model has not as many blocks, or others.

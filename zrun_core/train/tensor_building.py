@@ -26,7 +26,6 @@ def planned(model: nn.Module, parallel: ParallelConfig) -> TensorPlan | None:
 
     Args:
         model: the user's, before it is cut into stages.
-        parallel: section of the job.
 
     Raises:
         JobError: it cannot be divided as the job says.
@@ -47,10 +46,7 @@ def plan_tensors(
 
     Args:
         model: the user's, before it is cut into stages.
-        parallel: section of the job.
         forward: runs the loss of a batch.
-        dtype: that parameters have in training.
-        device: that trains.
 
     Returns:
         The plan, None where the model is not divided; and notes for the user.
@@ -80,8 +76,6 @@ def divide_model(
 
     Args:
         model: the user's, or what a stage of a pipeline has of it.
-        plan: of the whole model.
-        parallel: section of the job.
         comm: of the ranks that have slices of the same layers.
         parts: of the pipeline; None: there is none.
 
@@ -101,8 +95,6 @@ def input_partition(
 
     Args:
         activations, parallel: sections of the job. With slices of the sequence they are slices.
-        mesh: groups of this rank.
-        comm: carries the collectives.
     """
     if not activations.partition or parallel.sequence:
         return None

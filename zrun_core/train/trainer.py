@@ -74,7 +74,6 @@ class StepWatcher(Protocol):
         """See what this rank has read for a step.
 
         Args:
-            micro_batches: of this rank.
             positions: in the stream, of all ranks.
         """
         ...
@@ -120,15 +119,7 @@ class Trainer:
     ) -> None:
         """
         Args:
-            spec: of the run.
-            sharded: the model, with its optimizer.
-            loader: of this rank's micro-batches.
-            functions: of the user.
             schedule: factor of the learning rate, by number of updates.
-            emitter: of events.
-            phase: told what this rank does.
-            stop: signals of this process.
-            draws: streams that forwards draw from, if the job says so.
             checkpointer: None: nothing is saved.
             stage: of a pipeline; None: there is none.
         """
@@ -501,8 +492,7 @@ class Trainer:
     def _read_totals(self, *, between_steps: bool = True) -> None:
         """Read the totals of the step that was issued last, if they were not read yet.
 
-        Args:
-            between_steps: no gradient of the next step is there yet.
+        `between_steps` says that no gradient of the next step is there yet.
 
         Raises:
             JobError: ranks that compute the same samples have read different ones.
@@ -545,11 +535,9 @@ class Trainer:
     ) -> None:
         """Count a step, tell of it, and look at its numbers.
 
-        Args:
-            issued, totals, epoch: as of `Recorder.step`.
-            losses: of its micro-batches, on this rank.
-            samples: its positions in the data.
-            late: the next step's gradient is there already.
+        `losses` are those of its micro-batches, on this rank, and `samples` its positions in the
+        data. `late` says that the next step's gradient is there already. The rest is as of
+        `Recorder.step`.
         """
         self.recorder.step(issued, totals, epoch)
         if self.watcher is not None:
@@ -595,9 +583,6 @@ class Trainer:
 
         That is parameters, counters, loss scale, learning rate and the order of samples. The
         streams of `zrun_core.distributed.rng` are a rank's own: see docs/faults.md.
-
-        Args:
-            lr: learning rate of the next update.
 
         Raises:
             DivergedError: it is not equal.

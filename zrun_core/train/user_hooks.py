@@ -126,11 +126,6 @@ class Hooks:
         """
         Args:
             functions: by their keys: on_start, on_step, on_eval, on_save, on_end.
-            sharded: the model.
-            recorder: knows what a context tells, and records what hooks tell.
-            runner: knows how a hook may call the model.
-            run_dir: of the run.
-            phase: told when a hook is called.
         """
         self._functions = functions
         self._runner = runner
@@ -148,7 +143,6 @@ class Hooks:
         """Call the hook `name`, if the job has it, and emit the metrics that it records.
 
         Args:
-            name: its key.
             facts: fields of the context that differ from what the recorder knows.
 
         Raises:

@@ -188,10 +188,6 @@ class ValueCheck:
         Args:
             batch: the first micro-batch of this rank, on its device.
             loss: the user's loss function; None: the model returns its loss.
-            precision: of the run.
-            streams: of this rank.
-            mesh: its groups.
-            global_size: samples of a step.
         """
         self._batch = batch
         self._global_size = global_size
@@ -204,13 +200,7 @@ class ValueCheck:
         self.whole = WholeForward()
 
     def run_whole(self, built: Built, device: torch.device, free_bytes: int) -> None:
-        """Run the forward of the whole model; of all ranks, on rank 0.
-
-        Args:
-            built: the model, before it is divided.
-            device: that trains.
-            free_bytes: of its memory.
-        """
+        """Run the forward of the whole model; of all ranks, on rank 0."""
         if self._mesh.world.index:
             return
         numel = sum(param.numel() for param in built.module.parameters())
@@ -262,11 +252,7 @@ class ValueCheck:
     ) -> WholeForward:
         """Return what a forward has come to, with the gradients, or why they are not compared.
 
-        Args:
-            whole: without them.
-            model: with its values.
-            device: that trains.
-            limit: bytes that activations may take.
+        `whole` is what it has come to; activations may take `limit` bytes.
         """
         saved = SavedTensors(model, limit)
         draws = self._streams.forwards
@@ -301,11 +287,7 @@ class ValueCheck:
     ) -> dict[str, torch.Tensor]:
         """Run a forward and its backward; return the rows of the gradients by name.
 
-        Args:
-            model: with its values.
-            device: that trains.
-            saved: counts what the forward keeps.
-            walk: through its nodes.
+        `saved` counts what the forward keeps, and `walk` goes through its nodes.
         """
         scaler = LossScaler(self._precision, device)
         with ExitStack() as stack:
@@ -350,7 +332,6 @@ class ValueCheck:
         """Run the forward with what each rank has, and compare. Collective over all ranks.
 
         Args:
-            runner: of forwards.
             sharded: what this rank has of the model.
             regions: where its activations are slices; None: nowhere.
 
@@ -414,10 +395,7 @@ class ValueCheck:
     ) -> list[str]:
         """Make a step that updates nothing, and compare its gradients. Collective over all ranks.
 
-        Args:
-            runner: makes the step.
-            sharded: the model of this rank.
-            names, numels: of the parameters that have a gradient in the whole model.
+        `names` and `numels` are of the parameters that have a gradient in the whole model.
 
         Returns:
             Notes for the user.
@@ -569,7 +547,6 @@ def not_compared(why: str, what: str = "") -> str:
 
     Args:
         why: in words for the user.
-        what: of it, if not all.
     """
     return f"{what}not compared before training with what the whole model computes: {why}"
 

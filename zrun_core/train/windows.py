@@ -83,7 +83,6 @@ class Windows(Protocol):
         """Run a window, or the steps of it before somebody had to stop. Collective.
 
         Args:
-            steps: as read.
             first: number of the first one.
             lr_of: returns the learning rate of each, counted from 0.
             wishes_of: returns at the end what else ranks sum, named as fields of `StepTotals`.
@@ -95,9 +94,7 @@ def steps_until_due(job: JobConfig, steps: int, most: int) -> int:
     """Return the steps of a window that ends where something looks at the whole model.
 
     Args:
-        job: says when it is saved, evaluated or compared.
         steps: made so far.
-        most: steps of any window.
     """
     saves = None if job.checkpoint is None else job.checkpoint.every
     evaluations = None if job.eval is None else job.eval.every
@@ -117,7 +114,6 @@ def totals_of(
     Args:
         numbers: summed over all ranks: for each step a row of `columns`, then wishes.
         columns: names of a step's numbers, as in `StepTotals`.
-        num_steps: of the window.
         wishes: names of theirs, which come with the last step. Those of `columns` are left out.
     """
     width = len(columns)

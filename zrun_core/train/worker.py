@@ -652,10 +652,8 @@ def _end_value_check(
 ) -> list[str]:
     """Compare what this rank's part of the model computes; return notes for the user.
 
-    Args:
-        check: or why there is none; None: this rank has all of the model.
-        trainer: of the model.
-        divided: the slices of its layers that this rank has; None: it has all.
+    `check` may be why there is none; None: this rank has all of the model. `divided` has the slices
+    of its layers that this rank has; None: it has all of them.
     """
     if check is None:
         return []

@@ -39,9 +39,6 @@ class ActivationModel:
     ) -> None:
         """
         Args:
-            cost_model: knows of which micro-batches a trace tells, and of which a formula.
-            job: says which blocks are recomputed.
-            hardware: that they run on.
             device_type: "cuda" or "cpu".
         """
         self._cost_model = cost_model
@@ -60,7 +57,6 @@ class ActivationModel:
         """Return the largest live set of a stage.
 
         Args:
-            candidate: the configuration.
             stage: its blocks, and the micro-batches that it holds.
             steady: bytes that are there anyway, by phase.
 
@@ -118,8 +114,6 @@ class ActivationModel:
         """Return the bytes that the allocator holds beyond those in use at the peak.
 
         Args:
-            candidate: the configuration.
-            peak: of it.
             moments: bytes of each moment that the optimizer keeps on the device.
         """
         if self._cost_model.uses_formula(candidate.key) or candidate.dims.pp > 1:

@@ -87,7 +87,6 @@ class Bounds:
 
         Args:
             number: of the candidate, in the order of enumeration.
-            candidate: to be bounded.
 
         Raises:
             KeyError: nothing tells what its micro-batches take.
@@ -227,10 +226,7 @@ class Bounds:
     ) -> tuple[float, float, float]:
         """Return the bytes of parameters, gradients and optimizer, without padding and scratch.
 
-        Args:
-            candidate: divides them by its ZeRO stage.
-            sums: of the model.
-            share: of the model's parameters, on the first pipeline stage.
+        `share` is that of the first pipeline stage in the model's parameters.
         """
         size = BYTES[candidate.precision]
         master_bytes = 4 if size < 4 else 0

@@ -76,11 +76,7 @@ class Choice:
         return alike if is_alike else otherwise
 
     def lead(self, fitting: Iterable[Estimate]) -> Lead | None:
-        """Return what comes first; None: the base does, or nothing fits.
-
-        Args:
-            fitting: what fits.
-        """
+        """Return what comes first; None: the base does, or nothing fits."""
         able = [each for each in fitting if each.time.cautious <= self.latest(each.candidate)]
         roomy = [each for each in able if self.is_roomy(each)]
         if roomy or self.replaces:
@@ -97,9 +93,7 @@ class Choice:
         """Return whether a candidate may come first.
 
         Args:
-            candidate: that was not estimated yet.
             seconds, room: bounds of its step time, and of the bytes that it leaves.
-            lead: of what was estimated.
         """
         if seconds > self.latest(candidate):
             return False

@@ -27,8 +27,6 @@ class HostModel:
     ) -> None:
         """
         Args:
-            hardware: has the nodes.
-            job: says how many processes read data, and what makes the model.
             num_params: of the whole model.
             device_type: "cuda" or "cpu".
         """
@@ -38,11 +36,7 @@ class HostModel:
         self.process_bytes = _PROCESS_BYTES[device_type]
 
     def can_build(self, world: int) -> bool:
-        """Return True if a node has room for the whole model, as its factory makes it.
-
-        Args:
-            world: ranks of all nodes.
-        """
+        """Return True if a node has room for the whole model, as its factory makes it."""
         processes = min(self._hardware.devices_per_node, world) * self.process_bytes
         return self._built_bytes + processes <= self._hardware.host_bytes
 

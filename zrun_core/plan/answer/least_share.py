@@ -15,7 +15,6 @@ def with_least_share(planner: Planner, candidate: Candidate) -> Candidate:
     The first units that leave may take more scratch than they save, so none is tried first.
 
     Args:
-        planner: of the model on its hardware.
         candidate: with a way to offload, of which the share is looked for.
 
     Raises:

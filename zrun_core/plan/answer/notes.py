@@ -17,10 +17,7 @@ def notes_of(
     """Return the notes of an estimate.
 
     Args:
-        candidate: that is estimated.
         source: where its activations come from, as `Estimate.source`.
-        subject: the model.
-        hardware: to run it on.
     """
     notes = []
     dims = candidate.dims

@@ -89,11 +89,6 @@ class Planner:
     ) -> None:
         """
         Args:
-            subject: the model, traced or as a shape.
-            hardware: to run it on.
-            job: the rest that decides: the optimizer, formats of reductions, sizes of units,
-                loaders.
-            formula: the shape of a traced model, for what was not traced.
             divide: traces a part of it, as of `Subject`.
             load: finds the optimizer that the job names as `module:attr`.
 
@@ -293,7 +288,6 @@ class Planner:
         """Return the memory and the time of a candidate.
 
         Args:
-            candidate: the configuration.
             traffic: fill in `traffic`, `moved` and `stages` of the estimate.
 
         Raises:

@@ -72,11 +72,7 @@ def search(
     slows a step least.
 
     Args:
-        subject: the model, or a planner of it.
-        hardware: to run it on.
-        space: the configurations to choose from.
         goal: "best" or "fit".
-        watch: is told how far it is.
 
     Raises:
         JobError: the space leaves nothing to choose from, or has no base to change.
@@ -226,11 +222,7 @@ class _Search:
     ) -> None:
         """Estimate those of the candidates on a heap that matter, the fastest by bound first.
 
-        Args:
-            heap: of them.
-            standing: what fits is added to it.
-            missed: what does not is.
-            most: candidates to be estimated.
+        At most `most` are estimated. What fits is added to `standing`, what does not to `missed`.
         """
         end = len(self._done) + most
         while heap and len(self._done) < end:
@@ -317,10 +309,7 @@ class _Search:
     ) -> None:
         """Estimate candidates with as many changes, but for those that ten others beat.
 
-        Args:
-            bounds: of the candidates.
-            fitting: what fits is added to it.
-            missed: what does not is.
+        What fits is added to `fitting`, what does not to `missed`.
         """
         for bound in bounds:
             room = self.capacity - bound.num_bytes
@@ -403,10 +392,8 @@ class _Search:
     ) -> SearchResult:
         """Return what was found, complete with traffic.
 
-        Args:
-            ordered: the estimates that fit, best first.
-            fitting: the same, for the front.
-            rejected: the nearest that do not fit.
+        `ordered` are the estimates that fit, best first, and `fitting` the same, for the front;
+        `rejected` are the nearest that do not fit.
         """
 
         def by_overshoot(found: Estimate) -> tuple[float, float, str]:

@@ -85,8 +85,6 @@ def candidates(
     """Yield every candidate of a space once, in a fixed order, with all states on the device.
 
     Args:
-        planner: of the model on its hardware.
-        space: the constraints.
         tracing: is told before the part of one of `tp` ranks is traced, the how many-th of how many
             such parts.
     """

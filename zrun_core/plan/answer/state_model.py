@@ -70,11 +70,7 @@ class StateModel:
     ) -> None:
         """
         Args:
-            subject: the model, traced or as a shape, and its parts.
-            job: whose states they are.
-            settings: how the job would be sharded as it is.
             device_type: "cuda" or "cpu".
-            pipeline: cuts the model into stages.
         """
         self._subject = subject
         self._job = job

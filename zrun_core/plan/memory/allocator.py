@@ -115,7 +115,6 @@ class CachingAllocator:
     def __init__(self, *, expandable: bool = False, capacity: int | None = None) -> None:
         """
         Args:
-            expandable: whether segments are expandable.
             capacity: bytes of the device; before it is exceeded, segments that are free are given
                 back. None: no limit.
         """
@@ -379,12 +378,9 @@ def simulate(
     """Replay training steps: the buffers of the states, then the timeline of each micro-batch.
 
     Args:
-        trace: of a micro-batch.
-        micro: samples of it.
         steady: bytes of each buffer that is allocated before the first step.
         accumulation: micro-batches per step; more than two change no more than two.
         late: bytes of each buffer that the first update allocates, such as an optimizer's moments.
-        expandable: whether segments are expandable.
         capacity: bytes of the device; None: no limit.
     """
     allocator = CachingAllocator(expandable=expandable, capacity=capacity)
@@ -436,10 +432,7 @@ def _replay(
 ) -> None:
     """Run one micro-batch. What is still there at the end goes then.
 
-    Args:
-        allocator: of its tensors.
-        events: of the micro-batch.
-        beside: bytes that lie in the same memory for each tensor, until the micro-batch ends.
+    `beside` are bytes that lie in the same memory for each tensor until then.
     """
     blocks: dict[int, Any] = {}
     small = []
@@ -534,8 +527,6 @@ def heap_bytes(
     """Return the size to which a CPU's heap grows in two steps.
 
     Args:
-        trace: of a micro-batch.
-        micro: samples of it.
         built: bytes of what is there and gone before the first step: the model as its factory
             makes it.
         late: bytes of what the first update makes, such as an optimizer's moments.

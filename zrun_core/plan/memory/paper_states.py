@@ -15,7 +15,6 @@ def paper_bytes(num_params: int, candidate: Candidate) -> dict[str, float]:
 
     Args:
         num_params: of the whole model.
-        candidate: says how they are divided.
     """
     dims = candidate.dims
     params = num_params / (dims.tp * dims.pp)

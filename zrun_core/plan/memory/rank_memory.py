@@ -84,7 +84,6 @@ class PipelineStage:
 
         Args:
             candidate: of which the order, and the micro-batches of a step count.
-            num_blocks: of the model.
         """
         if candidate.layer_major and num_blocks > 1:
             held = candidate.accumulation * num_blocks
@@ -104,8 +103,6 @@ class PipelineStage:
 
         Args:
             candidate: of which the schedule, and the micro-batches of a step count.
-            split: of the model.
-            index: number of the stage.
             border_bytes: that cross the border in front of each chunk, for a micro-batch.
             costs: FLOPs of each segment.
         """
@@ -153,8 +150,6 @@ def moments_of(
     Args:
         schedule: by name.
         stage: of `stages`, from 0.
-        stages: of the pipeline.
-        virtual: chunks of the stage.
         candidate: of which the micro-batches of a step count.
     """
     micro_batches = candidate.flowing
@@ -227,8 +222,6 @@ def input_bytes(
 
     Args:
         profile: of the model; None: `shape` answers.
-        shape: of the model.
-        candidate: how it is trained.
         every: one block in so many is recomputed.
     """
     if profile is not None:
@@ -270,12 +263,8 @@ def passes(
     """Return the passes of a stage of a traced model, of which one has its peak.
 
     Args:
-        profile: of the model.
-        candidate: how it is trained.
-        stage: of the pipeline.
         steady: bytes that are in use anyway, by phase.
         every: one block in so many is recomputed.
-        cuda: whether the device is a GPU.
 
     Raises:
         KeyError: it was not traced with this kind of checkpointing.
@@ -313,8 +302,6 @@ def reserved_beyond(profile: Profile, candidate: Candidate, every: int) -> int:
     """Return what the caching allocator takes from the device beyond the peak's bytes in use.
 
     Args:
-        profile: of the model.
-        candidate: how it is trained.
         every: one block in so many is recomputed.
     """
     found = simulate(
@@ -333,9 +320,6 @@ def heap_beyond(
     """Return the bytes of a CPU's heap beyond those in use at `peak`: what of it is holes.
 
     Args:
-        profile: of the model.
-        candidate: how it is trained.
-        peak: of its micro-batches.
         late: bytes of what the first update makes.
         every: one block in so many is recomputed.
     """
@@ -387,9 +371,6 @@ def by_formula(
     activations, and that of its largest matrix.
 
     Args:
-        shape: of the transformer.
-        candidate: how it is trained.
-        stage: of the pipeline.
         steady: bytes that are in use anyway, by phase.
         every: blocks of which one is recomputed, with "every_n".
     """

@@ -82,10 +82,8 @@ class PlannedModel:
         """Return the units of a rank, divided over `num_shards` ranks.
 
         Args:
-            num_shards: ranks of a shard group.
             num_parts: that units are padded to; None: as many as shards.
             split: into the stages of a pipeline; None: there is none.
-            stage: of it.
 
         Raises:
             JobError: the model cannot be cut so.
@@ -103,7 +101,6 @@ class PlannedModel:
 
         Args:
             split: into the stages of a pipeline; None: there is none.
-            stage: of it.
 
         Raises:
             JobError: the model cannot be cut so.
@@ -146,7 +143,6 @@ def settings_of(job: JobConfig, load: Callable[[str], Any], device: str) -> Shar
     """Return how `job` wants its model sharded and updated.
 
     Args:
-        job: that is planned.
         load: resolves `module:attr` of an optimizer of the user's.
         device: type of what trains, "cpu" or "cuda".
 
@@ -166,8 +162,6 @@ def plan_model(
     """Divide `model`, on any device, into units as the runtime does.
 
     Args:
-        model: to plan.
-        settings: how it is sharded.
         buffer_bytes: of the modules' buffers, where `model` itself has none to look at.
         table: as of `ShardedModel`.
         uses: by name of a parameter, the segments that use it; None: it has no pipeline.
@@ -189,11 +183,6 @@ def plan_shape(shape: TransformerShape, settings: ShardingConfig, tp: int = 1) -
     Column-parallel matrices and vocabularies are divided, and so are heads; what is added to the
     residual stream is on every rank (Shoeybi et al. 2019, "Megatron-LM", section 3). Parameters
     that a shape is said to have beyond those of its matrices are spread over the blocks.
-
-    Args:
-        shape: of the transformer.
-        settings: how it is sharded.
-        tp: tensor-parallel ranks.
 
     Raises:
         ValueError: the heads do not divide.
@@ -330,8 +319,6 @@ def mesh_info_of_rank(
     """Return a rank's place among those that share its part of the model.
 
     Args:
-        settings: how the model is sharded.
-        dims: sizes of the axes.
         rank: its coordinates.
         device: type of what trains, "cpu" or "cuda".
         tied_size: stages that have the same parameters.
@@ -359,8 +346,6 @@ def layouts_of_rank(
     """Return the units of a rank, divided as at run time.
 
     Args:
-        model: of one tensor-parallel rank.
-        settings: how it is sharded.
         rank: its coordinates.
         mesh_info: as `mesh_info_of_rank` returns it.
         split: into the stages of a pipeline; None: there is none.
@@ -386,12 +371,8 @@ def rank_buffers(
     """Return everything that a rank keeps from step to step.
 
     Args:
-        model: of one tensor-parallel rank.
-        settings: how it is sharded and updated.
-        dims: sizes of the axes.
         rank: whose buffers. The first of each axis has the most; of a pipeline's stages, so may the
             last one.
-        placement: where its states are.
         device: type of what trains, "cpu" or "cuda".
         tied_size: stages that have the same parameters, this one among them.
         split: into the stages of a pipeline; None: there is none.
@@ -432,11 +413,8 @@ def _update_scratch(
 ) -> list[Buffer]:
     """Return what the optimizer keeps from its first update on, on each tier where it updates.
 
-    Args:
-        settings: with the optimizer.
-        layouts: units of the rank.
-        away: placements of those whose states leave the device, by name.
-        device: type of what trains, "cpu" or "cuda".
+    `away` has the placements of those units whose states leave the device, by name. `device` is the
+    type of what trains, "cpu" or "cuda".
     """
     optimizer = settings.optimizer
     if optimizer is None:

@@ -86,7 +86,6 @@ class Candidate:
         """Return why its states cannot live where they are placed; "" if they can.
 
         Args:
-            optimizer: its name.
             layer_wise: all units propose an update before the first is applied.
         """
         here = self.placement

@@ -37,11 +37,6 @@ class PipelineModel:
     def __init__(
         self, subject: Profile | TransformerShape, formula: TransformerShape | None
     ) -> None:
-        """
-        Args:
-            subject: the model, traced or as a shape.
-            formula: the shape of a traced model.
-        """
         self._flow = None
         self._flow_micro = 1
         self.why_not: JobError | None = None
@@ -80,7 +75,6 @@ class PipelineModel:
         """Return the chunks of the model, as the runtime cuts it.
 
         Args:
-            dims: of which the pipeline counts.
             names: of the first block of each chunk but the first; none: as the costs are most even.
 
         Raises:
@@ -103,22 +97,13 @@ class PipelineModel:
         return self._splits[key]
 
     def crossing_bytes(self, block: int, micro: int) -> float | None:
-        """Return the bytes that cross the border before a block; None: of a shape.
-
-        Args:
-            block: its number.
-            micro: samples of the micro-batch.
-        """
+        """Return the bytes that cross the border before a block; None: of a shape."""
         if self._flow is None:
             return None
         return sum(self._crossing(block)) * micro / self._flow_micro
 
     def tied(self, split: Split) -> tuple[tuple[int, ...], int]:
-        """Return the stages that share tied parameters, and the elements of these.
-
-        Args:
-            split: of the model.
-        """
+        """Return the stages that share tied parameters, and the elements of these."""
         if split.pp == 1:
             return (), 0
         if self._flow is None:

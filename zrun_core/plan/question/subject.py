@@ -40,8 +40,6 @@ class Subject:
     ) -> None:
         """
         Args:
-            whole: the model.
-            formula: the shape of a traced model.
             divide: traces what the first of `tp` ranks has of it, with slices of the sequence or
                 without; None: what a formula says is all there is.
             asked: ranks, and whether they have slices of the sequence, of the job itself: that is
@@ -88,7 +86,6 @@ class Subject:
         """Return what the first of `tp` ranks has; None: only the formula tells.
 
         Args:
-            tp: tensor-parallel ranks.
             sequence: whether they have slices of the sequence between divided layers.
 
         Raises:
@@ -114,7 +111,6 @@ class Subject:
         """Return why ranks cannot have parts of it so; "" if they can.
 
         Args:
-            tp: tensor-parallel ranks.
             sequence: as of `traced`.
         """
         try:

@@ -252,7 +252,6 @@ class TransformerShape:
 
         Args:
             call: the factory, as `module:attr`.
-            args: of the call.
 
         Raises:
             JobError: it is none of these, or the arguments do not fit it.
@@ -391,8 +390,6 @@ class TransformerShape:
         again.
 
         Args:
-            samples: of the step.
-            recompute: the policy.
             every: of "every_n".
         """
         tokens = samples * self.seq
@@ -420,10 +417,7 @@ class TransformerShape:
         """Return the bytes that one block keeps for backward on each rank.
 
         Args:
-            micro: samples.
-            tp: tensor-parallel ranks.
             sequence_parallel: the rest, which tp does not divide, is divided along the sequence.
-            recompute: the policy.
             every: "every_n" is the mean of a recomputed block and of every - 1 that keep
                 everything.
             element: bytes of an activation.
@@ -473,8 +467,6 @@ class TransformerShape:
         They are the inputs of its products, and the gradients of their outputs.
 
         Args:
-            micro: samples.
-            tp: tensor-parallel ranks.
             sequence_parallel: what tp does not divide is divided along the sequence.
             element: bytes of an activation.
         """
@@ -488,7 +480,6 @@ class TransformerShape:
         """Return the bytes at the loss: logits, their copy in fp32, and its gradient.
 
         Args:
-            micro: samples.
             tp: tensor-parallel ranks, which divide the vocabulary.
             element: bytes of a logit.
         """

@@ -63,12 +63,7 @@ class CostModel:
         return found
 
     def border_bytes(self, candidate: Candidate, split: Split) -> list[float]:
-        """Return the bytes of a micro-batch that cross the border in front of each chunk.
-
-        Args:
-            candidate: how the model is computed.
-            split: of the model.
-        """
+        """Return the bytes of a micro-batch that cross the border in front of each chunk."""
         found = [0.0]
         for start in split.starts[1:]:
             num_bytes = self.pipeline.crossing_bytes(start, candidate.micro)

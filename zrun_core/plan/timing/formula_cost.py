@@ -43,14 +43,7 @@ class _BlockCost(NamedTuple):
 def cost_by_formula(
     shape: TransformerShape, key: CandidateKey, hardware: Hardware, settings: TimingSettings
 ) -> MicroBatchCost:
-    """Return the cost on one tensor-parallel rank.
-
-    Args:
-        shape: the transformer.
-        key: the micro-batch, and how it is computed.
-        hardware: computes it.
-        settings: the rest that decides its time.
-    """
+    """Return the cost on one tensor-parallel rank."""
     tp = key.tp
     size = BYTES[key.precision]
     tokens = float(key.micro * shape.seq)

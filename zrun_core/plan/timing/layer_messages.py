@@ -62,11 +62,6 @@ Messages: TypeAlias = Counter[LayerMessage]
 def stage_messages(cost_model: CostModel, candidate: Candidate, stage: int) -> Messages:
     """Return what a rank of a pipeline stage exchanges for a micro-batch.
 
-    Args:
-        cost_model: of the model.
-        candidate: how it is trained.
-        stage: number of it.
-
     Raises:
         KeyError: nothing tells what its micro-batches do.
         JobError: the model cannot be divided so.
@@ -126,13 +121,7 @@ def _by_segment(cost_model: CostModel, candidate: Candidate) -> Sequence[Message
 
 
 def messages_of_trace(trace: Trace, micro: int, num_blocks: int) -> list[Messages]:
-    """Return the messages of each segment: before the blocks, of each of them, and after them.
-
-    Args:
-        trace: that holds for `micro` samples.
-        micro: samples of the micro-batch.
-        num_blocks: of the model.
-    """
+    """Return the messages of each segment: before the blocks, of each of them, and after them."""
     found = [Messages() for _ in range(num_blocks + 2)]
     ops = trace.ops
     is_backward = ops["phase"] == PHASE_NUMBER[TracePhase.BACKWARD]
@@ -167,8 +156,6 @@ def messages_of_shape(shape: TransformerShape, key: CandidateKey, every: int) ->
     """Return the messages of each segment, as `messages_of_trace` does.
 
     Args:
-        shape: of the model.
-        key: the micro-batch, and how it is computed.
         every: one block in so many is recomputed, if any is.
     """
     tokens = key.micro * shape.seq

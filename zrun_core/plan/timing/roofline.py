@@ -29,8 +29,6 @@ def product_seconds(
         share of the peak = gemm * m n / (m n + gemm_area) * k / (k + gemm_depth)
 
     Args:
-        device: computes them.
-        precision: the format that they are computed in.
         m: rows of each result.
         n: columns of each result.
         k: length of the sum.
@@ -59,7 +57,6 @@ def accumulation_seconds(
     """Return the seconds in which gradients are added to the flat ones.
 
     Args:
-        device: computes them.
         precision: the format that backward makes the gradients in.
         params: elements of the gradients.
         settings: the format of the flat ones, and whether products add to them by themselves.

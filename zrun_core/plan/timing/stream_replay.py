@@ -97,9 +97,7 @@ def run_pass(
 def _slowdown(streams: Sequence[Stream], busy: float) -> float:
     """Return by what factor transfers beside it slow computation down.
 
-    Args:
-        streams: of the transfers.
-        busy: seconds of computation alone.
+    `busy` are the seconds of computation alone.
     """
     if not busy:
         return 1.0

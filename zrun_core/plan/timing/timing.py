@@ -98,8 +98,6 @@ def step_time(
     """Return the time of a step.
 
     Args:
-        cost_model: of the model and the hardware.
-        candidate: the configuration.
         tokens_per_sample: None where samples are no tokens.
         sample_s: seconds that a rank waits for each of its samples.
 
@@ -178,9 +176,7 @@ class _StepModel:
     def reduce(self, segment: SegmentCost, *, boundary: bool) -> TransferCost:
         """Return the cost of reducing a micro-batch's gradients of a segment.
 
-        Args:
-            segment: a part of the model.
-            boundary: it is the last micro-batch of the step.
+        At a `boundary` it is the last micro-batch of the step.
         """
         key = (id(segment), boundary)
         found = self._reductions.get(key)
@@ -274,9 +270,7 @@ class _StepModel:
     ) -> list[float]:
         """Return the seconds in which the input of each block leaves the device, or returns.
 
-        Args:
-            segments: parts of the model.
-            disk_rate: of a node's disks, in that direction.
+        `disk_rate` is that of a node's disks, in the direction that is asked for.
         """
         rate = self.hardware.host.bandwidth
         if self.candidate.placement.activation is Tier.DISK:
@@ -459,11 +453,7 @@ class _StepModel:
         return {name: value for name, value in parts.items() if value > 0}
 
     def _all_passes(self, count: int) -> tuple[float, float, tuple[float, ...]]:
-        """Return the seconds of all passes, of the busiest stage's bubble, and each stage is busy.
-
-        Args:
-            count: micro-batches.
-        """
+        """Return the seconds of all passes, of the busiest stage's bubble, and of each stage."""
         forward = []
         backward = []
         extra = []

@@ -170,10 +170,6 @@ def trace_seconds(
     """Return the seconds of each operation for `micro` samples, by the roofline of `roofline.py`.
 
     Args:
-        columns: the operations.
-        micro: samples of the micro-batch.
-        device: computes them.
-        precision: the job's compute format.
         share: of the work of these samples that usual ones have.
     """
     flops = columns.flops_of(micro)
@@ -201,14 +197,8 @@ def _transfers(
 ) -> tuple[list[TransferCost], list[TransferCost]]:
     """Return what each segment exchanges with the ranks that have slices of the same layers.
 
-    Everyone waits for it: nothing hides it.
-
-    Args:
-        columns: the operations.
-        micro: samples of the micro-batch.
-        group: of the ranks.
-        count: segments.
-        share: of these samples' bytes that usual ones have.
+    Everyone waits for it: nothing hides it. The micro-batch is of `micro` samples; usual ones have
+    `share` of their bytes. There are `count` segments.
 
     Returns:
         In forward; in backward, with recomputation.
@@ -251,10 +241,6 @@ def cost_of_trace(
     Recomputation is what the timeline with checkpointing has beyond the one without.
 
     Args:
-        profile: the traced model.
-        key: the micro-batch, and how it is computed.
-        hardware: computes it.
-        settings: the rest that decides its time.
         columns: the operations of each of its timelines, by policy of checkpointing.
 
     Raises:

@@ -30,14 +30,7 @@ def state_bytes(settings: TimingSettings) -> int:
 def device_update_seconds(
     device: Device, elements: float, settings: TimingSettings, precision: str
 ) -> float:
-    """Return the seconds of an update on the device.
-
-    Args:
-        device: computes it.
-        elements: that are updated.
-        settings: of the optimizer.
-        precision: the compute format of the parameters.
-    """
+    """Return the seconds of an update on the device."""
     num_bytes = update_bytes(settings, precision)
     if device.optimizer is None:
         return stream_seconds(device, elements * num_bytes)
@@ -54,10 +47,7 @@ def host_seconds_per_element(
     the disk is beside them.
 
     Args:
-        hardware: the hosts.
-        settings: of the optimizer.
         placement: of the states; the optimizer's are in the host's memory or on its disks.
-        precision: the compute format of the parameters.
     """
     ranks = hardware.devices_per_node
     seconds = 0.0

@@ -28,12 +28,6 @@ _MAX_ROWS = 15_000  # between the common beginning and end: matching what lies t
 def line_through(low: int, at_low: float, high: int, at_high: float) -> tuple[float, float]:
     """Return the line through two points.
 
-    Args:
-        low: one place.
-        at_low: value there.
-        high: another place.
-        at_high: value there.
-
     Returns:
         The value at 0, and the slope.
     """
@@ -54,10 +48,7 @@ def fit(rows: Rows, low: int, more: Rows, high: int, vocabulary: Vocabulary) -> 
 
     Args:
         rows: of a pass of `low` samples.
-        low: the smaller micro-batch.
         more: of a pass of `high` samples.
-        high: the larger micro-batch.
-        vocabulary: of both.
     """
     if len(rows) != len(more) or not np.array_equal(rows["tensor"], more["tensor"]):
         return None
@@ -73,10 +64,7 @@ def fit_loops(rows: Rows, low: int, more: Rows, high: int, vocabulary: Vocabular
 
     Args:
         rows: of a pass of `low` samples.
-        low: the smaller micro-batch.
         more: of a pass of `high` samples.
-        high: the larger micro-batch.
-        vocabulary: of both.
     """
     if len(more) <= len(rows):
         return None
@@ -171,13 +159,9 @@ class _Merge:
     def __init__(
         self, rows: Rows, low: int, more: Rows, high: int, same: Sequence[tuple[int, int]]
     ) -> None:
-        """
-        Args:
-            rows: of the pass of `low` samples, the smaller one.
-            low: the smaller micro-batch.
-            more: of the pass of `high` samples, the larger one.
-            high: the larger micro-batch.
-            same: (place in `rows`, place in `more`) of what both do, in order.
+        """Merge `rows`, of a pass of `low` samples, with `more`, of one of `high`, which are more.
+
+        `same` has the places, in `rows` and in `more`, of what both do, in order.
         """
         self._rows = rows
         self._more = more

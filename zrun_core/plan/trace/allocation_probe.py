@@ -54,10 +54,6 @@ def allocations(
     need no probe, and those that would take long.
 
     Args:
-        func: the overload.
-        args: it was given.
-        kwargs: it was given.
-        out: what it returned.
         products: whether matrix products are probed too.
     """
     is_product = products and func in _PRODUCTS and out.dtype in (torch.bfloat16, torch.float16)
@@ -75,13 +71,7 @@ def allocations(
 
 
 def completed(func: Any, args: Sequence[Any], out: Any) -> Any:
-    """Return `out` of an operator, with the workspace that a fake recurrent layer leaves empty.
-
-    Args:
-        func: the overload.
-        args: it was given.
-        out: what it returned.
-    """
+    """Return `out` of an operator, with the workspace that a fake recurrent layer leaves empty."""
     if func is not _RNN or out[-1].numel() or _flops(func, args, {}, out) > _MAX_FLOPS:
         return out
     key = (func, *(_key(arg) for arg in args))

@@ -85,7 +85,6 @@ def find_series(
 
     Args:
         blocks: all repeated blocks of `model`, in order.
-        model: that has them.
         multiple: every how many blocks something differs although they look alike, as with
             checkpointing of every second one.
     """
@@ -182,8 +181,6 @@ def expand(rows: Rows, series: BlockSeries, copies: int, vocabulary: Vocabulary)
 
     Args:
         rows: of a pass in which `UNITS` units of `series` and its tail ran.
-        series: the repeated blocks.
-        copies: units to add.
         vocabulary: of `rows`; the modules of the copies are added to it.
 
     Raises:
@@ -202,13 +199,7 @@ class _Expansion:
     def __init__(
         self, rows: Rows, series: BlockSeries, copies: int, vocabulary: Vocabulary
     ) -> None:
-        """
-        Args:
-            rows: of the pass.
-            series: the repeated blocks.
-            copies: units to add.
-            vocabulary: of `rows`.
-        """
+        """Add `copies` units of `series` to the rows of a pass. `vocabulary` is theirs."""
         self._rows = rows
         self._series = series
         self._copies = copies
@@ -319,11 +310,8 @@ class _Expansion:
     ) -> Rows:
         """Return the rows from `start` to `stop` as copy `number` has them.
 
-        Args:
-            start: first place, of unit 2.
-            stop: place after the last one.
-            number: of the copy.
-            owners: of these rows, as `_owners` returns them.
+        `start` is the first place, of unit 2, and `stop` the one after the last; `owners` are as
+        `_owners` returns them, of these rows.
         """
         found = self._shifted(self._rows[start:stop], number * self._series.period)
         tensors, steps = owners

@@ -161,15 +161,10 @@ def _attention(
 ) -> Tensor:
     """Attend as torch chooses on a recent GPU: flash, memory-efficient, or matrices of scores.
 
-    Args:
-        query: [batch, heads, positions, size].
-        key: [batch, kv heads, positions, size].
-        value: [batch, kv heads, positions, size].
-        attn_mask: that broadcasts to [batch, heads, positions, positions].
-        dropout_p: probability of dropout.
-        is_causal: whether a position sees earlier ones only.
-        scale: of the scores; None: 1 / sqrt(size).
-        enable_gqa: whether there are fewer heads of keys and values than of queries.
+    `query` is [batch, heads, positions, size], and `key` and `value` are [batch, kv heads,
+    positions, size]; `attn_mask` broadcasts to [batch, heads, positions, positions]. A `scale` of
+    None is 1 / sqrt(size). With `enable_gqa` there are fewer heads of keys and values than of
+    queries.
     """
     is_low = query.dtype in _LOW
     size = query.shape[-1]

@@ -39,7 +39,6 @@ def divide_alone(
 
     Args:
         model: the user's, before it is transformed.
-        parallel: section of the job.
         device: type of what trains, "cpu" or "cuda".
         for_real: whether its parameters have values, which are cut.
 

@@ -30,7 +30,6 @@ def with_late_weights(
 
     Args:
         events: rows of memory that comes or goes.
-        ops: rows of operators that run.
         modules: names that the numbers in rows stand for.
         operators: that the numbers in rows stand for.
         adds_others: gradients of what lies outside of blocks are added up at once.
@@ -66,11 +65,8 @@ def with_late_weights(
 def _goes_to_others(events: Rows, goes: NDArray[np.bool_]) -> NDArray[np.bool_]:
     """Return where a gradient of a tied parameter that is made behind the blocks goes before them.
 
-    There it is added to that of the other use, which in a pipeline is on another stage.
-
-    Args:
-        events: rows of memory that comes or goes.
-        goes: which of them are of memory that goes in backward.
+    There it is added to that of the other use, which in a pipeline is on another stage. `goes`
+    marks the events of memory that goes in backward.
     """
     found = np.zeros(len(events), dtype=bool)
     inside = np.flatnonzero(goes & (events["block"] >= 0))

@@ -99,12 +99,9 @@ class OpRecorder(TorchDispatchMode):
     ) -> None:
         """
         Args:
-            model: whose parameters' gradients are taken.
             names: of modules, by identity.
             block_of: number of the repeated block, by the name of any module in it.
             vocabulary: numbers modules and operators, for this pass and others.
-            counter: of FLOPs.
-            reduce_dtype: in which gradients are kept.
             probes: whether what CPU kernels allocate inside is found out.
             products: whether that of matrix products is found out too.
         """
@@ -240,13 +237,8 @@ class OpRecorder(TorchDispatchMode):
         """Follow what a kernel allocates while it runs, and return the outputs among it.
 
         Of equal sizes, the last ones to come are its outputs: of [+64, +64, -64] and one output of
-        64 bytes, the second allocation is the output, and the first one is freed.
-
-        Args:
-            inside: bytes that come (positive) and go (negative), in order.
-            outputs: of the kernel.
-            module: that runs.
-            block: number of the repeated block around it; -1 outside.
+        64 bytes, the second allocation is the output, and the first one is freed. `block` is the
+        number of the repeated block around it; -1 outside.
         """
         waiting: dict[int, list[torch.Tensor]] = {}  # outputs by size
         for tensor in outputs:
@@ -371,13 +363,8 @@ def _describe(
 ) -> OpCall | None:
     """Return the work of one operator; None where there is none.
 
-    Args:
-        func: the overload that ran, such as `aten.mm.default`.
-        args: it was given.
-        kwargs: it was given.
-        out: what it returned.
-        flops: of the call.
-        is_fresh: whether it made memory.
+    `func` is the overload that ran, such as `aten.mm.default`; `is_fresh` says whether it made
+    memory.
     """
     outputs = list(_tensors_in(out))
     packet = func._overloadpacket

@@ -38,10 +38,6 @@ _MICRO = 2  # samples of a micro-batch, where the job does not say how many
 def check_parts(job: JobConfig, job_dir: Path) -> list[str]:
     """Refuse a job whose model cannot be divided or cut so; return notes.
 
-    Args:
-        job: that was asked for.
-        job_dir: against which its code is imported.
-
     Raises:
         JobError: training would refuse it when it starts, or its first evaluation.
         UserCodeError: the model cannot be built, or a batch made.
@@ -68,9 +64,6 @@ def check_division(
 
     Args:
         job: whose model is divided, if it says so.
-        job_dir: against which its code is imported.
-        samples: of the job's data.
-        micro: samples of a micro-batch.
 
     Raises:
         JobError: training would refuse it.

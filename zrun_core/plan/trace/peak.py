@@ -327,13 +327,10 @@ class Passes:
         """Return those of one micro-batch.
 
         Args:
-            trace: of a micro-batch.
-            micro: samples of it.
             segments: of the model, that run. None: all.
             waiting: segments whose activations are held of earlier micro-batches. None: all that
                 run.
             in_flight: micro-batches whose activations are held when the last of them runs.
-            steady: as above.
             accumulating: whether gradients are added to those of earlier micro-batches.
             align: bytes to which each allocation is rounded up: 512 on CUDA.
         """
@@ -362,11 +359,8 @@ class Passes:
 
         Args:
             trace: of a micro-batch; what its backward leaves waits for weights' gradients.
-            micro: samples of it.
             chunks: of the stage: the segments of each.
             moments: that there are in a step.
-            steady: as above.
-            beside: as above.
             accumulating: as of `whole`.
             align: as of `whole`.
         """
@@ -490,11 +484,8 @@ class _Chunk:
     ) -> Peak | None:
         """Return the largest moment of a forward or a backward; None: nothing happens in it.
 
-        Args:
-            held: [groups], bytes of the other micro-batches.
-            is_forward: or backward.
-            steady: as of `peak_of`.
-            beside: bytes of other things.
+        `held`, [groups], are the bytes of the other micro-batches, and `beside` those of other
+        things; `steady` is as of `peak_of`.
         """
         events = self.events
         part = self._events_of(is_forward)

@@ -68,9 +68,7 @@ class Trace:
         """Return a trace of `rows`, with no more than the modules and operators in them.
 
         Args:
-            checkpoint: policy of activation checkpointing.
             rows: events and operators, in order.
-            vocabulary: of the rows.
         """
         rows = rows.copy()
         modules, rows["module"] = distinct(rows["module"])

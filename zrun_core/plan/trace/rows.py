@@ -148,14 +148,10 @@ class RowWriter:
         """Append memory that comes or goes.
 
         Args:
-            tensor: number of the memory.
             size: its bytes, or those at no sample.
             per_sample: its bytes per sample.
             alloc: whether it comes.
-            phase: in which that happens.
-            module: name of the module that runs.
             block: number of the repeated block around it; -1 outside.
-            kind: of the memory.
             accumulates: whether this happens only where gradients are added to earlier ones.
         """
         self._rows.append(
@@ -186,11 +182,8 @@ class RowWriter:
         """Append an operator that runs.
 
         Args:
-            operator: what runs.
             flops: its operations, (at no sample, per sample).
             bytes_moved: its operands' bytes, each read or written once, in the same form.
-            phase: in which it runs.
-            module: name of the module that runs.
             block: number of the repeated block around it; -1 outside.
         """
         self._rows.append(

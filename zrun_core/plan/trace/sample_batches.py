@@ -100,8 +100,6 @@ def samples_of(job: JobConfig, job_dir: Path, *, values: bool = False) -> Sample
     """Read a few samples of the job's data, or none where their shape is known without that.
 
     Args:
-        job: whose data is read.
-        job_dir: against which its code is imported.
         values: whether it is not enough to know their shape.
 
     Raises:
@@ -208,10 +206,8 @@ def _growing(collate: Collate, smallest: Any, largest: Any) -> Growing:
 def _stretched(samples: SampleBatches, longest: int | None, which: str) -> SampleBatches:
     """Return `samples` with one as long as the job says the longest is, and with a note.
 
-    Args:
-        samples: that were read.
-        longest: its length; None: that of the longest that was read.
-        which: samples were read, in words.
+    A `longest` of None is that of the longest sample that was read. `which` says in words what
+    samples were read.
 
     Raises:
         JobError: nothing tells in which dimension samples are long.

@@ -59,11 +59,8 @@ def trace_job(
     """Trace in this process.
 
     Args:
-        job: to trace.
-        job_dir: against which its code is imported.
         micros: as of `tracer.trace_job`.
         checkpoints: as of `tracer.trace_job`.
-        more: other arguments of `tracer.trace_job`.
     """
     from zrun_core.plan.trace import tracer
 
@@ -85,7 +82,6 @@ def trace_in_subprocess(
     """Return what the job's model and its micro-batches take.
 
     Args:
-        job: to trace.
         job_dir: against which its code is imported.
         micros: micro-batches that will be asked for; they matter to models that are not affine in
             it.
@@ -153,8 +149,6 @@ def key_of_trace(
     """Return what is equal for questions with one answer, as long as `Profile.files` do not change.
 
     Args:
-        job: to trace.
-        job_dir: against which its code is imported.
         micros: as of `trace_in_subprocess`.
         checkpoints: as of `trace_in_subprocess`.
         device: as of `trace_in_subprocess`.
@@ -221,10 +215,8 @@ class _Heard:
 def _ask(request: dict[str, Any], environment: Mapping[str, str], timeout_s: float) -> _Heard:
     """Return what another process finds out in this time.
 
-    Args:
-        request: as `_request` returns it, with the mode and why an earlier one failed.
-        environment: variables in addition to those of this process.
-        timeout_s: seconds; the process is ended after that.
+    After `timeout_s` seconds the process is ended. The request is as `_request` returns it, with
+    the mode and why an earlier one failed; `environment` comes in addition to that of this process.
     """
     heard = _Heard(doing="starting Python")
     read_fd, write_fd = os.pipe()

@@ -73,8 +73,6 @@ def build(job: JobConfig, job_dir: Path, device: str, *, for_real: bool = False)
     Its layers are divided and tiled as the job asks.
 
     Args:
-        job: that names the factory.
-        job_dir: against which it is imported.
         device: type of what trains, "cpu" or "cuda".
         for_real: whether its tensors must have values.
 
@@ -92,8 +90,6 @@ def build_whole(job: JobConfig, job_dir: Path, *, for_real: bool = False) -> nn.
     """Return the job's model as its factory builds it, on the meta device if that bears it.
 
     Args:
-        job: that names the factory.
-        job_dir: against which it is imported.
         for_real: whether its tensors must have values.
 
     Raises:
@@ -135,11 +131,7 @@ class TracedModel:
     ) -> None:
         """
         Args:
-            job: whose model it is.
-            job_dir: against which its code is imported.
-            model: as `build` returns it.
             loss: of the job; None: the model returns it.
-            samples: of the job's data.
             device: whose kernels count: "cpu" or "cuda".
         """
         self._job = job
@@ -253,7 +245,6 @@ class TracedModel:
         """Return what forward, loss and backward of one micro-batch do.
 
         Args:
-            micro: samples of it.
             series: repeated blocks, of which only some run.
             units: of each series that run before its tail.
             products: whether the scratch of matrix products is found out too.
@@ -290,9 +281,6 @@ class TracedModel:
 
     def follow(self, micro: int) -> ModelFlow:
         """Return what flows through the model in the forward of one micro-batch.
-
-        Args:
-            micro: samples of it.
 
         Raises:
             JobError: no pipeline can be made of it.

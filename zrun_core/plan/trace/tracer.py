@@ -86,17 +86,13 @@ def trace_job(
     """Return what the job's model and micro-batches take.
 
     Args:
-        job: to trace.
-        job_dir: against which its code is imported.
         micros: micro-batches that will be asked for; they matter only to models that are not
             affine in it.
         checkpoints: policies of activation checkpointing, the one that matters most first; those
             that the model cannot have are left out.
         device: whose kernels count: "cpu" or "cuda".
         mode: what to begin with: "fake" tensors, or a run on "values".
-        why: how what comes before that failed.
         threads: that compute for a rank on a CPU; None: as many as there are now.
-        tell: gets what is being done now, and what is known so far.
 
     Raises:
         JobError: the job names what does not exist, or what the model cannot do.
@@ -155,8 +151,7 @@ def _described(model: nn.Module, job: JobConfig, device: str) -> Profile:
 def _with_imports(profile: Profile, model: nn.Module, before: int) -> Profile:
     """Return a profile that says what the user's imports and data take of a process.
 
-    Args:
-        before: bytes of this process before anything of the user's was imported.
+    `before` are the bytes of this process before anything of the user's was imported.
     """
     has_compiler = "torch._dynamo" in sys.modules
     tensors = [*model.parameters(), *model.buffers()]
@@ -218,10 +213,8 @@ class _PolicyTracer:
     def profile(self, described: Profile, checkpoints: Sequence[str], mode: str) -> Profile:
         """Trace every policy that can be traced; the first one as well as that can be done.
 
-        Args:
-            described: what the parameters alone tell.
-            checkpoints: policies, the one that matters most first.
-            mode: "fake" or "values", as of `trace_job`.
+        `described` is what the parameters alone tell. Of `checkpoints`, the policy that matters
+        most comes first; `mode` is as of `trace_job`.
         """
         model = self._model
         policies = [each for each in checkpoints if each == "none" or model.blocks] or ["none"]
@@ -277,10 +270,7 @@ class _PolicyTracer:
     def _by_any(self, found: Profile, policy: str, methods: Sequence[_Method]) -> Profile:
         """Return `found` with the trace of one policy, or with why there is none.
 
-        Args:
-            found: what is known so far.
-            policy: of activation checkpointing.
-            methods: of which the first one that works makes the trace.
+        The first of `methods` that works makes the trace.
         """
         why = found.why
         last_why = ""
@@ -349,9 +339,7 @@ class _PolicyTracer:
     def _fitted(self, policy: str, series: Sequence[BlockSeries]) -> Trace:
         """Return the trace from passes of a few micro-batches, all blocks written out.
 
-        Args:
-            policy: of activation checkpointing, which the model has now.
-            series: repeated blocks of which only some run.
+        The model has `policy` now; of the repeated blocks in `series` only some run.
 
         Raises:
             BlocksDifferError: the blocks that do not run do something else.
@@ -401,11 +389,7 @@ class _PolicyTracer:
     ) -> Trace:
         """Return a trace in proportion to one micro-batch: what runs depends on values or number.
 
-        Args:
-            policy: of activation checkpointing.
-            rows_of: runs a pass.
-            exactly: traces one micro-batch.
-            high: the largest micro-batch that ran.
+        `exactly` traces one micro-batch, of which `high` is the largest that ran.
         """
         self._notes.append(
             "what runs depends on the micro-batch: its memory is taken to be proportional to it"
@@ -433,11 +417,6 @@ class _PolicyTracer:
         self, policy: str, rows_of: Callable[[int], Rows], pairs: Sequence[tuple[int, int]]
     ) -> _AffineFit:
         """Fit the first pair between which only sizes differ, or how often a loop runs.
-
-        Args:
-            policy: of activation checkpointing.
-            rows_of: runs a pass.
-            pairs: of micro-batches to try.
 
         Raises:
             CannotTraceError: none of them runs.
@@ -468,14 +447,7 @@ class _PolicyTracer:
     def _looped(
         self, policy: str, rows_of: Callable[[int], Rows], low: int, high: int
     ) -> Rows | None:
-        """Fit loops that run more often for a larger micro-batch, if a third one confirms it.
-
-        Args:
-            policy: of activation checkpointing.
-            rows_of: runs a pass.
-            low: the smaller micro-batch.
-            high: the larger micro-batch.
-        """
+        """Fit loops that run more often for a larger micro-batch, if a third one confirms it."""
         vocabulary = self._model.vocabulary
         rows = fit_loops(rows_of(low), low, rows_of(high), high, vocabulary)
         if rows is None or policy != self._first_policy:

@@ -98,7 +98,6 @@ def with_divided_inputs(events: Rows, every: int, ranks: int, *, away: bool) -> 
     Args:
         events: rows of memory that comes or goes.
         every: one block in so many is recomputed.
-        ranks: that divide inputs.
         away: slices leave the device when the next recomputed block begins, and come back as soon
             as that block begins its backward.
     """
@@ -170,11 +169,7 @@ def _last(events: Rows, phase: int, block: int) -> int:
 def _row(events: Rows, where: int, comes: int, tensor: int) -> Rows:
     """Return a row, [1], in which a tensor goes, before another row.
 
-    Args:
-        events: of which it is to be one.
-        where: the row before which it is.
-        comes: the row with which the input came.
-        tensor: its number.
+    Row `where` is the one before which it is, row `comes` the one with which the input came.
     """
     row = events[where : where + 1].copy()
     for name in ("kind", "size", "accumulates", "operator", "flops"):

@@ -136,7 +136,6 @@ def ends_of(
     """Return when each action ends, if messages take no time.
 
     Args:
-        orders: of all stages.
         seconds: that each action takes.
 
     Raises:

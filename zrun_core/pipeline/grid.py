@@ -56,7 +56,6 @@ class Grid:
 
         Args:
             schedule: by its name in `zrun_core/pipeline/schedule.py`.
-            stages: of the pipeline.
             virtual: chunks of a stage; with layer_major slices of the model.
             micro_batches: of the step; of PipeDream as many as are to be seen.
         """
@@ -187,8 +186,6 @@ def bubble(schedule: str, stages: int, virtual: int, micro_batches: int) -> floa
 
     Args:
         schedule: by name; one whose steps end with an update.
-        stages: p of the pipeline.
-        virtual: v.
         micro_batches: m of a step; for interleaved a multiple of the stages, or fewer.
     """
     missing = max(0, stages - micro_batches)

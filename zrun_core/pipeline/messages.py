@@ -81,8 +81,6 @@ def carrier(stages: int, chunk: int, *, is_grad: bool) -> str:
     these two.
 
     Args:
-        stages: of the pipeline.
-        chunk: behind the border.
         is_grad: it is a gradient, which goes back over it.
     """
     axis = "pipe_back" if is_grad else "pipe"

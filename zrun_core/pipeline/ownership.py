@@ -26,7 +26,6 @@ def owned(uses: Mapping[str, tuple[int, ...]], split: Split) -> dict[str, tuple[
 
     Args:
         uses: by name of a parameter, the segments that use it; none: the last stage has it.
-        split: of the model.
     """
     last = split.pp - 1
     found: dict[str, tuple[int, ...]] = {}
@@ -38,11 +37,7 @@ def owned(uses: Mapping[str, tuple[int, ...]], split: Split) -> dict[str, tuple[
 
 
 def tied_stages(owners: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
-    """Return the stages that share tied parameters, in order; none if no parameter is tied.
-
-    Args:
-        owners: as of `owned`.
-    """
+    """Return the stages that share tied parameters, in order; none if no parameter is tied."""
     return tuple(
         sorted({stage for stages in owners.values() if len(stages) > 1 for stage in stages})
     )
@@ -58,9 +53,7 @@ def chunks_of(
 
     Args:
         uses: as of `owned`.
-        split: of the model.
         owners: as `owned` returns them.
-        stage: whose parameters they are.
 
     Raises:
         JobError: several of its chunks use one.

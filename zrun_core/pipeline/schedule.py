@@ -41,7 +41,6 @@ def stage_actions(
         stages: of the pipeline; with 1 nothing waits for others, and no order is better than
             F0 B0 F1 B1 ...
         virtual: chunks that each stage has; with layer_major the slices of the model.
-        micro_batches: of the step.
     """
     facts = SCHEDULES[schedule]
     if virtual > 1 and not (facts.has_chunks or facts.goes_in_slices):
@@ -75,7 +74,6 @@ def layer_major(slices: int, micro_batches: int) -> tuple[Action, ...]:
 
     Args:
         slices: parts of the model, one or more; with one it is the order of `no_pipeline`.
-        micro_batches: of the step.
     """
     micros = range(micro_batches)
     down = [Action(_F, part, micro) for part in range(slices - 1) for micro in micros]
@@ -91,7 +89,6 @@ def one_forward_one_backward(stage: int, stages: int, micro_batches: int) -> tup
 
     Args:
         stage: of `stages`, from 0; it has the chunk of this number.
-        micro_batches: of the step.
     """
     return validated(_alternated(*_passes([stage], range(micro_batches)), stages - 1 - stage))
 
@@ -103,7 +100,6 @@ def gpipe(stage: int, stages: int, micro_batches: int) -> list[Action]:
 
     Args:
         stage: of `stages`, from 0; it has the chunk of this number.
-        micro_batches: of the step.
     """
     if stages == 1:
         return [*no_pipeline(micro_batches)]
@@ -121,7 +117,6 @@ def interleaved(stage: int, stages: int, virtual: int, micro_batches: int) -> tu
     Args:
         stage: of `stages`, from 0; it has every `stages`-th chunk from this number.
         virtual: chunks that each stage has.
-        micro_batches: of the step.
     """
     own = range(stage, stages * virtual, stages)
     forwards: list[Action] = []
@@ -144,7 +139,6 @@ def zero_bubble(stage: int, stages: int, micro_batches: int) -> list[Action]:
 
     Args:
         stage: of `stages`, from 0; it has the chunk of this number.
-        micro_batches: of the step.
     """
     actions = []
     for action in one_forward_one_backward(stage, stages, micro_batches):
@@ -243,8 +237,6 @@ def num_flowing(schedule: str, stages: int, micro_batches: int) -> int:
 
     Args:
         schedule: by name.
-        stages: of the pipeline.
-        micro_batches: of a step.
     """
     if SCHEDULES[schedule].updates_each:
         return STEPS_PER_STAGE * stages

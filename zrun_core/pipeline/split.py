@@ -88,11 +88,6 @@ class Split:
 def equal(num_blocks: int, pp: int, virtual: int = 1) -> Split:
     """Return chunks of equally many blocks; where they cannot be, the earlier have one more.
 
-    Args:
-        num_blocks: of the model.
-        pp: stages.
-        virtual: chunks of a stage.
-
     Raises:
         JobError: there are fewer blocks than chunks.
     """
@@ -106,10 +101,7 @@ def check_blocks(names: Sequence[str], blocks: Sequence[str], pp: int, virtual: 
     """Check what can be known of a split before it is known in which order the blocks are called.
 
     Args:
-        names: of blocks, in `parallel.split`.
         blocks: names of all blocks, in any order.
-        pp: stages.
-        virtual: chunks of a stage.
 
     Raises:
         JobError: there are fewer blocks than chunks, or a name is no block.
@@ -126,8 +118,6 @@ def at_names(names: Sequence[str], blocks: Sequence[str], pp: int, virtual: int 
     Args:
         names: of the first block of each chunk but the first.
         blocks: names of all blocks, in the order in which the model calls them.
-        pp: stages.
-        virtual: chunks of a stage.
 
     Raises:
         JobError: a name is no block, the names are too many or too few, or not in order.
@@ -163,9 +153,6 @@ def balanced(costs: Sequence[float], num_blocks: int, pp: int, virtual: int = 1)
 
     Args:
         costs: of each segment: `num_blocks` + 1.
-        num_blocks: of the model.
-        pp: stages.
-        virtual: chunks of a stage.
 
     Raises:
         JobError: there are fewer blocks than chunks.
@@ -182,9 +169,7 @@ def balance_in_words(split: Split, costs: Sequence[float], blocks: Sequence[str]
     """Return what the stages cost in per cent, beside the best split there is.
 
     Args:
-        split: the one to judge.
         costs: of each segment.
-        blocks: names of all blocks.
     """
     best = balanced(costs, split.num_blocks, split.pp, split.virtual)
     total = sum(costs) or 1.0

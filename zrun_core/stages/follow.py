@@ -50,8 +50,6 @@ def follow(
     Args:
         model: the user's, on any device, not sharded, with all of its blocks.
         forward: runs the loss of a batch, with autocast as in training.
-        dtype: that parameters have in training.
-        device: that trains.
 
     Raises:
         JobError: the model has no repeated blocks, calls one of them twice, or looks at values.
@@ -205,11 +203,7 @@ class _FollowingWalk(TorchDispatchMode):
     """Follows the tensors of one forward, by their memory: views are made of the same."""
 
     def __init__(self, params: Mapping[int, str], model: nn.Module) -> None:
-        """
-        Args:
-            params: by storage, the name of a parameter.
-            model: whose forward it is.
-        """
+        """Watch a forward of `model`. `params` has the name of a parameter by its storage."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.left = LeftNumbers(model, lambda: self._running is not None)
         self._params = params
@@ -357,10 +351,6 @@ class _FollowingWalk(TorchDispatchMode):
 
     def flow(self, params: Sequence[str], blocks: Sequence[str]) -> ModelFlow:
         """Return what was seen.
-
-        Args:
-            params: names of all parameters.
-            blocks: names of all blocks.
 
         Raises:
             JobError: a block was not called.

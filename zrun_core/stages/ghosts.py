@@ -38,10 +38,6 @@ class Ghosts:
     """
 
     def __init__(self, device: torch.device) -> None:
-        """
-        Args:
-            device: that trains.
-        """
         self.mode = ValuelessMode()
         self._device = device
         # Of parameters, by identity, while they live: those that are divided are replaced.
@@ -63,12 +59,7 @@ class Ghosts:
         return fake
 
     def hand_out(self, node: Node, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Return what a ghost of `node` hands out.
-
-        Args:
-            node: of another chunk.
-            args, kwargs: of its call.
-        """
+        """Return what a ghost of `node` hands out."""
         signature: Hashable | None
         try:
             own = _signature((args, kwargs))
@@ -91,10 +82,6 @@ class Ghosts:
 
         It was so in the forward that was followed; lengths may differ now. Modules of one class are
         taken to do the same, so that few of them run.
-
-        Args:
-            node: of another chunk.
-            args, kwargs: of the call.
         """
         first = args[0]
         key = (type(node.module), first.shape)
@@ -150,9 +137,6 @@ def run_on_zeros(
 
     Args:
         node: whose forward looks at values, or does what fake tensors cannot.
-        call: of the node.
-        args, kwargs: of the call.
-        error: of the call on fake tensors.
 
     Raises:
         RuntimeError: `error`: the node cannot run on zeros either.

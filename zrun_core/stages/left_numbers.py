@@ -30,11 +30,6 @@ class LeftNumbers:
     """
 
     def __init__(self, model: nn.Module, is_in_node: Callable[[], bool]) -> None:
-        """
-        Args:
-            model: the user's.
-            is_in_node: returns whether a node runs.
-        """
         self._names = {module: name for name, module in model.named_modules()}
         self.is_in_node = is_in_node
         self._written: dict[Where, None] = {}

@@ -34,13 +34,6 @@ class StageLinks:
     """
 
     def __init__(self, comm: Comm, mesh: Mesh, split: Split, most_crossing: int) -> None:
-        """
-        Args:
-            comm: of this rank.
-            mesh: has the stages, once for each direction.
-            split: says which stage has a chunk.
-            most_crossing: tensors that cross any border.
-        """
         self.device = comm.device
         self.waits = Waits(comm.device)
         self._comm = comm
@@ -53,9 +46,6 @@ class StageLinks:
         """Send a tensor to the chunk after `chunk`.
 
         Args:
-            tensor: that crosses the border.
-            chunk: that it comes from.
-            micro: number of the micro-batch.
             place: of the tensor among those that cross.
         """
         peer = self._split.stage_of(chunk + 1)
@@ -71,8 +61,6 @@ class StageLinks:
 
         Args:
             like: has its shape and dtype.
-            chunk: that it is for.
-            micro: number of the micro-batch.
             place: of the tensor among those that cross.
         """
         peer = self._split.stage_of(chunk - 1)
@@ -94,7 +82,6 @@ class StageLinks:
         """Receive the gradient of what `send_activation` has sent.
 
         Args:
-            shape, dtype: of it.
             chunk, micro, place: as of `send_activation`.
         """
         peer = self._split.stage_of(chunk + 1)

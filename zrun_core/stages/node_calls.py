@@ -132,7 +132,6 @@ def install_nodes(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> 
     """Make nodes of the blocks and of the modules outside of them that have parameters.
 
     Args:
-        model: the user's.
         blocks: names and modules of its repeated blocks.
 
     Returns:

@@ -45,7 +45,6 @@ class Outside:
         Args:
             model: whose forward runs more than once.
             nodes: each of which runs in one chunk only.
-            loss: the user's loss function, if there is one.
         """
         inside = {id(module) for node in nodes for module in node.modules()}
         modules = [module for module in model.modules() if id(module) not in inside]
@@ -90,7 +89,6 @@ class Outside:
         """Run the forward of a micro-batch through a later chunk inside.
 
         Args:
-            micro: number of the micro-batch.
             is_last: no chunk comes after this one.
 
         Raises:

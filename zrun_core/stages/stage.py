@@ -143,12 +143,7 @@ class Stage:
 
         Args:
             model: the user's, with all of its parameters, and no hooks yet.
-            flow: of it.
-            split: of it.
-            index: of this stage.
             owners: by the first name of a parameter, the stages that have it.
-            dtype: that parameters have in training.
-            device: that trains.
 
         Raises:
             JobError: something cannot cross a border.
@@ -241,12 +236,8 @@ class Stage:
         """Run a micro-batch's forward through a chunk.
 
         Args:
-            chunk: of this stage.
-            call: the user's forward, to the loss.
             receive: brings what crosses the border before the chunk.
-            draws: streams of the micro-batch.
             may_skip: `call` need not call the model. Then nothing crosses any border.
-            watcher: is told what the nodes of this chunk return.
 
         Raises:
             UserCodeError: the forward calls other modules than the one that was followed.

@@ -36,12 +36,6 @@ class WholeCalls:
     """The calls of a stage's model that all stages make together. A stage has one chunk."""
 
     def __init__(self, stage: Stage, links: StageLinks, draws: ForwardStreams) -> None:
-        """
-        Args:
-            stage: of this rank.
-            links: to the other stages.
-            draws: what nodes draw from.
-        """
         self._stage = stage
         self._links = links
         self._draws = draws
@@ -51,11 +45,7 @@ class WholeCalls:
 
     @contextmanager
     def installed(self, model: nn.Module) -> Iterator[None]:
-        """Make calls of `model`, and of modules inside that have all blocks, those of all stages.
-
-        Args:
-            model: the user's, of this stage.
-        """
+        """Make calls of `model`, and of modules in it that have all blocks, those of all stages."""
         blocks = [model.get_submodule(name) for name in self._stage.flow.blocks]
         around = [each for each in model.modules() if set(blocks) <= set(each.modules())]
         around = [each for each in around if type(each).forward is not nn.Module.forward]

@@ -56,12 +56,7 @@ def cross(x: torch.Tensor, there: Move, back: Move) -> torch.Tensor:
 
 
 def copy_border(comm: TensorComm, name: str) -> Border:
-    """Return f: the same on all ranks, and its gradient is summed over them.
-
-    Args:
-        comm: of the ranks.
-        name: what crosses it, for messages.
-    """
+    """Return f: the same on all ranks, and its gradient is summed over them."""
     return Border(_same, partial(comm.begin_all_reduce, name=name))
 
 
@@ -70,8 +65,6 @@ def copy_in(x: torch.Tensor, comm: TensorComm, name: str) -> torch.Tensor:
 
     Args:
         x: the same on all ranks.
-        comm: of the ranks.
-        name: what it is, for messages.
     """
     if not (x.requires_grad and torch.is_grad_enabled()):
         return x
@@ -83,8 +76,6 @@ def sum_out(y: torch.Tensor, comm: TensorComm, name: str) -> torch.Tensor:
 
     Args:
         y: of one shape on all ranks.
-        comm: of the ranks.
-        name: what it is, for messages.
     """
     return cross(y, partial(comm.all_reduce, name=name), _same)
 
@@ -95,8 +86,6 @@ def split_in(x: torch.Tensor, comm: TensorComm, dim: int, name: str) -> torch.Te
     Args:
         x: the same on all ranks.
         comm: of the ranks, whose number divides the length of `dim`.
-        dim: along which it is divided.
-        name: what it is, for messages.
     """
     return cross(x, partial(_own, comm, dim), partial(comm.all_gather, dim=dim, name=name))
 
@@ -106,9 +95,7 @@ def gather_out(y: torch.Tensor, comm: TensorComm, dim: int, name: str) -> torch.
 
     Args:
         y: of one shape on all ranks.
-        comm: of the ranks.
         dim: along which they follow each other.
-        name: what it is, for messages.
     """
     return cross(y, partial(comm.all_gather, dim=dim, name=name), partial(_own, comm, dim))
 

@@ -114,10 +114,7 @@ class _Ends(NamedTuple):
     def of(cls, own: torch.Tensor, target: Target, vocabulary: Vocabulary) -> _Ends:
         """Compute them.
 
-        Args:
-            own: logits of this rank, without padding.
-            target: of the positions.
-            vocabulary: of the logits.
+        `own` are the logits of this rank, without padding.
         """
         dtype = torch.promote_types(own.dtype, torch.float32)
         at_label, shared = _aims(target, vocabulary, dtype)
@@ -154,7 +151,6 @@ def position_losses(local: torch.Tensor, target: Target, vocabulary: Vocabulary)
     Args:
         local: logits of this rank, [N, length].
         target: of the positions, the same on all ranks.
-        vocabulary: of the logits.
     """
     vocabulary.check(target.labels, target.ignored)
     return _Losses.apply(local, target, vocabulary)  # type: ignore[no-any-return, no-untyped-call]
@@ -214,9 +210,7 @@ def _chunks(logits: torch.Tensor, vocabulary: Vocabulary) -> list[slice]:
 def _is_ours(saved: torch.Tensor, own: torch.Tensor) -> bool:
     """Return whether nobody else can see the memory of `saved`, now or in another backward.
 
-    Args:
-        saved: for backward.
-        own: saved together with it, and known to be held by nobody else.
+    `own` was saved together with it, and is known to be held by nobody else.
     """
     if torch._C._autograd._get_current_graph_task_keep_graph() or not saved.is_contiguous():
         return False

@@ -51,7 +51,6 @@ def find_cuts(model: nn.Module, entries: Mapping[str, Entry]) -> dict[int, Cut]:
     """Return how parameters are divided, by identity.
 
     Args:
-        model: to divide.
         entries: roles, by the name of a module or parameter.
 
     Raises:

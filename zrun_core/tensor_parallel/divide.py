@@ -83,7 +83,6 @@ def divide(
 
     Args:
         model: the user's, before it is transformed and sharded.
-        plan: of it.
         comm: of the ranks that have slices of the same layers.
         chunks: names of blocks that are computed one after the other, between whose first and last
             one each rank has a slice of the sequence; none: sequences stay whole.
@@ -139,11 +138,7 @@ def _install_regions(
 ) -> None:
     """Let regions begin and end in a model.
 
-    Args:
-        model: with the parameters of this rank.
-        plan: of it.
-        regions: on this rank.
-        blocks: names of those where it has a slice of the sequence.
+    `blocks` are the names of those where this rank has a slice of the sequence.
 
     Raises:
         JobError: sequences cannot be divided in one.
@@ -256,11 +251,7 @@ def _divide_vocabulary(
 ) -> None:
     """Let embeddings look up their own rows only, and heads make their own logits only.
 
-    Args:
-        model: with the parameters of this rank.
-        plan: of it.
-        sizes: of the vocabulary, by name of a module.
-        comm: of the ranks.
+    `sizes` are those of the vocabulary, by name of a module.
     """
     for name, size in sizes.items():
         vocabulary = Vocabulary(size, comm, name)

@@ -73,10 +73,7 @@ def check_on_fakes(
 
     Args:
         model: whole, before it is transformed.
-        plan: of it.
         forward: runs the loss of a batch, with autocast as in training.
-        dtype: that parameters have in training.
-        device: that trains.
         blocks: names of those where ranks will have slices of the sequence.
 
     Raises:
@@ -334,12 +331,10 @@ class _Watch(TorchDispatchMode):
     def __init__(
         self, model: nn.Module, plan: TensorPlan, blocks: Sequence[str] = (), zeros: int = 0
     ) -> None:
-        """
-        Args:
-            model: whole, or with slices.
-            plan: of it.
-            blocks: names of those where ranks will have slices of the sequence.
-            zeros: how many numbers without values may be read, as 0; the next one fails.
+        """Watch a model, whole or with slices.
+
+        `blocks` are the names of those where ranks will have slices of the sequence. Of numbers
+        without values, `zeros` may be read, as 0; the next one fails.
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self._zeros = zeros
@@ -567,9 +562,7 @@ class _Watch(TorchDispatchMode):
 def _made_of(value: Any, stops: Sequence[Any]) -> tuple[set[int], set[Any]]:
     """Return what tensors were made of, as autograd knows.
 
-    Args:
-        value: has the tensors.
-        stops: nodes of the graph that are not followed.
+    Nodes of the graph that are in `stops` are not followed.
 
     Returns:
         The identities of the tensors that gradients would come to, and the stops on the way.

@@ -62,13 +62,7 @@ class ColumnWatch:
             self._made[storage_of(out)] = name, out
 
     def used(self, operation: str, args: Any, out: Any) -> None:
-        """Take down what an operation is given, unless it hands out a view of it.
-
-        Args:
-            operation: as torch calls it.
-            args: that it is given.
-            out: its result.
-        """
+        """Take down what an operation is given, unless it hands out a view of it."""
         views = {storage_of(tensor) for tensor in tensors_in(out)}
         if not self._made or not views:
             return
@@ -97,7 +91,6 @@ def check_columns(
     """Check that the first rank takes its own part of what the whole model takes.
 
     Args:
-        plan: of the model.
         whole: what is taken in a forward of the whole model.
         divided: in one with the slices of the first rank.
 

@@ -33,8 +33,6 @@ def looks_at_tokens(name: str, args: Any, out: Any) -> bool:
 
     Args:
         name: of the operation, as torch calls it.
-        args: that it is given.
-        out: its result.
     """
     if name in _MIXERS or name.startswith("_scaled_dot_product"):
         return True
@@ -53,8 +51,6 @@ def summed_over(name: str, args: Any, out: Any) -> Iterator[int]:
 
     Args:
         name: of the operation, as torch calls it.
-        args: that it is given.
-        out: its result.
     """
     if name in PRODUCTS:
         yield args[-2].shape[-1]

@@ -58,11 +58,7 @@ def check_fit(
     """Check that a model divides over `degree` ranks, and that it computes the same so.
 
     Args:
-        model: to divide.
-        roles: of its modules.
-        regions: of it.
         cuts: of its parameters, by identity.
-        degree: ranks of a tensor group.
 
     Raises:
         JobError: it does not, with the equation and what to write.
@@ -208,13 +204,7 @@ def _check_head_counts(model: nn.Module, roles: Roles, region: Region, degree: i
 def counting_attributes(
     model: nn.Module, divided: Mapping[str, int], region: Region
 ) -> Iterator[str]:
-    """Yield attributes of a region's modules that may count its heads or their widths.
-
-    Args:
-        model: whose region it is.
-        divided: attributes that are divided already.
-        region: the region.
-    """
+    """Yield attributes of a region's modules that may count its heads or their widths."""
     if region.role is not None:
         return
     sizes = {_width(model.get_submodule(region.row), rows=False)}

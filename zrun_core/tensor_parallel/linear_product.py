@@ -52,7 +52,6 @@ def plain_product(linear: nn.Module, x: torch.Tensor, bias: torch.Tensor | None)
     """Return x w' + bias by torch's own operators.
 
     Args:
-        linear: with the weight.
         x: [..., inputs].
         bias: of the linear, or None to leave it out.
     """
@@ -74,7 +73,6 @@ def late_product(
         linear: with the weight; see `is_linear`.
         x: [..., inputs].
         bias: of the linear, or None to leave it out.
-        plan: of its backward.
     """
     weight = linear.get_parameter("weight")
     if not (torch.is_grad_enabled() and weight.requires_grad):

@@ -148,7 +148,6 @@ def logit_slice(local: Tensor, vocabulary: Vocabulary) -> LogitSlice:
 
     Args:
         local: [..., vocabulary.length].
-        vocabulary: of the logits.
     """
     return _FromLocal.apply(local, vocabulary)  # type: ignore[no-any-return, no-untyped-call]
 

@@ -26,7 +26,6 @@ def divide_lone(linear: nn.Linear, role: Role, comm: TensorComm, name: str) -> N
         linear: with the parameters of this rank. Its attributes stay those of the whole.
         role: one of `cuts.ALONE`.
         comm: of the ranks that have the other slices.
-        name: of it, for messages.
     """
     size = linear.out_features
 

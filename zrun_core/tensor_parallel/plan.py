@@ -86,7 +86,6 @@ def plan_model(model: nn.Module, plan: Mapping[str, str] | None, degree: int) ->
     Args:
         model: before it is transformed, on any device.
         plan: of the job, texts of roles by pattern; None: what zrun knows is all.
-        degree: ranks of a tensor group.
 
     Raises:
         JobError: it cannot be divided so; says what to write.

@@ -69,10 +69,6 @@ class Region:
 def find_regions(model: nn.Module, entries: Mapping[str, Entry]) -> tuple[Region, ...]:
     """Return the regions of a model, in the order of their rows.
 
-    Args:
-        model: to divide.
-        entries: roles of its modules.
-
     Raises:
         JobError: a row linear has no columns, or a column no row.
     """

@@ -55,8 +55,6 @@ class Regions:
         """Put f and g where a region begins and ends, by hooks and in place of its row's forward.
 
         Args:
-            model: whose linears are divided already.
-            region: of it.
             is_sliced: around it, each rank has a slice of the sequence: see `sequence.py`.
         """
         columns = _columns_by_entry(model, region)
@@ -118,14 +116,9 @@ class Regions:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Bring what a module of a region is given into it.
 
-        Args:
-            module: where the region begins.
-            args, kwargs: that it is given.
-            columns: that begin there.
-            is_first: it is the first of the modules where the region begins.
-            is_sliced: this rank has a slice of the sequence around it.
-            is_hidden: all tensors are of that slice; else the first one is, and others are whole.
-            name: what it is, for messages.
+        With `is_first` it is the first of the modules where the region begins; with `is_sliced`
+        this rank has a slice of the sequence around it. All tensors are of that slice if
+        `is_hidden`; else the first one is, and others are whole.
         """
         if is_first and not is_sliced:
             self.enter(is_training=module.training)
@@ -211,11 +204,6 @@ def count_once(model: nn.Module, name: str, degree: int) -> None:
     """Let a module or a parameter of experts count once, where ranks sum what they make with it.
 
     Each rank has an equal part of it, and so has a part of its gradient.
-
-    Args:
-        model: with the module or parameter.
-        name: of it.
-        degree: ranks.
     """
     prefix, _, key = name.rpartition(".")
     owner = model.get_submodule(prefix)

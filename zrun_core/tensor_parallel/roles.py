@@ -44,7 +44,6 @@ def find_roles(model: nn.Module, plan: Mapping[str, str] | None) -> Roles:
     """Return the roles of a model's modules.
 
     Args:
-        model: to divide.
         plan: of the job: texts of roles by pattern. They come before what is known. None: it has
             none.
 

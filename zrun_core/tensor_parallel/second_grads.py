@@ -61,9 +61,7 @@ class SecondGrads:
     def _passes(self, outputs: Sequence[Any], inputs: Sequence[Any]) -> bool:
         """Return whether gradients pass a divided layer on the way from `outputs` to `inputs`.
 
-        Args:
-            outputs: to begin with.
-            inputs: that they are wanted of; none: of all leaves.
+        Without `inputs`, all leaves are meant.
         """
         wanted = {each.grad_fn or id(each) for each in tensors_in(list(inputs))}
         after: dict[Any, list[Any]] = defaultdict(list)  # by node, those that hand it a gradient

@@ -34,8 +34,6 @@ def gather_border(x: torch.Tensor, comm: TensorComm, name: str) -> Border:
 
     Args:
         x: [b, s / size, h], or [b * s / size, h] of tokens that are computed one by one.
-        comm: of the ranks.
-        name: what it is, for messages.
     """
     gather, _ = _moves(x, comm, name)
     return Border(gather, partial(comm.begin_reduce_scatter, dim=_dim(x), name=name))
@@ -46,8 +44,6 @@ def scatter_out(y: torch.Tensor, comm: TensorComm, name: str) -> torch.Tensor:
 
     Args:
         y: [b, s, h], or [b * s, h].
-        comm: of the ranks.
-        name: what it is, for messages.
     """
     gather, scatter = _moves(y, comm, name)
     return cross(y, scatter, gather)
@@ -68,10 +64,8 @@ def slice_between(model: nn.Module, blocks: Sequence[str], comm: TensorComm) -> 
     """Let blocks compute with slices of the sequence.
 
     Args:
-        model: that they are of.
         blocks: names of those that follow each other. The first argument of the first one, and the
             first result of the last one, are hidden states, [b, s, h].
-        comm: of the ranks.
     """
     first, last = blocks[0], blocks[-1]
 
@@ -101,7 +95,6 @@ def order_checked(model: nn.Module, blocks: Sequence[str]) -> Iterator[None]:
     """Check, in forwards inside, that slices begin with the first block and end with the last one.
 
     Args:
-        model: that they are of.
         blocks: names of those between which sequences will be slices, in order of registration.
 
     Raises:
@@ -149,7 +142,6 @@ def lengths_checked(model: nn.Module, blocks: Sequence[str], size: int) -> Itera
     """Check, in forwards inside, that sequences which come to blocks can be divided.
 
     Args:
-        model: that they are of.
         blocks: names of those in front of which sequences will be divided.
         size: ranks that will have slices of them.
     """
@@ -167,11 +159,6 @@ def lengths_checked(model: nn.Module, blocks: Sequence[str], size: int) -> Itera
 
 def check_length(x: Any, size: int, name: str) -> None:
     """Check that hidden states can be divided along the sequence.
-
-    Args:
-        x: what should be hidden states.
-        size: ranks that have slices.
-        name: of the block that is given them.
 
     Raises:
         JobError: they cannot.

@@ -25,11 +25,6 @@ class TensorComm:
     """
 
     def __init__(self, comm: Comm, group: Group) -> None:
-        """
-        Args:
-            comm: carries and counts them.
-            group: of this rank along the axis.
-        """
         self._comm = comm
         self._group = group
         self.size = group.size
@@ -77,7 +72,6 @@ class TensorComm:
 
         Args:
             tensor: of one shape on all ranks.
-            dim: of them.
             name: as of `all_reduce`.
         """
         if self.size == 1:

@@ -31,7 +31,6 @@ def replace_forward(
     Args:
         attention: with slices of its parameters. Its attributes stay those of all heads.
         comm: of the ranks that have the other heads; None: as one of them, without messages.
-        name: of it, for messages.
     """
     vars(attention)["forward"] = functools.partial(_forward, attention, comm, name)
     return functools.partial(vars(attention).pop, "forward")
@@ -105,11 +104,8 @@ def _projected(
 def _heads(x: torch.Tensor, head_dim: int, *, is_batch_first: bool) -> torch.Tensor:
     """Return [batch, heads, length, head_dim] of [batch, length, width], or of others.
 
-    Args:
-        x: what a projection makes, in the order of the module's inputs.
-        head_dim: width of a head.
-        is_batch_first: whether it is [batch, length, width]: else it is [length, batch, width],
-            or [length, width] of one sample.
+    What a projection makes, `x`, is in the order of the module's inputs: [batch, length, width]
+    with `is_batch_first`, else [length, batch, width], or [length, width] of one sample.
     """
     if x.dim() == 2:
         x = x.unsqueeze(1)
@@ -129,12 +125,8 @@ def _bias(
 ) -> torch.Tensor | None:
     """Return what the mask adds to the scores of the heads that are here.
 
-    Args:
-        mask: [queries, keys], or [batch * num_heads, queries, keys].
-        q: [batch, heads here, queries, head_dim].
-        num_heads: of all ranks.
-        index: of this one.
-        name: of the module, for messages.
+    `mask` is [queries, keys] or [batch * num_heads, queries, keys], where `num_heads` is of all
+    ranks, and `q` is [batch, heads here, queries, head_dim].
     """
     if mask is None or mask.dim() == 2:
         return None if mask is None else _as_bias(mask, q)
@@ -162,12 +154,8 @@ def _of_all_heads(
 ) -> torch.Tensor:
     """Return the weights of attention as the whole module does.
 
-    Args:
-        weights: [batch, heads here, queries, keys].
-        comm: of the ranks.
-        num_heads: of all ranks.
-        name: of the module.
-        average: over heads; else there is one of each.
+    `weights` is [batch, heads here, queries, keys], and `num_heads` is of all ranks. With `average`
+    it is the mean over heads; else there is one of each.
     """
     what = f"weights of {name}"
     if average:

@@ -61,7 +61,6 @@ class Vocabulary:
         """Refuse ids that no rank has: where they are looked up they would be silent zeros.
 
         Args:
-            ids: integers.
             ignored: one that is none of the vocabulary, and no mistake.
         """
         known = (ids >= 0) & (ids < self.size)

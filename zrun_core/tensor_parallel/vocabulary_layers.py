@@ -41,7 +41,6 @@ def embed(
     Args:
         ids: integers, [...], the same on all ranks.
         weight: rows of this rank, [vocabulary.length, D].
-        vocabulary: of the rows.
         padding_idx: the entry of which the row gets no gradient.
 
     Returns:
@@ -66,7 +65,6 @@ def divide_embedding(module: nn.Module, vocabulary: Vocabulary) -> None:
 
     Args:
         module: an `nn.Embedding`, or one of a class of the user's own, whose weight is divided.
-        vocabulary: of its rows.
 
     Raises:
         JobError: it has an option that needs all rows on one rank.
@@ -93,7 +91,6 @@ def divide_head(module: nn.Module, vocabulary: Vocabulary) -> None:
 
     Args:
         module: a linear whose weight, and bias if it has one, is divided.
-        vocabulary: of its logits.
     """
     columns = ColumnGrads([module])
     border = copy_border(vocabulary.comm, f"input of {vocabulary.name}")

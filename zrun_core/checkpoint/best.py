@@ -104,7 +104,6 @@ class EarlyStop:
         """Go on from what `to_json` returned; return whether it was of the same metric.
 
         Args:
-            found: what `to_json` returned.
             had_ended: the run had ended early: it has its patience anew.
         """
         best = None if found["best"] is None else Best(**found["best"])

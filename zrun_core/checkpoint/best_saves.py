@@ -71,10 +71,7 @@ def find_best(
     it was written.
 
     Args:
-        folder: of the run.
-        goal: what the job asks for now.
         resumed: the step that the run goes on from.
-        warn: called with what the user should know.
     """
     saved = resumed.manifest.progress.get("best")
     known = None if saved is None else Best(**saved)

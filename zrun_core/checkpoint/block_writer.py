@@ -41,7 +41,6 @@ def write_file(
     """Create a file, and wait until it is on the disk.
 
     Args:
-        path: of the file.
         num_bytes: of all pieces; reserved before any byte is written.
         pieces: the content, each in memory, or in parts that come one after the other.
         mode: of the file, less the umask.
@@ -77,8 +76,6 @@ def save_error(path: Path, error: OSError, num_bytes: int | None = None) -> Save
     """Return the error that tells a user why a file could not be written.
 
     Args:
-        path: of the file.
-        error: of the system.
         num_bytes: that the file needs, if that is known.
     """
     text = f"cannot save {path}: {error.strerror or error}"

@@ -128,13 +128,7 @@ class Checkpointer:
     ) -> None:
         """
         Args:
-            folder: that the steps will be in.
             state: of the model, or of several.
-            streams: this rank's random streams.
-            config: when to save, how, and how many steps to keep.
-            comm: by which ranks agree.
-            world: all ranks.
-            run: what manifests say of the run.
             tell: called on rank 0 with the fields of a `save` event, or with `warning`, a text.
             patience_s: that a disk may take for one turn of a save.
             patience_key: the job's name for it, if there is a job.
@@ -297,7 +291,6 @@ class Checkpointer:
         Args:
             step: optimizer steps made.
             progress: as for `after_step`; asked when nothing else is under way.
-            reason: for the `save` event.
             wait: return when the step is committed; else when the rest needs no waiting.
 
         Raises:
@@ -420,8 +413,7 @@ class Checkpointer:
     def _collect(self, buffers: Mapping[str, str]) -> RankPart:
         """Return what this rank writes, and what it reports of that.
 
-        Args:
-            buffers: the digests of all buffers, as other ranks save them.
+        `buffers` has the digests of all buffers, as other ranks save them.
         """
         rank = self._world.index
         state = self.state
@@ -543,9 +535,7 @@ class Checkpointer:
     def _wait_for_all(self, step: int, own: Future[Any] | None) -> None:
         """Wait until every rank's thread has done its part.
 
-        Args:
-            step: that is being saved, for the message.
-            own: this rank's part, if it has any.
+        `own` is this rank's part, if it has any.
 
         Raises:
             HangError: on all ranks, if one takes longer than it may.
@@ -598,8 +588,7 @@ class Checkpointer:
 def _agreement(openings: Sequence[bytes]) -> bytes:
     """Return what all ranks need of the beginning of a step, on rank 0: JSON.
 
-    Args:
-        openings: of all ranks; none on the other ranks.
+    `openings` are those of all ranks; the other ranks have none.
     """
     buffers: dict[str, str] = {}
     told: dict[str, Any] = {}

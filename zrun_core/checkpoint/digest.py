@@ -65,7 +65,6 @@ def read_into(file: int, name: Path, offset: int, target: memoryview) -> str:
 
     Args:
         file: descriptor.
-        name: of the file, for the message.
         offset: of the first byte.
         target: contiguous memory.
 
@@ -82,9 +81,7 @@ def digest_of_range(file: int, name: Path, offset: int, num_bytes: int, buffer: 
 
     Args:
         file: descriptor.
-        name: of the file, for the message.
         offset: of the first byte.
-        num_bytes: of the range.
         buffer: memory to read to, again and again.
 
     Raises:

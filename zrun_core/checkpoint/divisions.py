@@ -193,7 +193,6 @@ def bytes_by_rank(
     Args:
         divisions: whose ranks are less than `world_size`.
         widths: by tensor, bytes of all states of one element; all together are less than 2^62.
-        world_size: ranks that there are.
     """
     total = np.zeros(world_size, dtype=np.int64)
     for division in divisions:

@@ -72,7 +72,6 @@ def export(
     """Write the values of a checkpoint to `out`, whole or not at all.
 
     Args:
-        step: the folder of `manifest`.
         out: what does not exist yet: `*.safetensors` one file, `*.pt` or `*.pth` a plain
             `state_dict`, else a folder of `model.safetensors`, or of several with an index as
             `transformers` writes them. It has a config too where the model is one of transformers,

@@ -272,7 +272,6 @@ class CheckpointFolder:
         Args:
             keep: at least LEAST_KEPT.
             thorough: read all steps that count whole, and the newest too.
-            dry_run: remove nothing.
 
         Returns:
             The steps that are gone, or would be.
@@ -369,7 +368,6 @@ def read_step(path: Path, sizes: slice = slice(None)) -> Manifest:
     """Return the manifest of the step folder `path`; its files exist, as long as it says.
 
     Args:
-        path: of the folder.
         sizes: the files whose sizes are compared, where others look at the others.
 
     Raises:

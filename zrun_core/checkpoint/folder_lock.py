@@ -23,9 +23,7 @@ class InUseError(SaveError):
     def __init__(self, folder: Path, holder: str, advice: str) -> None:
         """
         Args:
-            folder: of checkpoints.
             holder: number of that process, as far as it is known.
-            advice: what the user can do.
         """
         self.holder = f"process {holder or '(unknown)'}"
         super().__init__(
@@ -88,7 +86,6 @@ def held(folder: Path, patience_s: float = 0.0) -> Iterator[None]:
     """Hold the lock of a folder for the length of a `with` block.
 
     Args:
-        folder: of checkpoints.
         patience_s: as for `hold`.
 
     Raises:

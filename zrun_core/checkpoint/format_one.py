@@ -150,9 +150,6 @@ class ListedManifest:
 def read_listed(raw: dict[str, Any]) -> ListedManifest:
     """Return a manifest of format 1, if every part of it can be believed.
 
-    Args:
-        raw: its JSON.
-
     Raises:
         CheckpointError: a part is missing, or not of its type, or contradicts others.
     """
@@ -248,10 +245,7 @@ def _check_rank_tensor(
 ) -> None:
     """Check what belongs to a rank: it is not divided.
 
-    Args:
-        listed: what both are of.
-        fragments: all of one name and of state RANK.
-        tensors: those of the model by name.
+    All `fragments` are of one name and of state RANK.
     """
     first = fragments[0]
     if len(fragments) > 1:

@@ -48,8 +48,6 @@ def load_weights(config: InitFromConfig, state: ModelState, world: Group) -> lis
     """Fill the model's parameters and persistent buffers from files.
 
     Args:
-        config: where they lie, and how their names become those of the model.
-        state: of the model.
         world: the ranks, which divide the work of verifying a checkpoint.
 
     Returns:
@@ -82,8 +80,6 @@ def match(
 
     Args:
         shapes: of the tensors in the files, by name.
-        tensors: of the model.
-        config: how names in the files become names in the model, and whether all must match.
 
     Returns:
         The name in the files, by the name in the model; and what the user should know.
@@ -130,10 +126,8 @@ def _rename(
 ) -> tuple[dict[str, str], list[str]]:
     """Give the tensors of files the names that they have in the model.
 
-    Args:
-        shapes: of the tensors in the files, by name.
-        known: the tensors of the model, by any name.
-        config: the map of names.
+    `shapes` are those of the tensors in the files, by name; `known` has the tensors of the model,
+    by any name.
 
     Returns:
         The name in the files, by the name in the model; and those that the model does not have.
@@ -246,12 +240,6 @@ class _ZrunStep:
     """A checkpoint of zrun, at any layout."""
 
     def __init__(self, path: Path, world: Group, advice: str = "") -> None:
-        """
-        Args:
-            path: folder of the step.
-            world: the ranks, which divide the work of verifying it.
-            advice: what else to name where it is damaged.
-        """
         manifest = read_step(path)
         self._advice = advice
         self._reader = Reader(open_index(path, manifest), world)

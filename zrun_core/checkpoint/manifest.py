@@ -180,12 +180,7 @@ class Manifest:
 
 
 def _of_listed(listed: ListedManifest, found: str) -> Manifest:
-    """Return a manifest of format 1 as one of today.
-
-    Args:
-        listed: what it says.
-        found: its digest.
-    """
+    """Return a manifest of format 1 as one of today."""
     return Manifest(
         step=listed.step,
         run_id=listed.run_id,
@@ -228,7 +223,6 @@ def merge_tensors(
     """Return the tensors of several ranks, each once.
 
     Args:
-        by_rank: of each.
         order: names in their order; others come last, as ranks have them.
 
     Raises:

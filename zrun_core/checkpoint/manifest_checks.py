@@ -47,9 +47,6 @@ def check_parts(
 
     Args:
         files: those of the ranks in their order, then those without tensors.
-        tensors: of the model.
-        divisions: of its units.
-        world_size: ranks that have saved.
 
     Raises:
         CheckpointError: the message names the first contradiction.

@@ -213,7 +213,6 @@ def parse_json(text: bytes, what: str = MANIFEST) -> dict[str, Any]:
 
     Args:
         text: in UTF-8.
-        what: it is, for the message.
 
     Raises:
         CheckpointError: it is none.
@@ -249,12 +248,8 @@ def read(
     """Return what `adapter` makes of JSON.
 
     Args:
-        adapter: of the type that is expected.
-        raw: what `json.loads` has returned.
-        where: what `raw` is, for the message.
         kinds: the dataclasses that are inside, by the field that holds them; `where` is that of
             the outermost.
-        what: all of it is, for the message.
 
     Raises:
         CheckpointError: a value is not of its type or not in its range; the message says which.

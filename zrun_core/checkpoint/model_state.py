@@ -375,9 +375,6 @@ class ModelState:
         as it was then, its reductions go on in the order that was learnt. Beside the model, memory
         is taken for one fragment per thread.
 
-        Args:
-            step: whose manifest `check` has passed.
-
         Raises:
             CheckpointError: a file is missing or damaged, or what it says of this rank cannot be.
                 The model may hold anything then.
@@ -418,7 +415,6 @@ class ModelState:
         elsewhere, of which few are in memory at a time.
 
         Args:
-            fill: fills memory.
             states_of: returns what else of a unit is to be filled.
         """
         self._sharded.settle_updates()

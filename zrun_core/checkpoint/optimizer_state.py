@@ -36,8 +36,6 @@ def check_same(manifest: Manifest, asked: str | None, state: Mapping[str, Any]) 
     """Refuse a checkpoint of another optimizer, or of one that keeps something else.
 
     Args:
-        manifest: of the checkpoint.
-        asked: name of this job's optimizer.
         state: as of `state_once_updated`.
 
     Raises:

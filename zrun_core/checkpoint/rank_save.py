@@ -132,9 +132,6 @@ class RankPart:
 
         Each part of it comes from one rank: of a division, from its first; of a tensor, from the
         one that writes its first element.
-
-        Args:
-            file: as it was written.
         """
         firsts = {item.tensor for item in self.items if item.state == VALUE and item.start == 0}
         states = self._states()
@@ -172,8 +169,6 @@ def write_rank(path: Path, part: RankPart, late: LateCopies) -> bytes:
     """Write a rank's file, in its thread.
 
     Args:
-        path: of the file.
-        part: what is in it.
         late: the copies that are to be made first; it is told when everything is read.
 
     Returns:
@@ -196,10 +191,7 @@ def commit_step(
     """Make the files of all ranks a step, in rank 0's thread.
 
     Args:
-        save: what is saved.
         reports: of all ranks, as `write_rank` returns them.
-        folder: that the step will be in.
-        run: what the manifest says of it.
     """
     try:
         beside = [

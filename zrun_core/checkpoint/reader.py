@@ -76,7 +76,6 @@ class Reader:
     def __init__(self, step: StepIndex, world: Group) -> None:
         """
         Args:
-            step: to read.
             world: the ranks that divide the work of verifying what none needs.
         """
         self._folder = step.folder
@@ -131,8 +130,7 @@ class Reader:
     def _tasks(self, by_state: dict[tuple[str, str], list[Target]]) -> Iterator[Callable[[], None]]:
         """Yield what reads one fragment, for each that has something for a target.
 
-        Args:
-            by_state: targets by tensor and state.
+        The targets come by tensor and state.
         """
         by_file: dict[str, dict[tuple[str, str], list[Target]]] = {}
         for (name, state), targets in by_state.items():

@@ -101,12 +101,9 @@ class RankRecord:
         """Check that it fits the manifest.
 
         Args:
-            rank: whose record it is.
             num_fragments: of the model, that lie in the file.
-            own_bytes: of the rank's tensors.
             tensors: of the model, by name.
             models: names of several; None: there is one.
-            where: for the message.
 
         Raises:
             CheckpointError: it does not; the message says how.
@@ -130,9 +127,7 @@ def check_own(
     """Check a stream of a rank, or a buffer that differs from the first rank's.
 
     Args:
-        own: the tensor.
         tensors: those of the model by name, of which a buffer is one.
-        where: for the message.
         rank: whose it is; None: of any.
 
     Returns:
@@ -173,10 +168,7 @@ def check_learnt(
     """Check the orders of a rank's reductions.
 
     Args:
-        learnt: see `SavedRank`.
         models: names of several; None: there is one.
-        place: of it in the JSON, for the message.
-        where: all of it is, for the message.
 
     Raises:
         CheckpointError: they are of other models, or no orders.

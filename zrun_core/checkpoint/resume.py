@@ -69,7 +69,6 @@ def load_newest(
 
     Args:
         source: a folder of checkpoints, and a step of it if one is named.
-        state: of the model, to be filled.
         comm, world: the ranks that have to agree on the step.
         advice: what the user can do if no step is valid; "" adds nothing.
 

@@ -79,9 +79,6 @@ def write_shard(
     """Write the file of a rank, with its record, and wait until it is on the disk.
 
     Args:
-        path: of the file.
-        parts: its content.
-        state: of the rank, for the record.
         when_read: called when the data of the parts is no longer needed.
 
     Raises:
@@ -193,8 +190,6 @@ def read_fragment(folder: Path, fragment: Fragment, into: torch.Tensor) -> None:
     """Read a fragment into memory, and compare its digest.
 
     Args:
-        folder: of the step.
-        fragment: what to read.
         into: [stop - start], contiguous, on the CPU, of the fragment's format.
 
     Raises:
@@ -215,11 +210,6 @@ def read_fragment(folder: Path, fragment: Fragment, into: torch.Tensor) -> None:
 
 def check_header(folder: Path, file: FileInfo, digest: str) -> bytes:
     """Compare size and header of a file with the manifest.
-
-    Args:
-        folder: of the step.
-        file: that is read.
-        digest: of its header.
 
     Returns:
         The header: all of a file without tensors.

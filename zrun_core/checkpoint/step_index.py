@@ -61,11 +61,6 @@ class StepIndex(ABC):
     """The files of one step, and what they consist of."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
-        """
-        Args:
-            folder: of the step.
-            manifest: of the step.
-        """
         self.folder = folder
         self.manifest = manifest
 
@@ -111,7 +106,6 @@ def open_index(folder: Path, manifest: Manifest) -> StepIndex:
     """Return the index of a step.
 
     Args:
-        folder: of the step.
         manifest: of the step, or the part of it that is about one of several models.
     """
     source = manifest.source
@@ -196,10 +190,7 @@ def _in_file(
 ) -> tuple[Fragment, ...]:
     """Return the fragments of a file, in its order: as `shard_file.write_shard` has it.
 
-    Args:
-        ranges: of states, in any order.
-        info: of the file.
-        digests: of the fragments, in the order of the file.
+    The ranges come in any order, the digests in that of the file.
     """
     found = []
     offset = info.header_bytes
@@ -287,12 +278,6 @@ class OneModel(StepIndex):
     """Of one of several models, by its own names."""
 
     def __init__(self, whole: StepIndex, manifest: Manifest, model: str) -> None:
-        """
-        Args:
-            whole: of all of them.
-            manifest: the part about this one.
-            model: its name.
-        """
         super().__init__(whole.folder, manifest)
         self._whole = whole
         self._model = model

@@ -77,8 +77,6 @@ def verify(folder: Path, manifest: Manifest, threads: int | None = None) -> list
     Memory is constant: a block per thread, and the fragments of a file.
 
     Args:
-        folder: of the step.
-        manifest: of the step.
         threads: that read; None: one for each processor, but at most 8.
 
     Returns:
@@ -117,10 +115,6 @@ def read_back(folder: Path, manifest: Manifest) -> list[str]:
     """Return what is wrong with the files of a step, as `verify`, but as the disk has them.
 
     One thread reads past the page cache: that takes as long, and a fifth of the processor's time.
-
-    Args:
-        folder: of the step.
-        manifest: of the step.
     """
     index = open_index(folder, manifest)
     problems: list[str] = []
@@ -144,11 +138,8 @@ def _digests(
 ) -> Iterator[str]:
     """Yield the digests of parts of a file, in the order of the file.
 
-    Args:
-        file: descriptor.
-        path: for the message.
-        parts: one after the other in the file.
-        block: memory to read to, aligned to a page.
+    The parts come one after the other in the file; `block`, memory to read to, is aligned to a
+    page.
 
     Raises:
         CheckpointError: the file ends before, or the disk fails.

@@ -123,11 +123,8 @@ def _read_header(path: Path) -> dict[str, _Entry]:
 def _entries(path: Path, header: Any, begin: int, total: int) -> dict[str, _Entry]:
     """Return the tensors that a header lists.
 
-    Args:
-        path: of the file.
-        header: the JSON in it, of which nothing is known.
-        begin: of the tensors, in bytes from the beginning of the file.
-        total: bytes of the file.
+    Nothing is known of `header`, the JSON in it. The tensors begin at byte `begin` of the `total`
+    bytes of the file.
 
     Raises:
         ValueError, TypeError, AttributeError, OverflowError, KeyError: it is not consistent.
@@ -258,11 +255,7 @@ def _fill_in_pieces(
 ) -> None:
     """Fill all targets of a contiguous tensor from its elements, each of which is read once.
 
-    Args:
-        targets: of one tensor.
-        shape: of the tensor.
-        dtype: in which the file has it.
-        read: `read(start, into)` reads elements from `start` on.
+    `read(start, into)` reads elements from `start` on, in the `dtype` of the file.
     """
     stride = contiguous_stride(shape)
     everything = Extent(shape, stride, 0, math.prod(shape))

@@ -204,7 +204,6 @@ class PagePool:
 
         Args:
             huge_bytes: in huge pages. The first extents are whole ones, if there are so many.
-            num_bytes: beside them.
 
         Returns:
             Extents as (address, bytes), `huge_bytes` + `num_bytes` in total.
@@ -332,7 +331,6 @@ class PageWindow(Window):
             numel: padded_numel of the unit.
             own: first and last + 1 element of this rank's shard, on borders of pages; (0, 0): it
                 has no memory here.
-            dtype: of the unit.
             pool: where the other ranks' shards get their pages.
         """
         self._region = Region(numel * dtype.itemsize, huge=False)
@@ -400,8 +398,6 @@ class StorageWindow(Window):
         Args:
             numel: padded_numel of the unit.
             own: first and last + 1 element of this rank's shard; (0, 0): it has no memory here.
-            dtype: of the unit.
-            device: where it lies.
             meter: counts the bytes that have memory.
         """
         self._meter = meter
@@ -441,8 +437,6 @@ def flat_buffer(numel: int, dtype: torch.dtype, device: torch.device) -> torch.T
 
     Args:
         numel: elements.
-        dtype: of them.
-        device: where it lies.
     """
     num_bytes = numel * dtype.itemsize
     if _takes_regions(device) and numel:
@@ -476,8 +470,6 @@ class Ring:
         """Allocate it.
 
         Args:
-            num_bytes: that are foreseen.
-            device: where it lies.
             alignment: bytes; what is taken begins on multiples of it.
         """
         self.device = device
@@ -501,7 +493,6 @@ class Ring:
 
         Args:
             numel: elements.
-            dtype: of them.
             grow: allocate more if there is no room.
         """
         if not numel:

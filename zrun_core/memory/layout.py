@@ -239,17 +239,13 @@ def lay_out(
     """Place parameters in one unit. Each optimizer group becomes a contiguous range.
 
     Args:
-        name: of the unit.
         params: triples of (name, tensor, optimizer group); only shape and stride are read, so the
             tensors may be on the meta device.
-        dtype: that the module computes in.
-        trainable: whether the parameters get gradients.
         num_shards: ranks that divide the unit between them.
         num_parts: that the unit is padded to, a multiple of `num_shards`; None: as many as shards.
         keep_unsharded: see `UnitLayout`, as for the next three.
         keep_until_pass_ends: tied to modules of other units.
         modules: that the unit was cut from; empty: `name`.
-        block: the repeated block around them.
         tile, around, chunk: see `UnitLayout`.
         table: by parameter name, what it is of a tensor; those without an entry are all of one.
 

@@ -36,7 +36,6 @@ def share_of(units: Sequence[UnitLayout], count: int) -> float:
     """Return the fraction with which `place` moves the last `count` units, in as few digits as do.
 
     Args:
-        units: of the model, in its order.
         count: of them that leave; all of them at most.
     """
     total = sum(unit.numel for unit in units)

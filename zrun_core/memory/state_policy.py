@@ -247,8 +247,6 @@ class StatePolicy:
         Moments are allocated by the first step. The rest is allocated once.
 
         Args:
-            units: of this rank.
-            mesh_info: its place.
             prefetch: units gathered ahead of their use.
             moves_pages: a unit is unsharded by moving pages into it: see `arena.PageWindow`.
             placements: by unit name, of units whose states are not all on the device.
@@ -278,11 +276,6 @@ class StatePolicy:
 
         On the host, what the device copies from or to is pinned; the optimizer's states are not,
         because the update runs where they are. On disk each begins on a page.
-
-        Args:
-            unit: any of the rank's.
-            mesh_info: the rank's place.
-            placement: of the unit's states.
         """
         found = self._states(unit, mesh_info, placement)
         if placement is ON_DEVICE:
@@ -334,7 +327,6 @@ class StatePolicy:
         home is on another tier.
 
         Args:
-            units: of this rank.
             prefetch: units gathered ahead of their use.
             moves_pages: as of `rank_buffers`.
             placements: as of `rank_buffers`.
@@ -393,8 +385,6 @@ class StatePolicy:
         9216 * 4 = 73728 bytes, for the unit that is filled and the one on its way.
 
         Args:
-            units: of this rank.
-            mesh_info: its place.
             placements: as of `rank_buffers`.
         """
         passing: list[tuple[UnitLayout, int]] = []
@@ -432,12 +422,7 @@ class StatePolicy:
         return whole_pages(max(reduce_bytes, cast_bytes))
 
     def _most_together(self, sizes: Iterable[tuple[UnitLayout, int]], num_tiles: int) -> int:
-        """Return the largest sum of sizes of units that are in use together.
-
-        Args:
-            sizes: of units.
-            num_tiles: that are in use together.
-        """
+        """Return the largest sum of sizes of units that are in use together."""
         sums: Counter[str] = Counter()
         tiles: Counter[tuple[str, str]] = Counter()  # by what is in use around them, and by name
         for unit, size in sizes:
@@ -471,8 +456,6 @@ class StatePolicy:
         it through others. A unit's states of one kind pass to and from a disk at a time.
 
         Args:
-            units: of this rank.
-            mesh_info: its place.
             placements: as of `rank_buffers`.
             host_is_device: as of `rank_buffers`: nothing goes down or up.
         """

@@ -81,8 +81,6 @@ def full_part(
     """Return the part that is all of a tensor.
 
     Args:
-        tensor: its name.
-        shape: of it.
         stride: of it, without gaps.
         replicated_over: as of `TensorPart`.
     """
@@ -108,9 +106,6 @@ def sliced_part(
     [(3, 6)]: stride (1, 4), local_shape (4, 3), and one run of 12 elements from 3 * 4.
 
     Args:
-        tensor: its name.
-        shape: of it.
-        dim: along which it is divided.
         ranges: first and last + 1 index of each slice along `dim`.
         size: of the parameter along `dim`, where it is larger than the slices: the rest is padding.
         stride: of the tensor before; its other dimensions keep their order. None: contiguous.

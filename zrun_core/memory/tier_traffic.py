@@ -58,11 +58,7 @@ def step_traffic(
     Whole updated ranges move, padding included, and on a disk whole pages of them.
 
     Args:
-        units: of the rank.
         placements: by unit name, of units whose states are not all on the device.
-        states: the stage's policy.
-        mesh_info: the rank's place.
-        micro_batches: of the step.
         gathers: by unit name, how often its parameters come from their home in the step: twice per
             micro-batch at stage 3, twice per step where blocks run layer by layer.
         host_is_device: the device computes in the host's memory: nothing crosses between them.
@@ -138,14 +134,7 @@ def _count_gradients(
 ) -> None:
     """Count the gradients of a step on their way to their home, where micro-batches add up.
 
-    Args:
-        traffic: counts.
-        placement: of the unit.
-        owned: bytes that the rank updates.
-        grad_bytes: of the home.
-        states: the stage's policy.
-        mesh_info: the rank's place.
-        micro_batches: of the step.
+    `grad_bytes` are those of the home, `owned` what the rank updates.
     """
     home = placement.grad
     are_summed_late = not states.zero.reduce_now(boundary=False)
@@ -169,12 +158,8 @@ def _count_update(
 ) -> None:
     """Count what an update reads and writes elsewhere than where it runs.
 
-    Args:
-        traffic: counts.
-        placement: of the unit. The update runs on the host where the optimizer is not on the
-            device.
-        owned: bytes that the rank updates.
-        has_master: the update reads a master, and only writes the parameters.
+    That is the host, unless the optimizer is on the device. With `has_master`, it reads a master
+    and only writes the parameters.
     """
     home = placement.param
     if placement.optimizer is Tier.DEVICE:

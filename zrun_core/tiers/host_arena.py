@@ -39,7 +39,6 @@ class HostArena:
 
         Args:
             num_bytes: rounded up to whole pages.
-            device: that copies from and to it.
 
         Raises:
             PreflightError: the system does not reserve so much.
@@ -68,7 +67,6 @@ class HostArena:
 
         Args:
             numel: elements.
-            dtype: of them.
 
         Raises:
             OffloadError: there is no gap of so much.

@@ -63,7 +63,6 @@ class Pinned:
 
         Args:
             memory: begins on the border of a page, and nobody else has the rest of its last one.
-            device: that copies from and to it.
         """
         self.refusal = "unknown"  # until it is tried
         self._memory = memory  # which must not be unmapped before

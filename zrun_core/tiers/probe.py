@@ -51,7 +51,6 @@ def probe_disk(folder: str, num_bytes: int = 64 << 20) -> DiskFacts:
     """Return the facts of the disk under `folder`. Nothing is left there.
 
     Args:
-        folder: an existing one.
         num_bytes: at most so many are written and read, to measure rates. Where little is free,
             a page alone is: rates are not measured.
     """

@@ -106,8 +106,6 @@ class StoredOnDisk:
     ) -> None:
         """
         Args:
-            source: of its blocks.
-            parts: of the state.
             dtype: of the elements.
             start: first byte of them in the state.
             stop: the one after the last.

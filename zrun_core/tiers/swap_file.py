@@ -192,7 +192,6 @@ class SwapFile:
 
         Args:
             folder: an existing one, on the disk that is meant.
-            num_bytes: that extents will need.
             num_threads: blocks that are under way at a time.
             block_bytes: of one read or write, whole pages.
             spans: name each of them for a profile; None: there is none.
@@ -229,7 +228,6 @@ class SwapFile:
 
         Args:
             num_bytes: of the state; the extent has whole pages.
-            name: of the state, for messages.
 
         Raises:
             OffloadError: the disk is full.
@@ -256,7 +254,6 @@ class SwapFile:
         """Begin to fill memory from a range of an extent.
 
         Args:
-            extent: of this file.
             target: [n] uint8, whole pages of the host's memory.
             start: of the range in the extent. It begins and ends on borders of blocks, or at the
                 end of the extent.
@@ -267,7 +264,6 @@ class SwapFile:
         """Begin to write memory to a range of an extent.
 
         Args:
-            extent: of this file.
             source: [n] uint8, whole pages of the host's memory.
             start: of the range in the extent. It begins and ends on borders of blocks, or at the
                 end of the extent.
@@ -483,11 +479,7 @@ def _note(folder: Path, direct: bool) -> str:
 def _in_words(what: str, folder: Path, error: OSError, num_bytes: int | None = None) -> str:
     """Return what a user is told about an error of the system.
 
-    Args:
-        what: could not be done.
-        folder: of the file.
-        error: of the system.
-        num_bytes: that were asked for, if that is known.
+    `num_bytes` were asked for, if that is known.
     """
     text = f"{what} in {folder}: {error.strerror or error}"
     if error.errno in _FULL:

@@ -147,12 +147,9 @@ class Tiers:
         """Reserve all of it.
 
         Args:
-            device: that trains.
             buffers: of the rank, as `StatePolicy.rank_buffers` returns them.
-            sizes: of the slots among them.
             folder: for the file, if there are buffers on disk.
             apart: copies between a CPU and a host tier that is apart from it.
-            board: shows what this rank waits for.
             spans: name it for a profile; None: there is none.
 
         Raises:
@@ -273,10 +270,8 @@ class Tiers:
         """Copy a slot to the device when `read` has filled it, and give it back.
 
         Args:
-            read: from a disk into `slot`.
             slot: of `slots[kind]`.
             target: on the device, of the same size and format.
-            kind: of the state.
         """
 
         def copy() -> Transfer:
@@ -310,9 +305,7 @@ class Tiers:
         """Begin to read blocks for a save: it is no traffic of the step.
 
         Args:
-            extent: of the file.
             target: uint8 in whole blocks, or to the end of the extent.
-            start: of them in the extent.
         """
         assert self._file is not None
         return self._file.read(extent, target, start=start)

@@ -44,7 +44,6 @@ class Worker:
     def __init__(self, device: torch.device, before_wait: Callable[[], None]) -> None:
         """
         Args:
-            device: that trains.
             before_wait: called by whoever is about to wait for a task.
         """
         self._device = device

@@ -265,9 +265,7 @@ class DiskKeeper(Keeper):
 
         Args:
             swap: the file, from which extents are reserved as they are needed.
-            copier: to host memory, and from there.
             arena: the host memory, which nobody else uses.
-            waiting: context of waiting for the disk.
             host_is_device: the disk is read straight to where tensors are used.
         """
         super().__init__()
@@ -410,11 +408,8 @@ def make_keeper(
     """Return who keeps tensors of `device` on the host or on a disk.
 
     Args:
-        tier: of the two.
         device: of the tensors. On a CPU the host is the device, and only a disk is elsewhere.
-        folder: on the disk.
         host_bytes: that it may take of the host's memory.
-        waiting: context of waiting for the disk.
 
     Raises:
         PreflightError: there is no such file or memory to be had.

@@ -54,9 +54,7 @@ def _without_cache(
 ) -> Any:
     """Pre-forward hook: pass `use_cache=False` unless the caller has passed something.
 
-    Args:
-        place: of the argument among the positional ones of `forward`.
-        only_with_gradients: as of `omit_cache`.
+    `place` is that of the argument among the positional ones of `forward`.
     """
     is_given = len(args) > place or kwargs.get(_ARGUMENT) is not None
     if is_given:
@@ -69,9 +67,6 @@ def _without_cache(
 
 def refuse_cache(name: str, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
     """Pre-forward hook of a recomputed block: refuse a cache, to which it would append twice.
-
-    Args:
-        name: of the block, for the message.
 
     Raises:
         UserCodeError: a cache is among its arguments.

@@ -49,7 +49,6 @@ class OffloadedInputs:
         """Take who keeps them meanwhile, and over which ranks they are divided.
 
         Args:
-            keeper: of the inputs, or of their slices.
             partition: divides them; None: they are kept whole.
         """
         self._keeper = keeper
@@ -75,12 +74,7 @@ class OffloadedInputs:
         return self._keeper.note
 
     def checkpointed(self, name: str, recomputed: RecomputedForward) -> Callable[..., Any]:
-        """Return a forward that is recomputed from an input that was elsewhere meanwhile.
-
-        Args:
-            name: of the block, for messages.
-            recomputed: its forward.
-        """
+        """Return a forward that is recomputed from an input that was elsewhere meanwhile."""
         return functools.partial(self._call, name, recomputed)
 
     def _call(self, name: str, recomputed: RecomputedForward, *args: Any, **kwargs: Any) -> Any:
@@ -172,13 +166,9 @@ class _Input:
     ) -> None:
         """Hold on to an input until it has left.
 
-        Args:
-            name: of the block.
-            tensor: its input.
-            own: what this rank keeps of it.
-            kept: the same, elsewhere.
-            partition: makes it whole again; None: it is.
-            after: returns the handle of the input that is likely to be needed after it.
+        `own` is what this rank keeps of it, and `kept` the same elsewhere; `partition` makes it
+        whole again (None: it is). `after` returns the handle of the input that is likely to be
+        needed after it.
         """
         self._name = name
         self._in_forward: torch.Tensor | None = tensor

@@ -53,8 +53,6 @@ class Partition:
 
         Args:
             own: what `slice_of` returned on this rank.
-            shape: of the tensor.
-            stride: of the tensor.
             name: what it is about, the same on all ranks.
         """
         return self._comm.all_gather(own, 0, name).as_strided(shape, stride)

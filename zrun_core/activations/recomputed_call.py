@@ -44,13 +44,6 @@ class RecomputedForward:
         options: Mapping[str, Any],
         named: Callable[[], AbstractContextManager[object]] = lambda: NOTHING,
     ) -> None:
-        """
-        Args:
-            block: whose forward it is.
-            forward: of the block.
-            options: of torch's `checkpoint`.
-            named: returns what names a recomputation, for a profile.
-        """
         self.named = named
         self._block = block
         self._forward = forward

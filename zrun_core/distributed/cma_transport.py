@@ -142,10 +142,7 @@ class _Peer:
     def copy(self, address: int, num_bytes: int, to: int) -> None:
         """Copy from the peer's memory into this process's.
 
-        Args:
-            address: in the peer's memory.
-            num_bytes: any number.
-            to: address in this process's memory.
+        `address` is in the peer's memory, `to` in this process's.
         """
         done = 0
         while done < num_bytes:  # the kernel moves at most 2 GiB at once
@@ -286,10 +283,7 @@ class CmaTransport(Transport):
 
         Args:
             ranks: the host's, by their global numbers.
-            index: this rank's place among them.
             exchange: returns every rank's payload, in the order of `ranks`.
-            chains: what is under way on this rank.
-            timeout_s: that a message may take.
 
         Raises:
             OSError: not all of them may read the memory of all others.

@@ -48,7 +48,6 @@ class Collectives(ABC):
         Args:
             full: [size * n].
             shard: [n], or the own slice of `full`, which is filled too.
-            group: of the ranks.
             tag: see [Note: tags].
         """
 
@@ -69,7 +68,6 @@ class Collectives(ABC):
             full: [size * n], scratch afterwards.
             recv_buffer: [num_recv_shards * n or more], scratch.
             into: [n].
-            group: of the ranks.
             accumulate: add to `into`.
             tag: see [Note: tags].
         """
@@ -83,7 +81,6 @@ class Collectives(ABC):
         Args:
             full: [any length].
             recv_buffer: [num_recv_shards * length of a slice, or more], scratch.
-            group: of the ranks.
             tag: see [Note: tags].
         """
 
@@ -228,7 +225,6 @@ class BackendCollectives(Collectives):
         Args:
             tensor: contiguous, of any dtype.
             source: place of the sender in the group.
-            group: of the ranks.
         """
         raw = as_bytes(tensor)  # gloo has no bool and few integers; bytes need no arithmetic
         root = group.ranks[source]
@@ -245,9 +241,7 @@ def _exchange(
 ) -> tuple[list[Work], list[Work]]:
     """Exchange messages with the other ranks of `group`.
 
-    Args:
-        outgoing: what is sent to each other rank, in the order of the group.
-        incoming: where what each of them sends is received.
+    Both lists have an entry for each other rank, in the order of the group.
 
     Returns:
         Receipts and sends.
@@ -301,8 +295,6 @@ def slice_start(numel: int, parts: int, index: int) -> int:
 
     Args:
         numel: elements.
-        parts: of them.
-        index: of the part.
     """
     part_numel = -(-numel // parts)
     return min(numel, index * part_numel)

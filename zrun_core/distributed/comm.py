@@ -143,7 +143,6 @@ class Comm:
         """Let the ranks of `host` exchange messages through their memory. Collective.
 
         Args:
-            host: all ranks of this machine.
             timeout_s: seconds that another rank may take to answer.
 
         Returns:
@@ -214,7 +213,6 @@ class Comm:
         """Wait for other ranks; on CUDA this only makes the compute stream wait.
 
         Args:
-            works: what is waited for.
             issued: the same in words, if a profile is taken.
 
         Raises:
@@ -416,7 +414,6 @@ class Comm:
 
         Args:
             payload: short: each rank gets all of them, and waits for them.
-            group: of the ranks.
             name: what it is about, the same on all ranks.
         """
         size = group.size
@@ -445,8 +442,6 @@ class Comm:
         first rank takes any for what others tell. It returns when all have called it.
 
         Args:
-            payload: of any length.
-            group: of the ranks.
             name: what it is about, the same on all ranks.
         """
         if group.size == 1:
@@ -471,7 +466,6 @@ class Comm:
 
         Args:
             payload: of the first rank, of any length; that of others does not matter.
-            group: of the ranks.
             name: what it is about, the same on all ranks.
         """
         if group.size == 1:
@@ -501,7 +495,6 @@ class Comm:
 
         Args:
             number: of which the last 20 bits are compared.
-            group: of the ranks.
             name: what it is about, the same on all ranks.
         """
         if group.size == 1:
@@ -546,10 +539,7 @@ class Comm:
         """Wait inside for what `line` moves, in the thread that trains, and count it.
 
         Args:
-            line: to another rank of `line.group`.
             kind: of traffic, as of `TrafficKey`; for the flight recorder.
-            name: what it is about.
-            num_bytes: that move.
         """
         if self._flight_recorder is not None:
             self._flight_recorder.issue(kind, line.group, name, num_bytes, in_order=False)
@@ -619,7 +609,6 @@ class Comm:
             tensor: contiguous; it may change when the handle is over.
             peer: place of the receiver in the group.
             number: of the message, such as that of its micro-batch; the receiver gives the same.
-            name: what it is about.
         """
         pair = _Pair(group.axis, (group.ranks[group.index], group.ranks[peer]))
         tag = message_tag(number)
@@ -641,7 +630,6 @@ class Comm:
             tensor: contiguous, filled when the handle is over.
             peer: place of the sender in the group.
             number: that the sender gives to the message.
-            name: what it is about.
         """
         pair = _Pair(group.axis, (group.ranks[peer], group.ranks[group.index]))
         tag = message_tag(number)

@@ -59,7 +59,6 @@ def backend_timeout(device: torch.device, limit_s: float) -> float:
     """Return the seconds after which the backend gives up: see [Note: limits of NCCL].
 
     Args:
-        device: of the ranks.
         limit_s: that one collective may wait for other ranks.
     """
     return limit_s if waits_fail(device) else limit_s + MARGIN_S
@@ -69,8 +68,6 @@ def connect(comm: Comm, mesh: Mesh, *, wraps: bool = False, has_hub: bool = Fals
     """Make all communicators. Collective; see [Note: communicators in one order].
 
     Args:
-        comm: of this rank.
-        mesh: its groups.
         wraps: the last stage of a pipeline sends on to the first.
         has_hub: the first replica exchanges messages with each other one.
     """
@@ -91,7 +88,6 @@ def connect_groups(comm: Comm, groups: Sequence[Group]) -> None:
     """Make the communicators of groups over which ranks sum and gather. Collective.
 
     Args:
-        comm: of this rank.
         groups: in one order on all ranks; those that share a process group are one.
     """
     if waits_fail(comm.device):

@@ -38,7 +38,6 @@ class Line:
     def __init__(self, group: Group, peer: int) -> None:
         """
         Args:
-            group: of both ranks.
             peer: place of the other one.
         """
         self.group = group
@@ -50,7 +49,6 @@ class Line:
         """Send tensors, and return when they may change.
 
         Args:
-            kind: of traffic.
             tensors: contiguous, by tag.
         """
         with telling_of_peers():
@@ -66,7 +64,6 @@ class Line:
         """Wait for tensors of the other rank.
 
         Args:
-            kind: of traffic.
             tensors: contiguous, by tag; filled on return.
         """
         with telling_of_peers():

@@ -87,11 +87,9 @@ class Mesh:
         there.
 
         Args:
-            rank: this one.
             hosts: the host of each rank.
             shard_size: data-parallel ranks that hold one copy of the states between them.
             places: of each rank along the axes; None: all are data-parallel.
-            tied_stages: that have the same parameters.
             wraps: the last stage of a pipeline sends on to the first, as interleaved chunks do.
             timeout_s: of the collectives of groups that are made here; None is torch's own for the
                 backend.
@@ -142,7 +140,6 @@ class Mesh:
 
         Args:
             places: of each rank along the axes.
-            stages: that have the same parameters.
             timeout_s: as of `build`.
         """
         if not stages:
@@ -195,9 +192,7 @@ class _ProcessGroups:
     def group(self, axis: str, groups: Sequence[tuple[int, ...]]) -> Group:
         """Return this rank's group along `axis`, and make the process groups that are missing.
 
-        Args:
-            axis: its name.
-            groups: all groups along the axis, in one order on every rank.
+        `groups` are all of them along the axis, in one order on every rank.
         """
         for ranks in groups:
             if len(ranks) > 1 and ranks not in self._made:
@@ -208,11 +203,7 @@ class _ProcessGroups:
     def apart(self, axis: str, groups: Sequence[tuple[int, ...]]) -> Group:
         """Return this rank's group, with a process group that no other has, even of these ranks.
 
-        See [Note: a process group for each direction].
-
-        Args:
-            axis: its name.
-            groups: all groups along the axis, in one order on every rank.
+        See [Note: a process group for each direction]. `groups` are as of `group`.
         """
         made = self._made
         self._made = {}

@@ -20,7 +20,6 @@ def sent_to(device: torch.device, values: torch.Tensor) -> torch.Tensor:
     """Return `values` on `device`, without waiting for what is queued there.
 
     Args:
-        device: that they go to.
         values: few, there already or on the host.
     """
     if accelerator.is_accelerator(device) and not accelerator.is_accelerator(values.device):

@@ -69,10 +69,6 @@ class Streams:
         """Derive the keys of a place.
 
         Args:
-            job_seed: of the job.
-            device: of this rank.
-            dp: place along data.
-            pp: place along the pipeline.
             tp: place along tensor; it changes the stream `inside` only.
         """
         self._device = device
@@ -197,7 +193,6 @@ class ForwardStreams:
 
         Args:
             step: that the micro-batch belongs to, from 1; 0: to an evaluation.
-            number: of it there.
         """
         with self._from(_key("micro", self.key, step, number)):
             yield
@@ -347,7 +342,6 @@ def check(
     Args:
         tensors: by generator, as `capture` returned them.
         numbers: by generator, as `capture` returned them.
-        device: of this rank.
 
     Raises:
         CheckpointError: it cannot.

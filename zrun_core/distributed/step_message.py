@@ -68,10 +68,7 @@ def all_reduce_step(own: StepContribution, data: Group, world: Group, comm: Comm
     """Sum the step's message over ranks. Collective; the host does not wait for a device here.
 
     Args:
-        own: this rank's part.
         data: the ranks that train the same parameters as this one.
-        world: all ranks.
-        comm: of this rank.
     """
     over_world, over_data = _pack(own, comm.device)
     if data.size == world.size:
@@ -96,7 +93,6 @@ def all_reduce_stage(
     Args:
         square, has_grad: as of `StepContribution`.
         data: the ranks that train the same parameters as this one.
-        comm: of this rank.
 
     Returns:
         The squared norm of the stage's gradient, 0-d float64, and on how many ranks each of its

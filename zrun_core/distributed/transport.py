@@ -80,7 +80,6 @@ class Transport(ABC):
 
         Args:
             tensor: contiguous; it must not change until the work is over.
-            group: of both ranks.
             peer: place of the receiver in the group.
             tag: see [Note: tags].
         """
@@ -91,7 +90,6 @@ class Transport(ABC):
 
         Args:
             tensor: contiguous, filled when the work is over.
-            group: of both ranks.
             peer: place of the sender in the group.
             tag: that the sender gives to the message.
         """

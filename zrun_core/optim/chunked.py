@@ -278,12 +278,7 @@ class Elementwise(Chunked):
 
     @abstractmethod
     def _update(self, chunk: Chunk, group: dict[str, Any]) -> None:
-        """Update `chunk` in place. Its `steps` have counted this step already.
-
-        Args:
-            chunk: with fp32 moments.
-            group: hyper-parameters by name.
-        """
+        """Update `chunk` in place. Its `steps` have counted this step already."""
 
 
 class Bf16Adam(Elementwise):
@@ -382,7 +377,6 @@ def scratch_bytes(optimizer: type[Chunked], moment_dtype: torch.dtype, device: s
 
     Args:
         optimizer: class of the optimizers that share it.
-        moment_dtype: of their moments.
         device: type of device, "cpu" or "cuda".
     """
     num_buffers = optimizer.num_scratch

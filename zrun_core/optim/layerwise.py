@@ -262,10 +262,8 @@ class TrustRatios:
     ) -> None:
         """
         Args:
-            rule: optimizer whose `trust_ratios` is used.
             decays: by number of the tensor, its weight decay.
             adapts: by number of the tensor; False is a ratio of 1.
-            device: where norms are summed.
         """
         self._rule = rule
         self._given_decays = list(decays)
@@ -358,10 +356,7 @@ def _add_times(
 ) -> None:
     """Add lr * ratio * other to `tensor`, rounded alike on the host and on a device.
 
-    Args:
-        tensor, other: of one shape.
-        ratio: 0-d, beside them.
-        lr: the rate.
-        is_made: 1 or 0, perhaps 0-d on a device.
+    `tensor` and `other` have one shape; `ratio` is 0-d, beside them; `is_made` is 1 or 0, perhaps
+    0-d on a device.
     """
     tensor.addcmul_(other, ratio * is_made, value=lr)

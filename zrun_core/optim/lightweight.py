@@ -22,13 +22,7 @@ def build(
     params: Sequence[torch.Tensor],
     kwargs: dict[str, Any],
 ) -> torch.optim.Optimizer:
-    """Return `optimizer_class(params, **kwargs)`.
-
-    Args:
-        optimizer_class: of torch, of zrun or of the user.
-        params: what it updates.
-        kwargs: its other arguments.
-    """
+    """Return `optimizer_class(params, **kwargs)`."""
     undecorated = getattr(torch.optim.Optimizer.add_param_group, "__wrapped__", None)
     if undecorated is not None:
         # Where the decorator keeps the compiled-out function, which it imports the compiler for.

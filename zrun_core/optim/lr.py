@@ -25,7 +25,6 @@ def make_schedule(
     zero; the schedule proper runs from the end of warm-up to `decay_steps`.
 
     Args:
-        config: the job's section `lr`.
         total_steps: of the run; None: not known.
         custom: the user's own function, which is taken as it is.
 

@@ -94,7 +94,6 @@ class OptimizerSpec:
 
         Args:
             device: type of device, "cpu" or "cuda".
-            reduce_dtype: of gradients.
         """
         num_bytes = 0
         casts = reduce_dtype != torch.float32 or not self.scales_inside
@@ -118,8 +117,6 @@ class OptimizerSpec:
 
         Args:
             numbers: by tensor of the model, the number of its group.
-            groups: options of each group.
-            device: where norms are summed.
         """
         rule = self.make([torch.nn.Parameter(torch.zeros(1, device=device))])
         assert isinstance(rule, Lamb | Lars)
@@ -142,7 +139,6 @@ def resolve_optimizer(
     its own.
 
     Args:
-        config: the job's section `optim`.
         load: resolves `module:attr`.
         device: where the optimizer will run, and is tried.
 
@@ -177,10 +173,6 @@ def resolve_optimizer(
 def with_bf16_moments(name: str, build: OptimizerClass) -> OptimizerClass:
     """Return the class that computes what `build` does and can keep its moments in bf16.
 
-    Args:
-        name: of `build`, for the message.
-        build: an optimizer class.
-
     Raises:
         JobError: there is none.
     """
@@ -214,11 +206,7 @@ def spec_of(
     """Check the optimizer `build(params, **kwargs)`, and describe it; fused where that can be.
 
     Args:
-        name: for messages.
-        build: its class.
-        kwargs: its arguments.
         device: where it will run, and is tried.
-        moment_dtype: for classes of ours.
 
     Raises:
         JobError: it is neither elementwise nor one of ours, or refuses its arguments.

@@ -23,9 +23,7 @@ def resolve_where_placed(
     """Find the optimizer of a job, and try it on slices of a parameter wherever it will update.
 
     Args:
-        config: the job's section `optim`.
         load: resolves `module:attr`.
-        device: that trains.
         placement: where the states live; those that are not on the device are updated on the CPU.
 
     Raises:
@@ -53,11 +51,6 @@ def resolve_where_placed(
 
 def check_placed(optimizer: OptimizerSpec, name: str, placement: Placement) -> None:
     """Refuse an optimizer whose states cannot live where they are to.
-
-    Args:
-        optimizer: as resolved.
-        name: as the user wrote it.
-        placement: where the states live.
 
     Raises:
         JobError: its states cannot live on a disk.

@@ -89,11 +89,7 @@ class WindowRecord:
     skipped: dict[int, UnitNorms] = field(default_factory=dict)
 
     def grad_norm(self, step: int) -> float:
-        """Return the norm of a step's gradient: that of its one update, or their root mean square.
-
-        Args:
-            step: of the window.
-        """
+        """Return the norm of a step's gradient: of its one update, or their root mean square."""
         norms = self.norms.get(step, [])
         if len(norms) == 1:
             return norms[0]
@@ -132,9 +128,7 @@ class Client:
     def __init__(self, memory: PushPull, group: Group, comm: Comm) -> None:
         """
         Args:
-            memory: of this rank.
             group: of all ranks that compute; the first one serves.
-            comm: counts what moves.
         """
         self._memory = memory
         self._line = Line(group, 0)
@@ -180,9 +174,7 @@ class Server:
         Args:
             memory: of the first rank.
             group: of all ranks that compute; this one is the first.
-            comm: counts what moves.
             staleness: as of `Shares`.
-            global_size: samples of a full step.
         """
         self._memory = memory
         self._comm = comm
@@ -281,12 +273,8 @@ class Server:
     ) -> Reply:
         """Update by a push, and find what its rank does next.
 
-        Args:
-            rank: that pushed.
-            push: of it.
-            gradients: of all units; undefined afterwards.
-            pull: copies the newest parameters, for the rank.
-            waiting: whatever this thread does around a wait for other ranks.
+        The gradients, of all units, are undefined afterwards. `pull` copies the newest parameters
+        for the rank; `waiting` is whatever this thread does around a wait for other ranks.
         """
         with self._changed:
             if push.asks_to_stop:
@@ -359,7 +347,6 @@ def make_channel(
     """Return how a rank pushes and pulls; the first one serves all others.
 
     Args:
-        memory: of this rank.
         group, comm, staleness, global_size: as of `Server`.
     """
     if group.index > 0:

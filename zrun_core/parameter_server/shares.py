@@ -42,8 +42,6 @@ class Shares:
     def __init__(self, num_steps: int, num_ranks: int, staleness: int | None) -> None:
         """
         Args:
-            num_steps: of the window.
-            num_ranks: that compute.
             staleness: pushes that a rank may be ahead of the slowest; None: any number.
         """
         self.clocks = [0] * num_ranks

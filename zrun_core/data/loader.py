@@ -56,11 +56,7 @@ class BatchLoader:
         """
         Args:
             dataset: map-style (`__getitem__` and `__len__`) or iterable.
-            data: keys of the job.
-            batch: how a global batch is divided.
             rank: data-parallel.
-            seed: of the job.
-            device: that batches are for.
             epochs: passes over the data before it ends; None: it never does.
             collate: list of samples -> batch; None: torch's default.
             draws: the random stream while reading; None: that of `rank` in a job of this seed.
@@ -184,7 +180,6 @@ class BatchLoader:
 
         Args:
             positions: of the step in the stream.
-            part: that is read here.
 
         Raises:
             UserCodeError: the dataset or the collate function raised.
@@ -237,14 +232,10 @@ def eval_batches(
     What samples and batches draw depends on `seed` and their place alone: it is the same each time.
 
     Args:
-        dataset: map-style or iterable.
-        micro: samples in a batch.
         rank: data-parallel.
         num_ranks: data-parallel ones.
         limit: samples at most, over all ranks; None: all.
         collate: list of samples -> batch; None: torch's default.
-        seed: of what is drawn.
-        device: that batches are for.
 
     Raises:
         UserCodeError: the dataset is empty or no dataset, or it or the collate function raised.

@@ -40,7 +40,6 @@ def marks_of(dataset: Any, workers: int = 0, also: Iterable[int] = ()) -> Marks:
         dataset: of any kind; only one with indices has marks.
         workers: `data.workers`. If there are any, one reads: files that a dataset opens when it is
             first read must not be open in the process from which the others come.
-        also: numbers of more samples.
     """
     if not is_map_style(dataset):
         return {}

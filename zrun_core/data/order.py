@@ -44,8 +44,6 @@ def steps(start: int, global_size: int, total: int | None) -> Iterator[range]:
     """Yield the stream positions of each optimizer step.
 
     Args:
-        start: position in the stream.
-        global_size: samples in a step.
         total: samples in the stream; None: it has no end.
     """
     while total is None or start < total:
@@ -60,9 +58,7 @@ def split(count: int, parts: int, index: int) -> range:
     """Return one of the contiguous parts of `range(count)`: split(8, 3, 0) is range(0, 3).
 
     Args:
-        count: of all parts together.
         parts: how many; the first ones are longer by one if need be.
-        index: of the part.
     """
     size, num_longer = divmod(count, parts)
     start = index * size + min(index, num_longer)
@@ -78,8 +74,6 @@ def micro_batches(count: int, batch: BatchPlan, rank: int) -> list[range]:
     runs any sample at weight 0, so that its collectives match those of the others.
 
     Args:
-        count: samples in the step.
-        batch: how they are divided.
         rank: data-parallel.
     """
     own = split(count, batch.ranks, rank)
@@ -91,7 +85,6 @@ def shifts(position: int, before: int | None, now: int | None, *, shuffle: bool)
     """Return whether a position is another place in the data once the dataset's length changes.
 
     Args:
-        position: in the stream.
         before, now: samples in the dataset; None: it has no length, and its stream is one epoch.
     """
     if before == now or not position:

@@ -70,9 +70,7 @@ def collated(samples: list[Any], numbers: Sequence[int], noun: str, collate: Col
     """Make a batch of samples.
 
     Args:
-        samples: as the dataset has returned them.
         numbers: what the samples are called, if this fails.
-        noun: of one such number.
         collate: None: torch's default.
     """
     try:

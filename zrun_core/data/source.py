@@ -117,7 +117,6 @@ class MapSource:
 
         Args:
             positions: of the step in the stream.
-            part: of its samples.
         """
         batches = Batches(self._dataset, self._collate, self._seed)
         return [

@@ -170,12 +170,7 @@ def _window(
 ) -> Tensor:
     """Return a window of the tokens: int64 [seq_len + extra], a copy of the mapped file.
 
-    Args:
-        tokens: [tokens].
-        index: of the window.
-        seq_len: tokens in a window.
-        num_windows: that there are.
-        extra: tokens after the window.
+    There are `num_windows`, of `seq_len` tokens each; `extra` is how many come after the window.
     """
     if not 0 <= index < num_windows:
         raise IndexError(f"window {index} of {num_windows}")

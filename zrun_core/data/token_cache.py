@@ -42,7 +42,6 @@ def pack(
 
     Args:
         files: in their order.
-        tokenizer: for their text.
         limit_bytes: of text; None: all of it.
         cache_dir: folder for the tokens; None: the user's cache folder.
 

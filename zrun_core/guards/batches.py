@@ -75,12 +75,6 @@ class BatchGuard:
     """
 
     def __init__(self, mesh: Mesh, comm: Comm, plan: LaunchPlan) -> None:
-        """
-        Args:
-            mesh: of this rank.
-            comm: its collectives.
-            plan: says where each rank is.
-        """
         self._world = mesh.world
         self._comm = comm
         self._plan = plan
@@ -92,11 +86,7 @@ class BatchGuard:
         self.first_sums = {"batches": 0.0} if self._is_needed else {}
 
     def digest(self, micro_batches: Sequence[MicroBatch]) -> BatchDigest:
-        """Digest what this rank has read; the host does not wait for a device here.
-
-        Args:
-            micro_batches: of a step, or of an evaluation.
-        """
+        """Digest what this rank has read; the host does not wait for a device here."""
         if not self._is_needed:
             return BatchDigest()
         fields = [list(_fields(micro.batch, self._seed)) for micro in micro_batches]
@@ -138,8 +128,6 @@ class BatchGuard:
         """Make sure that all ranks of each group have read the same. Collective if they have not.
 
         Args:
-            total: `batches`, summed over all ranks.
-            own: what this rank has read.
             when: it was read, as in "step 3".
 
         Raises:
@@ -193,8 +181,7 @@ class _Difference(NamedTuple):
 def _first_difference(group: Mapping[int, list[list[list[Any]]]]) -> _Difference | None:
     """Return where the ranks of a group differ first.
 
-    Args:
-        group: by rank and micro-batch, the fields as lists.
+    `group` has, by rank and micro-batch, the fields as lists.
     """
     num_micro = max(len(told) for told in group.values())
     for micro in range(num_micro):

@@ -99,9 +99,6 @@ def held_memory(
     """Return what this rank holds.
 
     Args:
-        models: that it trains, one or more.
-        rank: its number.
-        calls: of the user's code.
         base_bytes: that the process held beside the model before it trained.
     """
     device = models[0].comm.device

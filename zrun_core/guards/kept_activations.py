@@ -38,7 +38,6 @@ def kept_for_backward(model: nn.Module, device_type: str, known: set[int]) -> Co
 
     Args:
         model: the outermost module.
-        device_type: of the tensors that count.
         known: addresses of storages that do not; those that are found here are added.
     """
     owners = {id(param): name.rpartition(".")[0] for name, param in model.named_parameters()}

@@ -25,10 +25,6 @@ class LossGuard:
     """
 
     def __init__(self, mesh: Mesh) -> None:
-        """
-        Args:
-            mesh: of this rank.
-        """
         group = mesh.tensor
         self._size = group.size
         self._weight = group.size - 1 if group.index == 0 else -1
@@ -39,7 +35,6 @@ class LossGuard:
 
         Args:
             loss: 0-d, without its graph.
-            sums: of the step.
         """
         if self._size == 1:
             return
@@ -48,10 +43,6 @@ class LossGuard:
 
     def check(self, apart: float, when: str) -> None:
         """Check what the numbers of all ranks add up to.
-
-        Args:
-            apart: as summed.
-            when: such as "step 3".
 
         Raises:
             DivergedError: losses differ.

@@ -35,13 +35,7 @@ class MemoryWitness:
     def __init__(
         self, run_dir: Path, rank: int, held: Callable[[CallsUnderWay], HeldMemory]
     ) -> None:
-        """Wait for the signal from now on.
-
-        Args:
-            run_dir: of the run.
-            rank: of this process.
-            held: returns what the rank holds, given the calls of the user's code.
-        """
+        """Wait for the signal from now on."""
         self._path = testimony_file(run_dir, rank)
         self._held = held
         self._main = threading.get_ident()

@@ -139,11 +139,8 @@ class NumericGuard:
         """Follow one step. Collective where it was skipped because of its numbers.
 
         Args:
-            progress: counts the skips in a row.
-            step: its number, for the message.
             totals: of the step, over all ranks.
             losses_of: returns those of this rank's micro-batches, for which the host waits.
-            samples_of: names the samples that were read.
             is_late: the next step's gradient is there already, so only the unit can be named.
 
         Returns:

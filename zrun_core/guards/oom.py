@@ -34,13 +34,7 @@ class MemoryGuard:
     """
 
     def __init__(self, spec: RunSpec, sharded: ShardedModel, emitter: Emitter) -> None:
-        """Make a guard.
-
-        Args:
-            spec: the run; `guards.on_oom` and `guards.max_nonfinite` decide.
-            sharded: the model, which knows what holds memory.
-            emitter: takes the warning of a dropped batch.
-        """
+        """Make a guard."""
         self._spec = spec
         self._job = spec.job
         self._sharded = sharded
@@ -78,12 +72,7 @@ class MemoryGuard:
         error.__cause__ = error.__context__ = error.__traceback__ = None
 
     def held(self, rank: int, calls: CallsUnderWay) -> HeldMemory:
-        """Return what a rank holds, and the changes of its job that would help. Of any thread.
-
-        Args:
-            rank: its number.
-            calls: of the user's code.
-        """
+        """Return what a rank holds, and the changes of its job that would help. Of any thread."""
         held = held_memory([self._sharded], rank, calls, self._base_bytes)
         tensors = held.by_kind.get("tensors", 0)
         grown = held.num_bytes - held.by_kind.get("rest", 0)
@@ -97,7 +86,6 @@ class MemoryGuard:
 
         Args:
             error: ended it. Its traceback holds what the calls under way held.
-            rank: its number.
         """
         try:
             return self.held(rank, CallsUnderWay.of_error(error))
@@ -128,8 +116,6 @@ def changes(job: JobConfig, batch: BatchPlan, by_kind: Mapping[str, int]) -> lis
     """Return changes of a job that lower memory, the cheapest first.
 
     Args:
-        job: as it runs.
-        batch: of a rank.
         by_kind: bytes that a rank holds, of which each change saves a part.
     """
     found = []

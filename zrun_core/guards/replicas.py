@@ -115,7 +115,6 @@ class ReplicaGuard:
     def __init__(self, sharded: ShardedModel, plan: LaunchPlan | None = None) -> None:
         """
         Args:
-            sharded: this rank's model.
             plan: says where each rank is; None: that is not known.
         """
         self._sharded = sharded
@@ -134,7 +133,6 @@ class ReplicaGuard:
         """Compare replicas and counters. Collective.
 
         Args:
-            step: for the message.
             counters: numbers by name, which every rank must have alike.
 
         Raises:
@@ -270,10 +268,8 @@ def _odd_ones(
 ) -> list[int]:
     """Return the ranks whose number is not the most frequent one of their group; of two, the later.
 
-    Args:
-        table: numbers by rank.
-        place: which of them is compared.
-        groups: ranks that must agree.
+    `table` has numbers by rank, of which the one at `place` is compared; ranks of a group must
+    agree.
     """
     odd = []
     for ranks in groups:

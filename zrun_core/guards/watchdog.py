@@ -56,15 +56,12 @@ class Watchdog:
         """Watch from now on.
 
         Args:
-            recorder: of this rank.
-            stop: ends the process.
             patience_s: seconds that a rank waits before it is looked at.
             limit_s: seconds that one wait may take.
             limit_key: what sets `limit_s`, for the message.
             late: told which ranks of this host do not wait, once each time that the others have
                 waited for them, and nothing has moved, for `late_s` seconds. None of them: all wait
                 for another host.
-            late_s: see `late`.
             device_waits: of the rank's device for other ranks.
         """
         self._recorder = recorder
@@ -123,9 +120,8 @@ class Watchdog:
     def _find_problem(self, stopped_s: float, waited_s: float) -> ZrunError | None:
         """Return why this rank waits in vain, as far as can be told.
 
-        Args:
-            stopped_s: seconds for which all ranks of the host have waited without any move.
-            waited_s: seconds that this wait has taken.
+        All ranks of the host have waited for `stopped_s` seconds without any move; this wait has
+        taken `waited_s` seconds.
         """
         recorder = self._recorder
         text = recorder.disagreement()

@@ -45,7 +45,6 @@ def why_not(device: torch.device, num_ranks: int = 1) -> str | None:
     """Say why a rank of several cannot train on `device`, and what would help; None: it can.
 
     Args:
-        device: of the rank.
         num_ranks: of the job: one rank exchanges nothing.
     """
     if not is_accelerator(device):
@@ -203,9 +202,6 @@ def fetch(values: torch.Tensor) -> torch.Tensor:
 
     The thread sleeps meanwhile. Whoever means to wait for numbers asks for them here: `item`,
     `tolist` and `bool` wait too, but do not look like it.
-
-    Args:
-        values: few, of any device.
     """
     if not is_accelerator(values.device):
         return values
@@ -373,7 +369,6 @@ def register_host_memory(address: int, num_bytes: int) -> str:
 
     Args:
         address: of the first byte.
-        num_bytes: from there.
 
     Returns:
         "", or why the driver does not.

@@ -25,9 +25,7 @@ def _communicators(channels: int, between_two: int) -> dict[str, int]:
     goes one way, and a rank has as many ends of either kind. All of it is linear in the channels
     (nccl#864), of which faster links have more.
 
-    Args:
-        channels: of collectives within a host.
-        between_two: of messages between two ranks.
+    Collectives within a host have `channels`, messages between two ranks `between_two`.
     """
     return {"communicator_bytes": 12 * channels * MIB, "pair_bytes": 6 * between_two * MIB}
 
@@ -222,7 +220,6 @@ def peak_flops(name: str, precision: str) -> float | None:
 
     Args:
         name: of the device, as its driver says; a part of it names the model.
-        precision: the compute format.
     """
     for device in DEVICES.values():
         model = device.name.partition("-")[0]

@@ -79,10 +79,8 @@ def from_rates(
     Args:
         rates: of each host.
         ranks: on each host.
-        nodes: that are alike.
         host_bytes: memory of a host that jobs may use.
         cores: of a host.
-        name: of the hardware, for people.
     """
     inter = LINKS["10G"]
     if rates.link is not None:

@@ -70,14 +70,7 @@ class Spans:
 
     @contextmanager
     def issuing(self, kind: str, name: str, phase: str, axis: str) -> Iterator[None]:
-        """Name what is issued inside, and what waits for it later. Only in a profile.
-
-        Args:
-            kind: of the collective or message.
-            name: what it is about.
-            phase: of the step that issues it.
-            axis: over which ranks.
-        """
+        """Name what is issued inside, and what waits for it later. Only in a profile."""
         before = self.issued
         self.issued = Issued(f"{kind} {name}", axis)
         try:
@@ -92,7 +85,6 @@ class Spans:
 
         Args:
             issued: what is waited for; None: until others have read what was sent.
-            phase: of the step that waits.
         """
         what, axis = issued or self.issued or Issued("others to read", "any")
         waits = self._waits.setdefault(axis, Waits(self._device))

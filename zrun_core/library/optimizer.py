@@ -253,8 +253,7 @@ class Optimizer(torch.optim.Optimizer):
     def _read_issued(self, *, is_late: bool) -> None:
         """Read the totals of the step that was issued last, if they were not read yet.
 
-        Args:
-            is_late: the next step's gradient is there already.
+        `is_late` says that the next step's gradient is there already.
         """
         totals = self._steps.read()
         if totals is None:

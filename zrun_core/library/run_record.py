@@ -115,12 +115,7 @@ class Record:
     ) -> None:
         """Begin the trackers, if there are some.
 
-        Args:
-            folder: whose `events.jsonl` they read.
-            name: of the project.
-            world_size: number of ranks.
-            device: of this one.
-            trackers: with their arguments.
+        They read the `events.jsonl` of `folder`.
         """
         if not trackers:
             return

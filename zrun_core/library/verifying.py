@@ -69,12 +69,6 @@ class _Verification:
     """Compares the steps of one model."""
 
     def __init__(self, handle: ModelHandle, module: nn.Module, plain: nn.Module) -> None:
-        """
-        Args:
-            handle: of the sharded model.
-            module: the sharded model.
-            plain: the same, as its factory builds it.
-        """
         self.verified = Verified()
         self._sharded = handle.sharded
         self._comm = handle.sharded.comm

@@ -19,13 +19,7 @@ def cache_folder(kind: str, environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def write_cached(place: Path, text: str | bytes, most: int) -> None:
-    """Write a file, and remove the oldest beside it. On an error nothing is kept.
-
-    Args:
-        place: of the file.
-        text: of the file.
-        most: files that the folder keeps.
-    """
+    """Write a file, and remove the oldest beside it. On an error nothing is kept."""
     content = text.encode() if isinstance(text, str) else text
     part = place.with_name(f".{place.stem}.{secrets.token_hex(4)}")
     with suppress(OSError):

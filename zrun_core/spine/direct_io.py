@@ -47,7 +47,6 @@ def reserve(file: int, num_bytes: int, start: int = 0) -> None:
 
     Args:
         file: descriptor.
-        num_bytes: from `start` on.
         start: where the file ends so far.
 
     Raises:

@@ -76,12 +76,7 @@ class Emitter:
             self._socket.setblocking(False)
 
     def emit(self, kind: EventType, **fields: Any) -> None:
-        """Send one event, or keep it if the socket is full. Never blocks, never raises.
-
-        Args:
-            kind: of the event.
-            fields: of it: see docs/events.md.
-        """
+        """Send one event, or keep it if the socket is full. Never blocks, never raises."""
         if self._socket is None:
             return
         self._backlog.append(

@@ -16,13 +16,7 @@ TOLD_CHARS = 24_000
 
 
 def write_note(run_dir: Path, rank: int, **fields: Any) -> None:
-    """Write the note of a rank that is about to end.
-
-    Args:
-        run_dir: of the run.
-        rank: of this process.
-        fields: those of `zrun.launch.failures.FailureNote`.
-    """
+    """Write the note of a rank that is about to end."""
     folder = run_dir / "failures"
     # What follows in the log is told by the launcher.
     note = {"rank": rank, **fields, "log_bytes": _log_bytes(), "time": time.time()}

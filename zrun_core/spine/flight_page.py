@@ -58,9 +58,7 @@ def host_file(run_dir: Path, name: str, first_rank: int) -> Path:
     Hosts may share the directory itself.
 
     Args:
-        run_dir: of the run.
         name: of the file on the first host.
-        first_rank: of the host.
     """
     path = run_dir / name
     if first_rank == 0:
@@ -171,7 +169,6 @@ class Page:
         Args:
             pages: those of the host, as `map_pages` returns them.
             ranks: of the host, contiguous.
-            rank: whose page it is.
         """
         self._map = pages
         self._ranks = ranks

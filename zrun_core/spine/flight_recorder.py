@@ -60,10 +60,7 @@ class FlightRecorder(FlightRecorderView):
         """Begin an empty page.
 
         Args:
-            path: of the host's file.
-            rank: this one.
             ranks: of the host, contiguous.
-            world_size: ranks of all hosts.
             advice: as of `FlightRecorderView`.
         """
         super().__init__(path, ranks, advice)

@@ -217,8 +217,7 @@ def _in_order(
 def _swapped(own: list[IssuedOp], theirs: list[IssuedOp]) -> tuple[IssuedOp, IssuedOp] | None:
     """Return the first operation that others have issued after a later one, or not yet; and that.
 
-    Args:
-        own: in the order in which they were issued, as are `theirs`.
+    `own` and `theirs` are in the order in which they were issued.
     """
     there = {(op.kind, op.number): place for place, op in enumerate(theirs)}
     last, own_last = _last_of_kinds(theirs), _last_of_kinds(own)

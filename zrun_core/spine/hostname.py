@@ -168,9 +168,7 @@ def _check_ipv6(name: str) -> str:
 def _address(text: str, *, colon: str) -> Host:
     """Parse `[user@]name[:number]`.
 
-    Args:
-        text: without blanks.
-        colon: what the number is: "port" or "slots".
+    `text` is without blanks; `colon` says what the number is: "port" or "slots".
 
     Raises:
         ValueError: it is not.

@@ -108,11 +108,6 @@ class ParallelDims:
         """Return those of the first rank of a stage, as `distributed.communicators` makes them.
 
         Groups of the same ranks share one.
-
-        Args:
-            stage: of the pipeline.
-            ranks_per_host: of the job.
-            tied_stages: that have the same parameters.
         """
         places = [self.coordinates(rank) for rank in range(self.world_size)]
         rank = next(number for number, place in enumerate(places) if place.pp == stage)
@@ -145,8 +140,6 @@ def groups_along(
     Args:
         axis: one of `GroupAxis`.
         places: of each rank.
-        shard_size: of the shard group.
-        tied_stages: that have the same parameters.
 
     Returns:
         The groups in the order of their first ranks; each in the order of its ranks.
@@ -176,7 +169,6 @@ def resolve_shard_size(zero: ZeroConfig, dp: int, dp_per_host: int) -> int:
     """Return the size of the shard group.
 
     Args:
-        zero: what the job asks for.
         dp: data-parallel ranks: those of one stage and one part of the layers.
         dp_per_host: of these, the ones on one host.
     """

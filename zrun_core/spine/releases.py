@@ -22,7 +22,6 @@ def check_release(package: str, version: str) -> None:
     """Refuse a release that is older than the lowest one.
 
     Args:
-        package: torch or transformers.
         version: that is installed, such as 2.13.0+cpu.
 
     Raises:

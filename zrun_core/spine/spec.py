@@ -229,9 +229,7 @@ def offload_folder(job: JobConfig, job_dir: Path, run_dir: Path) -> Path:
     """Return the folder of this host in which states of `job` lie that are on disk.
 
     Args:
-        job: the job.
         job_dir: of its file, from which the folder is looked for.
-        run_dir: of the run.
     """
     chosen = job.offload.dir
     return run_dir if chosen is None else job_dir / Path(chosen).expanduser()

@@ -33,7 +33,6 @@ class TrackerProcess:
 
         Args:
             kinds: of `KINDS`.
-            folder: the run directory.
             project, config, args: as of `Feed`.
         """
         self._process = subprocess.Popen(

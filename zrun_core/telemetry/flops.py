@@ -37,8 +37,6 @@ class FlopCounter:
 
         Args:
             func: an overload, as `__torch_dispatch__` gets it.
-            args, kwargs: of the call.
-            out: its result.
 
         Returns:
             0 for what computes no products, and for what cannot be counted.
@@ -61,10 +59,8 @@ class FlopCounter:
 def _attention(tensors: Any, *, queries: int, values: int) -> float:
     """Return the FLOPs of attention, as if no key were masked. Several query heads may share a key.
 
-    Args:
-        tensors: queries, keys and values, [batch, heads, positions, width].
-        queries: products as wide as queries and keys are.
-        values: products as wide as values are.
+    `tensors` are queries, keys and values, [batch, heads, positions, width]. `queries` products are
+    as wide as queries and keys are, `values` products as wide as values are.
     """
     query, key, value = (tensor.shape for tensor in tensors)
     width = queries * query[-1] + values * value[-1]

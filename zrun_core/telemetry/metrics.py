@@ -55,7 +55,6 @@ class StepClock:
     def __init__(self, device: torch.device, names: Spans | None = None) -> None:
         """
         Args:
-            device: that trains.
             names: of what the rank does, for a profile; None: there are none.
         """
         self._device = device
@@ -128,9 +127,8 @@ def _allocator_memory(
 ) -> dict[str, int | None]:
     """Return what torch's allocator holds on a GPU, and how much of that is of no use to tensors.
 
-    Args:
-        stats: of `accelerator.memory_stats`; None: there is no such allocator.
-        before: the peak that is in these no more.
+    `stats` are those of `accelerator.memory_stats` (None: there is no such allocator), and `before`
+    is the peak that is in these no more.
     """
     if stats is None:
         names = ("device_allocated", "device_reserved", "device_fragmented", "alloc_retries")

@@ -60,8 +60,6 @@ class Profiler:
         """
         Args:
             comm: of the rank, whose names of what it does are recorded.
-            rank: its number.
-            name: with its place.
             all_threads: trace those of the runtime too, beside the one that trains.
         """
         self._all_threads = all_threads
@@ -164,8 +162,7 @@ class Profiler:
     def _end_memory_history(self, path: Path | None) -> tuple[Path | None, str]:
         """Write the history of a GPU's memory, if there is one.
 
-        Args:
-            path: of the new file; None: it is not wanted any more.
+        A `path` of None says that it is not wanted any more.
 
         Returns:
             Its path, or None, and why it could not be written.

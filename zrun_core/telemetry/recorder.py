@@ -149,13 +149,6 @@ class Recorder:
     def __init__(
         self, spec: RunSpec, sharded: ShardedModel, emitter: Emitter, clock: StepClock
     ) -> None:
-        """
-        Args:
-            spec: of the run.
-            sharded: the model.
-            emitter: of events.
-            clock: of steps.
-        """
         self.spec = spec
         self.job = spec.job
         self.progress = Progress()
@@ -190,8 +183,6 @@ class Recorder:
         """Announce the run.
 
         Args:
-            notes: lines for the user.
-            resumed_from: the checkpoint that it goes on from.
             total_steps: optimizer steps of the whole run, if they are known.
         """
         self._start_time = time.monotonic()
@@ -278,10 +269,7 @@ class Recorder:
     def _emit_schedule(self, step: int, actions: Sequence[ActionTime], number: int) -> None:
         """Emit when this rank's stage did what, after the second step, the fourth, the eighth ...
 
-        Args:
-            step: its number.
-            actions: of the step.
-            number: of the step in this process.
+        `number` is that of the step in this process.
         """
         if self.stage is None or not self._tells_of_stage:
             return
@@ -330,8 +318,6 @@ class Recorder:
         """Count a step, and emit its event.
 
         Args:
-            issued: what this rank knew when it issued the step.
-            totals: over all ranks.
             epoch: how often the data was read by then; None if its length is not known.
         """
         progress = self.progress
@@ -513,8 +499,6 @@ class Recorder:
         """Emit the numbers that a hook recorded.
 
         Args:
-            hook: its key.
-            step: that it was called for.
             values: by name.
         """
         if values and self.is_main:
@@ -526,12 +510,7 @@ class Recorder:
             self._emitter.emit("log", message=text)
 
     def end(self, reason: str, why: str | None = None) -> None:
-        """Emit the end of the run, with its traffic and memory beside what was planned.
-
-        Args:
-            reason: why it ends.
-            why: what made it end early, if something did.
-        """
+        """Emit the end of the run, with its traffic and memory beside what was planned."""
         if not self.is_main:
             return
         done = self.progress

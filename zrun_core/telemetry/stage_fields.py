@@ -93,12 +93,7 @@ class StageUse(NamedTuple):
 
 
 def use_fields(stage: int, uses: Sequence[StageUse]) -> dict[str, Any]:
-    """Return the field `pipeline` of an event, of one step or of the mean of several.
-
-    Args:
-        stage: of this rank.
-        uses: of the steps.
-    """
+    """Return the field `pipeline` of an event, of one step or of the mean of several."""
     return {
         "stage": stage,
         "span_s": fmean(use.span_s for use in uses),

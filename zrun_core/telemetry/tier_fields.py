@@ -41,7 +41,6 @@ def moves_of_step(counts: TierCounts, planned: Mapping[Move, int]) -> dict[str, 
     """Return the fields of a `step` event.
 
     Args:
-        counts: of the step.
         planned: bytes, by kind of transfer.
     """
     tiers = {

@@ -109,11 +109,7 @@ def convert(source: Path, target: Path, pid: int, rank: int, name: str) -> Parts
     """Write the trace `source` of a rank as `target`, compressed; return what it has by names.
 
     Args:
-        source: as torch's profiler writes it.
-        target: the new file.
         pid: of the process that was profiled: what has another one is of a GPU.
-        rank: whose trace it is.
-        name: of the rank, with its place.
 
     Raises:
         OSError: a file cannot be read or written.
@@ -300,9 +296,7 @@ _BETWEEN = re.compile(r"[,\s]*")
 def _listed(text: str, start: int) -> Iterator[Event]:
     """Yield the objects of a list in JSON, one at a time: a trace may be large.
 
-    Args:
-        text: of which the list is a part.
-        start: of what is in its brackets.
+    What is in the brackets of the list begins at `start` of `text`.
 
     Raises:
         ValueError: the list does not end.

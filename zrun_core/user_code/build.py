@@ -117,8 +117,6 @@ def build_once_per_host(
         factory: makes the user's module; called once on each rank.
         seed: of torch's generator when the factory begins.
         path: of the file, in a folder that all ranks of the host see. It is gone afterwards.
-        host: the ranks of this host.
-        comm: tells the ranks of failures.
         values: False if the parameters get their values from elsewhere; nothing is copied then.
         host_bytes: what the parameters may take on this host; None: what they like.
         check_states: called with the structure, on meta, on all ranks of the host but the first,
@@ -272,9 +270,8 @@ _REGISTERED = ("_parameters", "_buffers", "_modules")  # what a module knows of
 def _holds_meta(value: Any, depth: int = 0) -> bool:
     """Return whether a meta tensor that is neither parameter nor buffer hides in `value`.
 
-    Args:
-        value: the attributes of a module, or what is in one of them.
-        depth: of `value` below the module.
+    `value` is the attributes of a module, or what is in one of them, `depth` levels below the
+    module.
     """
     if isinstance(value, torch.Tensor):
         return value.device.type == "meta"

@@ -48,9 +48,6 @@ def check_of_parts(
     """Check that the hooks on a parameter make of two parts of a gradient what they make of both.
 
     Args:
-        name: of the parameter.
-        param: has the hooks.
-        shape: of its gradient.
         key: of the job, that makes parts.
         parts: how they come about, for the message.
         instead: what else the user may write.

@@ -58,7 +58,6 @@ def compute_loss(
     """Run the forward pass of one micro-batch.
 
     Args:
-        model: the user's module.
         batch: one micro-batch, as the data's collate function made it, on the model's device.
         loss_fn: the user's function of (model, batch); None: the model returns the loss.
         num_samples: that the loader drew for the batch: the weight of a mean.

@@ -30,7 +30,6 @@ def build_on_meta(factory: Factory, seed: int, *, values: bool = True) -> Built:
     """Build the structure only.
 
     Args:
-        factory: makes the user's module.
         seed: of the values: each module has a seed of its own, made of this and of its number.
         values: False if the parameters get their values from elsewhere.
 

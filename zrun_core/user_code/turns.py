@@ -25,8 +25,6 @@ class Turns:
         """
         Args:
             attributes: of the model, and of its loss.
-            key: of the job, for messages.
-            instead: what the user can write.
         """
         self.attributes = attributes
         self.key = key

@@ -129,8 +129,6 @@ def function(ref: Ref, job_dir: Path, takes: Sequence[str] = ()) -> Callable[...
     It is not called, unlike what `call` finds: a loss, a collate function, a hook.
 
     Args:
-        ref: what to find.
-        job_dir: folder of the job file.
         takes: what it will be called with, as in `TAKES`.
 
     Raises:

@@ -118,13 +118,9 @@ class _RunComparison:
         carried_at: Set[int],
         device: str | None,
     ) -> None:
-        """
-        Args:
-            run_dir: of the run.
-            verdict: that is added to.
-            carried: by step, what a run that goes on from there begins with; is added to.
-            carried_at: the steps from which runs go on.
-            device: as of `compare`.
+        """Get ready to compare the run, and to add what is found to `verdict`.
+
+        Runs go on from the steps `carried_at`. What they begin with is added to `carried`, by step.
         """
         self._run_dir = run_dir
         self._verdict = verdict

@@ -24,9 +24,7 @@ def of_gradient(
     """Return in words what a gradient looks like.
 
     Args:
-        name: of its parameter.
         found: of the run, in the order of memory.
-        expected: of the plain loop.
         parts: the same by micro-batch, as far as they are known.
         ranks: which ranks have it so, in words; "" where all do.
         axes: number of ranks along each, and micro-batches of a rank.
@@ -94,7 +92,6 @@ def of_update(before: Tensor, found: Tensor, expected: Tensor, lr: float) -> str
         before: value of the parameter.
         found: after the run's update.
         expected: after the plain one.
-        lr: learning rate.
     """
     moved, should = found - before, expected - before
     if not moved.any():

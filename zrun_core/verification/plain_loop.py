@@ -288,9 +288,6 @@ class PlainLoop:
     ) -> None:
         """
         Args:
-            spec: of the run.
-            device: that computes.
-            dtype: in which forwards compute.
             replicas: data-parallel ranks, of which each has a model; None: those of the run.
         """
         self._spec = spec
@@ -313,7 +310,6 @@ class PlainLoop:
         Args:
             step: its number, from 1.
             batches: by data-parallel rank, its micro-batches with their numbers of samples.
-            scale: of the loss.
             keeps_parts: of each micro-batch, too.
         """
         self._begun = [replica.state() for replica in self.replicas]
@@ -350,7 +346,6 @@ class PlainLoop:
         Args:
             step, batches, scale: as of `gradient`.
             nudge: which of many ways to move them.
-            values: of the step.
         """
         generator = torch.Generator().manual_seed(_NUDGES_OF_STEP * step + nudge)
         size = _NUDGE * torch.finfo(self._dtype).eps

@@ -133,7 +133,6 @@ def plain_optimizer(
     """Return the job's optimizer over whole parameters.
 
     Args:
-        config: the job's section `optim`.
         params: fp32 values, by name.
         job_dir: folder of the job file, for an optimizer of the user's.
     """

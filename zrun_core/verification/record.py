@@ -130,7 +130,6 @@ class Writer:
         """Write a step.
 
         Args:
-            numbers: of it.
             tensors: by name in the file: see `tensor_key`.
         """
         path = self._folder / f"step-{numbers.step}"
@@ -169,7 +168,6 @@ def merged(ranges: Sequence[Range], shape: TensorShape) -> torch.Tensor | None:
 
     Args:
         ranges: of it; of copies, the last one counts.
-        shape: of the tensor.
     """
     numel = torch.Size(shape.shape).numel()
     flat = torch.zeros(numel)

@@ -83,10 +83,6 @@ class StepCheck:
     ) -> None:
         """
         Args:
-            spec: of the run.
-            step: its number.
-            record: what the run's ranks have recorded.
-            tensors: of the model.
             plain: the same step of the plain loop, in the run's format.
             wide: the same in fp32.
             nudged: the same with values that are off by rounding; None: it was not needed.

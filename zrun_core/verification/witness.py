@@ -30,10 +30,7 @@ class Witness:
     def __init__(self, trainer: Trainer, streams: Streams, run_dir: Path, rank: int) -> None:
         """
         Args:
-            trainer: that is watched from now on.
-            streams: that its model draws from.
             run_dir: whose folder `record` is written to.
-            rank: this one.
         """
         self._trainer = trainer
         self._sharded = trainer.sharded
@@ -115,11 +112,7 @@ class Witness:
 def _ranges(kind: str, unit: FlatUnit, flat: torch.Tensor, first: int) -> dict[str, torch.Tensor]:
     """Return what a rank has of a unit, by its name in the file.
 
-    Args:
-        kind: of the values.
-        unit: whose they are.
-        flat: the values, 1-D on the CPU.
-        first: element of the unit that they begin with.
+    `flat` has the values, 1-D on the CPU, which begin with element `first` of the unit.
     """
     found = {}
     for each in unit.layout.tensor_ranges(first, first + len(flat)):

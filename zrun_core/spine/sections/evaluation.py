@@ -94,7 +94,6 @@ class EvalConfig(Section):
         """Refuse a metric that no evaluation will have, as far as that is known before one.
 
         Args:
-            key: that names the metric.
             metric: "loss" or "accuracy", of several sets "val/loss".
 
         Raises:

@@ -114,8 +114,6 @@ def describe_argument_error(name: str, section: type[Section], detail: Any) -> s
     """Return a message for a mistake in `optim.args`.
 
     Args:
-        name: of the optimizer.
-        section: its arguments.
         detail: one of pydantic's errors of them.
     """
     key = str(detail["loc"][0])

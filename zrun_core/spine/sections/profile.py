@@ -78,12 +78,7 @@ class ProfileConfig(Section):
 
 
 def why_no_ranks(ranks: Sequence[int], num_ranks: int) -> str | None:
-    """Say which of the ranks to be traced do not exist; None: all do.
-
-    Args:
-        ranks: to be traced.
-        num_ranks: of the run.
-    """
+    """Say which of the ranks to be traced do not exist; None: all do."""
     absent = [rank for rank in ranks if rank >= num_ranks]
     if not absent:
         return None

@@ -22,7 +22,7 @@ from rich.table import Table
 from warm import WarmPopen
 
 from zrun import cli
-from zrun.estimate import kept, plan_tables
+from zrun.estimate import answer_cache, plan_tables
 from zrun.estimate.answer import Answer, answer, as_data, forecast_of
 from zrun.estimate.bars import bars, parts_of
 from zrun.estimate.html import page
@@ -422,12 +422,21 @@ def test_files_of_the_job_that_change_end_it(tmp_path: Path, searched: Answer) -
     code = tmp_path / "model.py"
     code.write_text("width = 1\n")
     parts = as_data((searched.chosen, searched.stages, None, None, "", 1, None, None))
-    kept.write("a", parts, {str(code): digest_of_file(code)})
-    assert kept.read("a") == (searched.chosen, searched.stages, None, None, "", 1, None, None)
+    answer_cache.write("a", parts, {str(code): digest_of_file(code)})
+    assert answer_cache.read("a") == (
+        searched.chosen,
+        searched.stages,
+        None,
+        None,
+        "",
+        1,
+        None,
+        None,
+    )
     code.write_text("width = 2\n")
-    assert kept.read("a") is None
+    assert answer_cache.read("a") is None
     (cache_folder("answers") / "a.json").write_text('{"files": {}, "parts": [], "buffers": []}')
-    assert kept.read("a") is None
+    assert answer_cache.read("a") is None
 
 
 def test_what_was_asked_before_needs_no_torch(zrun: Zrun, tmp_path: Path) -> None:

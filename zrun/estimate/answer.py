@@ -6,7 +6,7 @@ from dataclasses import dataclass, is_dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from zrun.estimate import kept
+from zrun.estimate import answer_cache
 from zrun.estimate.forecast import Forecast
 from zrun.estimate.patch import Changes, as_overrides, as_yaml, job_changes
 from zrun.estimate.plan_tables import fullest, units_of
@@ -161,7 +161,7 @@ def answer(
     if question.key is not None:
         room = "" if headroom is None else f"-{headroom:g}"
         key = f"{question.key}-{goal or 'asked'}{room}"
-    if key is not None and (parts := kept.read(key)) is not None:
+    if key is not None and (parts := answer_cache.read(key)) is not None:
         return Answer(question, *parts, goal=goal, headroom=headroom)
     found = _answered(question, goal, headroom, watch)
     if key is not None and not found.is_partial and not found.is_interrupted:
@@ -175,7 +175,7 @@ def answer(
             found.tokens_per_sample,
             found.num_samples,
         )
-        kept.write(key, as_data(parts), question.planner.parts.files)
+        answer_cache.write(key, as_data(parts), question.planner.parts.files)
     return found
 
 

@@ -18,7 +18,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zrun.estimate import kept
+from zrun.estimate import answer_cache
 from zrun.estimate.forecast import PATIENCE_S, UNRELATED
 from zrun.hosts.cluster import Cluster
 from zrun.job import overrides as command_line
@@ -167,7 +167,7 @@ def of_shape(
 
         return Planner(shape, hardware, job)
 
-    key = kept.key_of(
+    key = answer_cache.key_of(
         {"shape": repr(shape), "names stage": names_stage, **_facts(job, batch, hardware)}
     )
     return Question(
@@ -251,7 +251,9 @@ def _question(
     if ":" not in job.optim.name:  # of an optimizer of the job's own nobody notes the files
         traced = key_of_trace(job, job_dir, **_of_trace(hardware, asked))
         written = loaded.config.model_dump(mode="json", by_alias=True, exclude=set(UNRELATED))
-        key = kept.key_of({"trace": traced, "written": written, **_facts(job, batch, hardware)})
+        key = answer_cache.key_of(
+            {"trace": traced, "written": written, **_facts(job, batch, hardware)}
+        )
     return Question(
         job.name,
         hardware,

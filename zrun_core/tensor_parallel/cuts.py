@@ -16,7 +16,7 @@ from torch import nn
 from zrun_core.errors import JobError
 from zrun_core.memory.tensors import Shape
 from zrun_core.spine.sections.tensor_roles import Entry, Role
-from zrun_core.tensor_parallel.region import COLUMNS
+from zrun_core.tensor_parallel.region_plan import COLUMNS
 
 _KEY = "parallel.plan"
 # Of linears that stand alone, between whole activations.

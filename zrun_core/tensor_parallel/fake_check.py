@@ -34,7 +34,7 @@ from zrun_core.tensor_parallel.fake_outside import OutsideReads
 from zrun_core.tensor_parallel.fake_sums import PRODUCTS, looks_at_tokens, summed_over
 from zrun_core.tensor_parallel.fit import counting_attributes
 from zrun_core.tensor_parallel.plan import TensorPlan
-from zrun_core.tensor_parallel.region import Region
+from zrun_core.tensor_parallel.region_plan import Region
 from zrun_core.tensor_parallel.roles import any_number
 from zrun_core.tensor_parallel.second_grads import SecondGrads
 from zrun_core.tensor_parallel.torch_attention import replace_forward

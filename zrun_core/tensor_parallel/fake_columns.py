@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from zrun_core.errors import JobError
 from zrun_core.tensor_parallel.plan import TensorPlan
-from zrun_core.tensor_parallel.region import Region
+from zrun_core.tensor_parallel.region_plan import Region
 from zrun_core.tensor_parallel.roles import any_number
 from zrun_core.zero.module_hooks import storage_of, tensors_in
 

@@ -11,7 +11,7 @@ from torch import nn
 from zrun_core.errors import JobError
 from zrun_core.spine.sections.tensor_roles import Role
 from zrun_core.tensor_parallel.cuts import Cut
-from zrun_core.tensor_parallel.region import COLUMNS, Region
+from zrun_core.tensor_parallel.region_plan import COLUMNS, Region
 from zrun_core.tensor_parallel.roles import Roles, any_number
 
 _ROWS = (Role.ROWWISE, Role.ROWWISE_SPLIT_INPUT)

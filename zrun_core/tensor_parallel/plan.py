@@ -22,7 +22,7 @@ from zrun_core.memory.tensors import Shape, TensorPart, full_part, sliced_part
 from zrun_core.spine.sections.tensor_roles import Entry, Role
 from zrun_core.tensor_parallel.cuts import ALONE, Cut, find_cuts, is_linear, is_transposed
 from zrun_core.tensor_parallel.fit import check_fit
-from zrun_core.tensor_parallel.region import COLUMNS, Region, find_regions
+from zrun_core.tensor_parallel.region_plan import COLUMNS, Region, find_regions
 from zrun_core.tensor_parallel.roles import any_number, find_roles
 
 _AXES = ("tensor",)

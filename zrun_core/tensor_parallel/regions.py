@@ -30,7 +30,7 @@ from zrun_core.spine.sections.tensor_roles import Role
 from zrun_core.tensor_parallel.borders import copy_border, sum_out
 from zrun_core.tensor_parallel.column_grads import ColumnGrads
 from zrun_core.tensor_parallel.linear_product import PRODUCT, plain_product
-from zrun_core.tensor_parallel.region import Region
+from zrun_core.tensor_parallel.region_plan import Region
 from zrun_core.tensor_parallel.sequence import gather_border, scatter_out
 from zrun_core.tensor_parallel.tensor_comm import TensorComm
 from zrun_core.tensor_parallel.torch_attention import replace_forward

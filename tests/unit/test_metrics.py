@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 from zrun_core.hardware import accelerator
@@ -90,3 +92,16 @@ def test_measuring_a_step_forgets_no_peak(monkeypatch: pytest.MonkeyPatch) -> No
     with PeakMemory(device):
         pass
     assert held() == (800, 1000)
+
+
+def test_what_has_shapes_alone_computes_nothing() -> None:
+    """As ghosts of other stages, in a pipeline's first forward."""
+    linear = nn.Linear(8, 8)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = mode.from_tensor(torch.ones(2, 8))
+        with FlopCount() as count:
+            linear(fake)
+    assert count.flops == 0
+    with FlopCount() as count:
+        linear(torch.ones(2, 8))
+    assert count.flops == 2 * 2 * 8 * 8

@@ -68,7 +68,7 @@ def _attention(tensors: Any, *, queries: int, values: int) -> float:
 
 
 class FlopCount(TorchDispatchMode):
-    """Counts the FLOPs of matrix products, convolutions and attention of what runs inside.
+    """Counts the FLOPs of matrix products, convolutions and attention of what computes inside.
 
     Attributes:
         flops: so far.
@@ -90,5 +90,12 @@ class FlopCount(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        self.flops += self._counter.of(func, args, kwargs or {}, out)
+        if _has_values(out):
+            self.flops += self._counter.of(func, args, kwargs or {}, out)
         return out
+
+
+def _has_values(out: Any) -> bool:
+    """Return whether an operator has computed: ghosts of other stages have shapes alone."""
+    first = out[0] if isinstance(out, tuple | list) and out else out
+    return type(first) is torch.Tensor

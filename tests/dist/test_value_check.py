@@ -281,11 +281,13 @@ def test_a_comparison_changes_nothing(
     assert [each["digest"] for each in with_it] == [each["digest"] for each in without]
 
 
-def test_evaluations_in_halves_go_between_stages(ranks, tmp_path: Path) -> None:
+@pytest.mark.parametrize("flavour", ["gpt2", "llama"])
+def test_evaluations_in_halves_go_between_stages(ranks, tmp_path: Path, flavour: str) -> None:
     """The comparison has sent activations in fp32."""
     evaluation = {"data": {"call": "runs.py:Plain", "args": {"length": 4}}, "every": 2}
     parallel = {"tp": 2, "pp": 2}
-    keys = small(model=gpt(), parallel=parallel, precision="bf16", eval=evaluation)
+    model = gpt(flavour=flavour)
+    keys = small(model=model, parallel=parallel, precision="bf16", eval=evaluation)
     found = on_axes(keys, tmp_path, ranks)
     assert notes(found) == []
     assert [each["error"] for each in found] == [""] * 4

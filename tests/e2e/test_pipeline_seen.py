@@ -172,3 +172,35 @@ def _has_one_page_whoever_writes_it(folder: Path, said: str) -> None:
     assert 'aria-label="Step 2 by stage"' in written
     assert "stages were idle for" in written
     assert "does not allow to draw" not in written
+
+
+def test_halves_cross_stages_whose_ranks_have_slices(tmp_path: Path) -> None:
+    """What is compared before the first step crosses in fp32."""
+    args = {"vocab_size": 256, "dim": 32, "depth": 2, "heads": 2, "seq_len": 16}
+    text = {"call": "zrun_core.data.text:text", "args": {"paths": "stdlib", "seq_len": 16}}
+    keys: dict[str, Any] = {
+        "name": "halves",
+        "model": {"call": "zrun_core.models.gpt:gpt", "args": {**args, "flavour": "llama"}},
+        "data": text,
+        "steps": 1,
+        "batch": {"global": 4, "micro": 2},
+        "slots": 4,
+        "parallel": {"tp": 2, "pp": 2},
+        "precision": "bf16",
+        "device": "cpu",
+        "threads": 1,
+        "eval": {"data": text, "every": 1, "samples": 4},
+    }
+    (tmp_path / "job.yaml").write_text(json.dumps(keys))
+    done = subprocess.run(
+        [sys.executable, "-m", "zrun", "train", "job.yaml", "--run-dir", "run", "--ui", "none"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+    assert done.returncode == 0, done.stderr
+    events = map(json.loads, (tmp_path / "run" / "events.jsonl").read_text().splitlines())
+    found = {event["type"]: event for event in events}
+    assert "not compared" not in str(found["start"]["notes"])
+    assert {"step", "eval", "end"} <= found.keys()

@@ -126,7 +126,7 @@ def test_values_are_compared_without_training(
         return
     assert ran.returncode == 0, ran.stderr
     told = "values: the parts of 2 ranks (tp 2, pp 1) compute what the whole model computes of the "
-    assert ran.stdout.endswith(f"{told}first micro-batch\n")
+    assert ran.stdout.endswith(f"{told}first micro-batch, and its gradients\n")
     assert not left_in(folder)
 
 

@@ -15,7 +15,10 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import (
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from zrun_core.data.batch import map_tensors
@@ -50,7 +53,7 @@ class Ghosts:
         """Return the fake tensor that stands for a parameter, always the same."""
         fake: torch.Tensor | None = self._fakes.get(param)
         if fake is None:
-            with self.mode:
+            with _disable_current_modes(), self.mode:  # one of formats would make another one
                 empty = torch.empty_strided(
                     param.shape, param.stride(), dtype=dtype, device=self._device
                 )

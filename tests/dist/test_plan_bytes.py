@@ -330,8 +330,20 @@ def test_parts_of_a_model_hold_what_is_planned(
     )
     told = {event["type"]: event for event in found[0]["events"]}
     assert_sent(told["end"]["traffic"], planner.traffic(candidate), job.steps)
+    apart = planner.sent_apart(candidate)
+    for axis in ("tensor", "pipe"):
+        sent = told["end"]["traffic"].get(axis, {}).get("by_kind", {})
+        assert sent == {
+            kind: job.steps * num_bytes for kind, num_bytes in apart.get(axis, {}).items()
+        }
     for number, of_rank in enumerate(found):
         told = {event["type"]: event for event in of_rank["events"]}
+        if dims.pp > 1:
+            of_stage = planner.sent_to_stages(candidate, dims.coordinates(number).pp)
+            sent = dict(told["memory"]["pipe_sent"])
+            assert sent.pop("stage") == dims.coordinates(number).pp
+            count = sent.pop("micro_batches")
+            assert sent == {kind: count * size for kind, size in of_stage.items() if size}, number
         rank = planner.rank(candidate, dims.coordinates(number).pp)
         if dims.coordinates(number).dp == 0:
             for kind in (Kind.PARAM, Kind.GRAD, Kind.OPTIM, Kind.RING, Kind.BUFFER):

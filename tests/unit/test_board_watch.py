@@ -118,7 +118,9 @@ def test_a_library_that_stands_still_holds_nobody_up(watch: Any) -> None:
 
 def test_heat_is_told_once_and_a_power_limit_never(watch: Any) -> None:
     watching, monitor, uplink = watch
-    hot = Health(temperature_c=92, slowed=("it is too hot", POWER_CAP))
+    hot = Health(
+        temperature_c=92, slowed=("it is too hot", POWER_CAP), corrected=3, remap="pending"
+    )
     monitor.sensed = {"GPU-a": hot, "GPU-b": Health(slowed=(POWER_CAP,))}
     for _ in range(4):
         watching.catch_up(PATIENCE_S)
@@ -128,6 +130,8 @@ def test_heat_is_told_once_and_a_power_limit_never(watch: Any) -> None:
     told = next(event for event in uplink.events if event["type"] == "gpus")
     assert (told["rank"], [each["rank"] for each in told["gpus"]]) == (2, [2, 3])
     assert told["gpus"][0]["slowed"] == ["it is too hot", POWER_CAP]
+    errors = [told["gpus"][0][name] for name in ("corrected", "uncorrected", "remap")]
+    assert errors == [3, None, "pending"]
 
 
 def test_without_a_driver_there_is_nothing_to_wait_for() -> None:

@@ -32,6 +32,7 @@ from zrun.estimate.question import Question, of_shape
 from zrun_core.hardware.simulated import parse_simulate
 from zrun_core.plan.answer.planner import Planner
 from zrun_core.plan.answer.search import SearchState
+from zrun_core.sizes import format_size
 from zrun_core.spine.cache import cache_folder, digest_of_file
 from zrun_core.spine.config import JobConfig
 from zrun_core.spine.spec import BatchPlan
@@ -219,6 +220,13 @@ def test_every_stage_of_a_pipeline_has_a_row() -> None:
     assert "1f1b of 32 micro-batches on 4 stages, bubble" in told
     assert "the layers after the last block cost as much as 1" in told, "a vocabulary of 50k"
     assert not asked("1.3B", "4xA100-80G", "zero=1").chosen.stages
+    picture = page("t", [], [found], found, "fits")
+    row = "<td>stage 0</td><td>stage 1</td><td>activations</td>"
+    num_bytes = found.stages[0].sent["activations"]
+    assert f"{row}<td>{format_size(num_bytes)}</td>" in picture
+    assert "<td>stage 0</td><td>stage 3</td>" not in picture, "nothing goes around"
+    whole = format_size(32 * num_bytes)
+    assert f"<td>pipe</td><td>activations</td><td>{whole}</td>" in picture
     many = replace(found, stages=(*found.stages[:1] * 20, *found.stages[-1:] * 20))
     rows = [line.split() for line in rendered(plan_tables.pipeline_table(many, 100), 100)[2:]]
     assert [row[0] for row in rows] == ["0", "...", "19", "20", "...", "39"]

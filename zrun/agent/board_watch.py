@@ -157,4 +157,7 @@ def _sensors(sensed: Health) -> Event:
         "clock_mhz": sensed.clock_mhz,
         "used_bytes": sensed.used_bytes,
         "slowed": list(sensed.slowed),
+        "corrected": sensed.corrected,
+        "uncorrected": sensed.uncorrected,
+        "remap": sensed.remap,
     }

@@ -265,6 +265,8 @@ def forecast_of(found: Answer) -> Forecast:
         fraction=chosen.candidate.placement.fraction,
         units_away=sum(units.values()),
         units=len(units),
+        sent=chosen.sent_apart,
+        stages_sent=tuple(stage.sent for stage in chosen.stages),
     )
 
 

@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import TypeAdapter, ValidationError
@@ -69,6 +69,10 @@ class Forecast:
         units_away, units: of the model: those whose states leave, and all.
         runs: earlier ones of this kind, by which the times are scaled.
         activation_bytes: of `peak_bytes`, with temporaries; None: of an earlier zrun.
+        sent: bytes that a rank of the first stage sends in a step, to ranks with slices of the same
+            layers (`tensor`) and to other stages (`pipe`), by collective or by what is sent.
+        stages_sent: bytes that a rank of each stage of a pipeline sends to others for a
+            micro-batch, by what is sent.
     """
 
     source: str
@@ -89,6 +93,8 @@ class Forecast:
     units: int = 0
     runs: int = 0
     activation_bytes: int | None = None
+    sent: dict[str, dict[str, int]] = field(default_factory=dict)
+    stages_sent: tuple[dict[str, int], ...] = ()
 
     @property
     def fits(self) -> bool:

@@ -57,6 +57,8 @@ _PREDICTED = (
     "calibrated",
     "is_bound",
     "runs",
+    "sent",
+    "stages_sent",
 )
 _TIMED_STEPS = 8  # of a run that says something of the next one
 _BUSY = 1.5  # times as many processes that want a core as there are cores

@@ -10,13 +10,13 @@ from zrun.estimate.bars import parts_of
 from zrun.estimate.plan_tables import (
     fits,
     fullest,
-    layer_lines,
     paper_bytes,
     state_bytes,
     step_range,
 )
 from zrun.pages import document
 from zrun.pages.bars import STYLE, Bar, Piece, bars
+from zrun.pages.traffic_tables import planned_traffic
 from zrun.watch import formatting
 from zrun.watch.memory_kinds import MEANINGS, PARTS
 from zrun_core.sizes import format_size
@@ -108,9 +108,9 @@ def _times(chosen: Estimate) -> str:
         f"<p>{escape(f'{format_size(size)} over {link} per step and rank')}</p>"
         for link, size in chosen.time.link_bytes.items()
     ]
-    links += [f"<p>{escape(line)}</p>" for line in layer_lines(chosen)]
     table = document.table(("part", "seconds"), rows)
-    return f"<p>{step_range(chosen.time)}</p>{table}{''.join(links)}"
+    sent = "".join(links) + planned_traffic(chosen)
+    return f"<p>{step_range(chosen.time)}</p>{table}{sent}"
 
 
 def _buffers(chosen: Estimate) -> str:

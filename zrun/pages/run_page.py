@@ -7,7 +7,16 @@ from collections.abc import Callable
 from html import escape
 
 from zrun.hosts.cluster import several
-from zrun.pages import bars, chart, document, outcome, pipeline, run_history, run_tables
+from zrun.pages import (
+    bars,
+    chart,
+    document,
+    outcome,
+    pipeline,
+    run_history,
+    run_tables,
+    traffic_tables,
+)
 from zrun.pages.outcome import Outcome
 from zrun.pages.run_curves import (
     curves_of_memory,
@@ -15,6 +24,7 @@ from zrun.pages.run_curves import (
     curves_of_times,
     curves_of_training,
 )
+from zrun.pages.run_gpus import charts_of_gpus, findings, gpus_table
 from zrun.pages.run_job import job_keys
 from zrun.runs.launches import read_launches
 from zrun.watch import formatting
@@ -38,7 +48,10 @@ def page(record: RunRecord, ended: Outcome) -> str:
     parts: list[tuple[str, Callable[[], str]]] = [
         ("Curves", lambda: curves_of_training(record)),
         ("Your own metrics", lambda: curves_of_metrics(record)),
-        ("Report", lambda: document.facts([*report_rows(state), *_origin(record)])),
+        (
+            "Report",
+            lambda: document.facts([*report_rows(state), *findings(record), *_origin(record)]),
+        ),
         (
             "Memory",
             lambda: (
@@ -56,9 +69,13 @@ def page(record: RunRecord, ended: Outcome) -> str:
                 + curves_of_times(record)
             ),
         ),
+        ("GPUs", lambda: charts_of_gpus(record) + gpus_table(record)),
         (_pipeline_title(state), lambda: pipeline.picture(state)),
         ("Staleness of pushes", lambda: run_tables.staleness(state)),
-        ("Sent by rank 0 in the newest launch", lambda: run_tables.traffic(record)),
+        (
+            "Sent along each axis by rank 0 in the newest launch",
+            lambda: traffic_tables.traffic(state),
+        ),
         ("Launches", lambda: run_history.launches_table(launches, history)),
         ("Saved steps", lambda: run_history.saves_table(history)),
         ("Warnings", lambda: run_history.notices_table(history)),

@@ -115,9 +115,12 @@ def stragglers(record: RunRecord) -> str:
     samples = several(ranks.num_samples, "time")
     if not ranks.late:
         return document.soft(f"No rank was slow: they were compared {samples}.")
-    words = [
-        f"{name} {several(number, 'time')}" for name, number in ranks.late.most_common(_LATE_SHOWN)
-    ]
+    causes = {f"rank {rank}": gpu.throttled for rank, gpu in record.gpus.gpus.items()}
+    words = []
+    for name, number in ranks.late.most_common(_LATE_SHOWN):
+        slowed = causes.get(name)
+        cause = f" (its GPU was slowed down: {', '.join(slowed)})" if slowed else ""
+        words.append(f"{name} {several(number, 'time')}{cause}")
     if len(ranks.late) > _LATE_SHOWN:
         words.append(f"{len(ranks.late) - _LATE_SHOWN} others")
     lately = f"; when they told last: {', '.join(now[:_LATE_SHOWN])}" if now else ""
@@ -151,36 +154,6 @@ def moved(state: RunState) -> str:
         return ""
     title = f'<h3 class="part">Bytes between tiers in step {state.step.step}, rank 0</h3>'
     return title + document.table(("", "planned", "measured"), rows)
-
-
-def traffic(record: RunRecord) -> str:
-    """Return what rank 0 has sent in its newest launch, by axis and kind, beside theory."""
-    state = record.state
-    told = (state.end or {}).get("traffic") or {}
-    rows = []
-    for kind, each in told.items():
-        measured, expected = each.get("measured_bytes"), each.get("expected_bytes")
-        cells = [_axis(kind), kind, _size(expected), _size(measured), _off(measured, expected)]
-        rows.append(document.row(cells))
-    if rows:
-        head = ("axis", "collective", "in theory", "measured", "difference")
-        return document.table(head, rows, "words")
-    if state.traffic_bytes:
-        sent = f"{format_size(state.traffic_bytes)} were sent by rank 0 in this launch"
-        return document.soft(f"{sent}; its end tells them by collective, beside theory.")
-    return ""
-
-
-def _axis(kind: str) -> str:
-    return "tensor" if kind == "tensor" else "data"
-
-
-def _off(measured: int | None, expected: int | None) -> str:
-    if measured is None or expected is None:
-        return "-"
-    if measured == expected:
-        return "none"
-    return f"{(measured - expected) / expected:+.2%}" if expected else _size(measured)
 
 
 def _shown(record: RunRecord) -> list[int]:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from rich.table import Table
 
 from zrun.watch import formatting
+from zrun.watch.axis_traffic import num_steps, sent_rows
 from zrun.watch.curves import Curves
 from zrun.watch.run_state import RunState
 from zrun_core.sizes import format_size
@@ -93,6 +94,7 @@ def _results(runs: Sequence[ComparedRun]) -> list[Row]:
         Row("step", [_median(run, "step_s") for run in runs], formatting.seconds),
         Row("tokens/s", [_median(run, "tokens_per_s") for run in runs], formatting.count),
         Row("samples/s", [_median(run, "samples_per_s") for run in runs], formatting.count),
+        *_sent(runs),
         Row("peak in tensors", [_measured(run, "peak_bytes") for run in runs], _size),
         Row("peak of a process", [_measured(run, "process_bytes") for run in runs], _size),
         Row("ranks", [(run.state.start or {}).get("world_size") for run in runs], str),
@@ -128,6 +130,22 @@ def _metrics(runs: Sequence[ComparedRun]) -> list[Row]:
     return [
         Row(name, [run.state.newest_metrics.get(name) for run in runs], "{:.5g}".format)
         for name in list(names)[:_MOST_METRICS]
+    ]
+
+
+def _sent(runs: Sequence[ComparedRun]) -> list[Row]:
+    """Return what rank 0 has sent in a step, by axis, of runs that have reached their end."""
+    sums: list[dict[str, float]] = []
+    for run in runs:
+        by_axis: dict[str, float] = {}
+        steps = num_steps(run.state)
+        for row in sent_rows(run.state) if steps > 0 else []:
+            by_axis[row.axis] = by_axis.get(row.axis, 0.0) + (row.measured or 0) / steps
+        sums.append(by_axis)
+    axes = dict.fromkeys(axis for by_axis in sums for axis in by_axis)
+    return [
+        Row(f"sent along {axis}, a step", [by_axis.get(axis) for by_axis in sums], _size)
+        for axis in axes
     ]
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from zrun.hosts.cluster import several
 from zrun.watch import formatting
+from zrun.watch.axis_traffic import theory_along
 from zrun.watch.profile_table import profile_line
 from zrun.watch.pushes import pushes_in_words
 from zrun.watch.run_state import RunState, number
@@ -66,8 +67,10 @@ def report_rows(state: RunState, curve: str = "") -> list[tuple[str, str]]:
     rows.append(("speed", _speed(state)))
     sent = "sent by rank 0" + (" in this attempt" if state.resumed else "")
     for kind, traffic in (end.get("traffic") or {}).items():
-        sizes = traffic.get("measured_bytes"), traffic.get("expected_bytes")
-        rows.append((kind, _compared(*sizes, sent, "theory")))
+        expected = traffic.get("expected_bytes")
+        if expected is None:
+            expected = theory_along(state, kind)
+        rows.append((kind, _compared(traffic.get("measured_bytes"), expected, sent, "theory")))
     memory = end.get("memory") or {}
     sizes = memory.get("measured_bytes"), memory.get("planned_bytes")
     rows.append(("memory", _compared(*sizes, "in buffers of rank 0", "plan")))

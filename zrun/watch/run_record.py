@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from zrun.watch.curves import Curves
+from zrun.watch.gpu_course import GpuCourse
 from zrun.watch.history import History
 from zrun.watch.panel_layout import Facts
 from zrun.watch.rank_times import RankTimes
@@ -38,6 +39,7 @@ class RunRecord:
         curves: of the whole run, earlier launches included.
         history: what has happened beside its steps.
         ranks: which ranks were waited for.
+        gpus: what GPUs said of themselves.
         num_events: that were read.
         num_skipped: lines that are no events.
         is_sampled: the record is so long that only parts of it were read, evenly spaced.
@@ -49,6 +51,7 @@ class RunRecord:
     curves: Curves = field(default_factory=Curves)
     history: History = field(default_factory=History)
     ranks: RankTimes = field(default_factory=RankTimes)
+    gpus: GpuCourse = field(default_factory=GpuCourse)
     num_events: int = 0
     num_skipped: int = 0
     is_sampled: bool = False
@@ -68,6 +71,8 @@ class RunRecord:
             self.history.take(event, offset)
         with suppress(*_MISUNDERSTOOD):
             self.ranks.take(event)
+        with suppress(*_MISUNDERSTOOD):
+            self.gpus.take(event)
         self.num_events += 1
 
 

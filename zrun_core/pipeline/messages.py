@@ -26,6 +26,8 @@ from typing import NamedTuple
 
 from zrun_core.pipeline.actions import Action, ActionKind
 
+PIPE = "pipe"  # axis of the mesh: the stages of a pipeline
+
 
 class Message(NamedTuple):
     """What crosses a border between two chunks.

@@ -6,7 +6,6 @@ import math
 import re
 import sys
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -20,7 +19,6 @@ from zrun_core.distributed.comm import TrafficKey
 from zrun_core.hardware import accelerator
 from zrun_core.hardware.clock import Waits
 from zrun_core.memory.buffers import Tier
-from zrun_core.memory.tensors import TENSOR
 from zrun_core.sizes import format_size
 from zrun_core.spine.config import JobConfig
 from zrun_core.spine.events import Emitter
@@ -35,6 +33,7 @@ from zrun_core.telemetry.metrics import (
 )
 from zrun_core.telemetry.peak_memory import PeakMemory
 from zrun_core.telemetry.progress import Progress
+from zrun_core.telemetry.sent_bytes import SentBytes
 from zrun_core.telemetry.stage_fields import (
     ActionMarks,
     ActionTime,
@@ -167,7 +166,8 @@ class Recorder:
         self._has_warned = False
         self._has_told_uncounted = False
         self._told_growth: dict[str, int] = {}  # bytes held, by the ring's purpose
-        self._traffic_bytes: Counter[str] = Counter()
+        self._sent = SentBytes()
+        self._pipe_sent: dict[str, int] = {}  # to other stages, at the end of a step or window
         self._splits: list[Mapping[str, float]] = []  # of steps since the last `memory` event
         self._stage_uses: list[StageUse] = []  # as `_splits`
         self._next_schedule = _FIRST_SCHEDULE  # of the steps of this process
@@ -336,15 +336,15 @@ class Recorder:
             progress.skips += 1
         else:
             progress.updates += 1
-        for key, sent in issued.sent.items():
-            # What layers exchange follows from the user's forward: it is told apart, as measured.
-            self._traffic_bytes[TENSOR if key.axis == TENSOR else key.kind] += sent
+        self._sent.add(issued.sent, issued.micro_batches)
 
         step_s, split = self._clock.read(issued.clock, issued.waited)
         self._splits.append(split)
         actions = action_times(issued.actions)
-        if actions:
+        if self.stage is not None and actions:
             self._stage_uses.append(StageUse.of(actions))
+            # Between the steps of a window PipeDream has sent more than they need.
+            self._pipe_sent = {"stage": self.stage.stage, **self._sent.to_other_stages()}
         if self.is_main:
             self._emit_step(issued, totals, epoch, step_s, split)
             self._tell_uncounted(issued.uncounted)
@@ -442,6 +442,7 @@ class Recorder:
             split=mean,
             **self._tiers(),
             **pipeline,
+            **({"pipe_sent": self._pipe_sent} if self._pipe_sent else {}),
         )
 
     def warn_of_growth(self) -> None:
@@ -518,12 +519,6 @@ class Recorder:
         expected = expected_traffic(
             self._sharded, done.steps - before.steps, done.micro_batches - before.micro_batches
         )
-        traffic: dict[str, dict[str, int]] = {
-            kind: {"measured_bytes": self._traffic_bytes[kind], "expected_bytes": num_bytes}
-            for kind, num_bytes in expected.items()
-        }
-        if self._traffic_bytes[TENSOR]:
-            traffic[TENSOR] = {"measured_bytes": self._traffic_bytes[TENSOR]}
         self._emitter.emit(
             "end",
             step=done.steps,
@@ -531,7 +526,7 @@ class Recorder:
             why=why,
             total_s=time.monotonic() - self._start_time,
             loss=done.loss,
-            traffic=traffic,
+            traffic=self._sent.beside(expected),
             memory={
                 "planned_bytes": sum(planned_memory(self._sharded).by_kind.values()),
                 "measured_bytes": sum(allocated_memory(self._sharded).by_kind.values()),

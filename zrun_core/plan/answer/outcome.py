@@ -50,6 +50,8 @@ class StageEstimate:
         in_flight: micro-batches that it holds at most, each counted as often as it is in a chunk.
         activations: bytes of these, of what is temporary, and of the batch.
         device_used: as of `RankMemory`.
+        sent: bytes that a rank of it sends to other stages for a micro-batch, exactly:
+            `activations`, and `gradients` of what it has got.
     """
 
     blocks: tuple[tuple[int, int], ...]
@@ -58,6 +60,7 @@ class StageEstimate:
     in_flight: int
     activations: int
     device_used: int
+    sent: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -74,8 +77,9 @@ class Estimate:
             "guessed".
         notes: what a reader should know.
         traffic: bytes that a rank of the first stage sends per step, exactly: those of parameters
-            and their gradients by collective, and under "tensor" what it sends to ranks that have
-            slices of the same layers.
+            and their gradients by collective, under "tensor" what it sends to ranks that have
+            slices of the same layers, and under "pipe" what it sends to other stages.
+        sent_apart: those of "tensor" by collective, and of "pipe" by what is sent.
         pushed: bytes that each other data-parallel rank sends to the first one per step, exactly,
             with a parameter server; else 0.
         moved: bytes that it moves between tiers per step, exactly: by tier ("host" or "disk"), by
@@ -95,6 +99,7 @@ class Estimate:
     notes: tuple[str, ...] = ()
     host_parts: dict[str, int] = field(default_factory=dict)
     traffic: dict[str, int] = field(default_factory=dict)
+    sent_apart: dict[str, dict[str, int]] = field(default_factory=dict)
     pushed: int = 0
     is_bound: bool = False
     moved: dict[str, dict[str, dict[str, int]]] = field(default_factory=dict)

@@ -11,6 +11,7 @@ one.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -22,6 +23,7 @@ from zrun_core.hardware.hardware import MIB, Hardware
 from zrun_core.memory.buffers import Buffer, Tier
 from zrun_core.memory.layout import UnitLayout
 from zrun_core.memory.tensors import TENSOR
+from zrun_core.pipeline.messages import PIPE
 from zrun_core.pipeline.split import Split
 from zrun_core.plan.answer.activation_model import ActivationModel
 from zrun_core.plan.answer.host_model import HostModel, most_at_once
@@ -288,7 +290,7 @@ class Planner:
         """Return the memory and the time of a candidate.
 
         Args:
-            traffic: fill in `traffic`, `moved` and `stages` of the estimate.
+            traffic: fill in `traffic`, `sent_apart`, `moved` and `stages` of the estimate.
 
         Raises:
             JobError: it is impossible.
@@ -314,6 +316,7 @@ class Planner:
             notes=notes_of(candidate, source, self.parts, self.hardware),
             host_parts=host,
             traffic=self.traffic(candidate) if traffic else {},
+            sent_apart=self.sent_apart(candidate) if traffic else {},
             pushed=self._states.pushed(candidate) if traffic else 0,
             moved=self.moved(candidate) if traffic else {},
             is_bound=isinstance(self.subject, Profile) and self.subject.is_ragged,
@@ -338,6 +341,7 @@ class Planner:
                 in_flight=self.stage(candidate, index).held,
                 activations=rank.peak.dynamic + beside,
                 device_used=rank.device_used,
+                sent=self.sent_to_stages(candidate, index),
             )
             found.append(stage)
         return tuple(found)
@@ -377,11 +381,40 @@ class Planner:
     def traffic(self, candidate: Candidate) -> dict[str, int]:
         """Return the bytes that a rank sends in a step, as `Estimate.traffic`."""
         found = self._states.traffic(candidate)
-        ranks = candidate.dims.tp
-        messages = self.layer_messages(candidate)
-        of_micro_batch = sum(each.sent_bytes(ranks) * times for each, times in messages.items())
-        found[TENSOR] += candidate.accumulation * of_micro_batch
+        for axis, by_kind in self.sent_apart(candidate).items():
+            found[axis] = sum(by_kind.values())
         return {kind: num_bytes for kind, num_bytes in found.items() if num_bytes}
+
+    def sent_apart(self, candidate: Candidate) -> dict[str, dict[str, int]]:
+        """Return the bytes that layers and stages exchange in a step, as `Estimate.sent_apart`."""
+        ranks = candidate.dims.tp
+        of_layers: Counter[str] = Counter()
+        for message, times in self.layer_messages(candidate).items():
+            of_layers[message.kind] += message.sent_bytes(ranks) * times
+        count = candidate.accumulation
+        in_step = Counter({kind: count * num_bytes for kind, num_bytes in of_layers.items()})
+        in_step["all_reduce"] += self._states.summed_over_slices(candidate)
+        to_stages = self.sent_to_stages(candidate, 0)
+        handed_on = Counter({what: count * num_bytes for what, num_bytes in to_stages.items()})
+        found = {TENSOR: dict(+in_step), PIPE: dict(+handed_on)}
+        return {axis: by_kind for axis, by_kind in found.items() if by_kind}
+
+    def sent_to_stages(self, candidate: Candidate, stage: int) -> dict[str, int]:
+        """Return the bytes that a rank of a stage sends to others for a micro-batch.
+
+        They are `activations`, and `gradients` of what others have sent.
+        """
+        if candidate.dims.pp == 1:
+            return {}
+        split = self.split(candidate)
+        borders = self.cost_model.border_bytes(candidate, split)
+        returning = self.cost_model.returning_bytes(candidate, split)
+        chunks = split.chunks(stage)
+        last = split.num_chunks - 1
+        return {
+            "activations": round(sum(borders[chunk + 1] for chunk in chunks if chunk < last)),
+            "gradients": round(sum(returning[chunk] for chunk in chunks)),
+        }
 
     def layer_messages(self, candidate: Candidate) -> Messages:
         """Return what ranks of the first stage with slices of the same layers exchange.

@@ -401,10 +401,14 @@ class _Search:
             return lacks, found.time.seconds, str(found.candidate)
 
         def complete(found: Iterable[Estimate]) -> tuple[Estimate, ...]:
-            traffic = self.planner.traffic
-            moved = self.planner.moved
+            planner = self.planner
             return tuple(
-                replace(each, traffic=traffic(each.candidate), moved=moved(each.candidate))
+                replace(
+                    each,
+                    traffic=planner.traffic(each.candidate),
+                    sent_apart=planner.sent_apart(each.candidate),
+                    moved=planner.moved(each.candidate),
+                )
                 for each in found
             )
 

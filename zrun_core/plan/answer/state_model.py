@@ -159,17 +159,24 @@ class StateModel:
     def traffic(self, candidate: Candidate) -> dict[str, int]:
         """Return the bytes of parameters and gradients that a step sends, by collective.
 
-        Under `TENSOR` are sums of gradients over the ranks that have slices of the same layers.
         They are those of the first rank of the first stage, and exact.
         """
         settings = self._settings_of(candidate)
         counts = StepCounts(1, candidate.accumulation, 1, pushes=1)
         mesh_info = self._mesh_info(candidate, 0)
         layouts = self.of_stage(candidate, 0).layouts
-        found = expected_traffic(layouts, settings.states, settings.exchange, counts, mesh_info)
+        return expected_traffic(layouts, settings.states, settings.exchange, counts, mesh_info)
+
+    def summed_over_slices(self, candidate: Candidate) -> int:
+        """Return the bytes of gradients that a step sums over ranks with slices of the same layers.
+
+        They are of the rank that `traffic` is of.
+        """
+        settings = self._settings_of(candidate)
+        mesh_info = self._mesh_info(candidate, 0)
+        layouts = self.of_stage(candidate, 0).layouts
         place = candidate.dims.tp, 0
-        found[TENSOR] = shared_sum_bytes(layouts, settings.states, mesh_info, TENSOR, place)
-        return found
+        return shared_sum_bytes(layouts, settings.states, mesh_info, TENSOR, place)
 
     def pushed(self, candidate: Candidate) -> int:
         """Return the bytes that a step of the second replica sends to a parameter server.

@@ -9,7 +9,7 @@ A traced model has the flow that the runtime follows, too. A shape is cut by its
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from zrun_core.errors import ExitCode, JobError
 from zrun_core.pipeline.ownership import owned, tied_stages
@@ -17,6 +17,7 @@ from zrun_core.pipeline.split import Split, at_names, balanced, equal
 from zrun_core.plan.question.transformer import TransformerShape
 from zrun_core.plan.trace.profile import Profile
 from zrun_core.spine.parallel_dims import ParallelDims
+from zrun_core.stages.flow import Leaf
 
 
 class FlowUnknownError(JobError):
@@ -100,7 +101,15 @@ class PipelineModel:
         """Return the bytes that cross the border before a block; None: of a shape."""
         if self._flow is None:
             return None
-        return sum(self._crossing(block)) * micro / self._flow_micro
+        crossing = sum(leaf.num_bytes for leaf in self._crossing(block))
+        return crossing * micro / self._flow_micro
+
+    def returning_bytes(self, block: int, micro: int) -> float | None:
+        """Return the bytes of gradients that come back over the border; None: of a shape."""
+        if self._flow is None:
+            return None
+        returning = sum(leaf.num_bytes for leaf in self._crossing(block) if leaf.requires_grad)
+        return returning * micro / self._flow_micro
 
     def tied(self, split: Split) -> tuple[tuple[int, ...], int]:
         """Return the stages that share tied parameters, and the elements of these."""
@@ -115,10 +124,10 @@ class PipelineModel:
         elements = sum(self._numel[name] for name, stages in owners.items() if len(stages) > 1)
         return tied_stages(owners), elements
 
-    def _crossing(self, block: int) -> list[int]:
+    def _crossing(self, block: int) -> Sequence[Leaf]:
         if self._flow is None:
-            return []
-        return [leaf.num_bytes for leaf in self._flow.crossing(block)]
+            return ()
+        return self._flow.crossing(block)
 
 
 def _why_not(profile: Profile) -> JobError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from zrun_core.hardware.hardware import Hardware
@@ -64,9 +65,18 @@ class CostModel:
 
     def border_bytes(self, candidate: Candidate, split: Split) -> list[float]:
         """Return the bytes of a micro-batch that cross the border in front of each chunk."""
+        return self._at_borders(candidate, split, self.pipeline.crossing_bytes)
+
+    def returning_bytes(self, candidate: Candidate, split: Split) -> list[float]:
+        """Return the bytes of gradients that come back over the border in front of each chunk."""
+        return self._at_borders(candidate, split, self.pipeline.returning_bytes)
+
+    def _at_borders(
+        self, candidate: Candidate, split: Split, of_flow: Callable[[int, int], float | None]
+    ) -> list[float]:
         found = [0.0]
         for start in split.starts[1:]:
-            num_bytes = self.pipeline.crossing_bytes(start, candidate.micro)
+            num_bytes = of_flow(start, candidate.micro)
             if num_bytes is None or self.uses_formula(candidate.key):
                 num_bytes = self.micro_batch(candidate.key).boundary_bytes
             found.append(num_bytes)

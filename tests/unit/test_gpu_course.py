@@ -60,11 +60,11 @@ def test_each_sensor_has_a_chart_with_a_line_for_each_host(tmp_path: Path) -> No
     assert hosts[2]["slowed"].points == [(1, 0.0), (2, 1.0), (3, 1.0), (4, 1.0)]
     assert {value for _, value in hosts[0]["slowed"].points} == {0.0}, "a power limit is usual"
     rows = (
-        ["0", "n01", "90%", "600 W of 700", "60 C", "1900 MHz", "8.0 GiB", "0", "0", "-"],
-        ["1", "n01", "90%", "600 W of 700", "60 C", "1900 MHz", "8.0 GiB", "0", "0",
+        ["0", "n01", "90%", "600 W", "700 W", "60 C", "1900 MHz", "8.0 GiB", "0", "0", "-"],
+        ["1", "n01", "90%", "600 W", "700 W", "60 C", "1900 MHz", "8.0 GiB", "0", "0",
          f"{POWER_CAP} (100%)"],
-        ["2", "n02", "90%", "600 W of 700", "60 C", "1900 MHz", "8.0 GiB", "44", "3", "-"],
-        ["3", "n02", "90%", "600 W of 700", "92 C", "765 MHz", "8.0 GiB", "0", "0",
+        ["2", "n02", "90%", "600 W", "700 W", "60 C", "1900 MHz", "8.0 GiB", "44", "3", "-"],
+        ["3", "n02", "90%", "600 W", "700 W", "92 C", "765 MHz", "8.0 GiB", "0", "0",
          f"{HOT_SOFTWARE} (75%), {POWER_CAP} (75%)".replace("'", "&#x27;")],
     )  # fmt: skip
     for cells in rows:
@@ -135,7 +135,7 @@ def test_ranks_that_share_a_gpu_count_it_once() -> None:
 def test_sensors_that_say_nothing_leave_gaps(tmp_path: Path) -> None:
     mute = {"rank": 0, "uuid": "GPU-a", "power_w": None, "temperature_c": None, "slowed": []}
     text = drawn(tmp_path, start(), step(1), look(mute), look(mute), facts=FACTS)
-    assert "<td>0</td><td>n01</td>" + "<td>-</td>" * 8 in text
+    assert "<td>0</td><td>n01</td>" + "<td>-</td>" * 9 in text
     assert not any("GPU" in title for title in charts(text))
 
 

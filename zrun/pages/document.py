@@ -54,7 +54,7 @@ border-left: 3px solid var(--bad); font-size: .87em; }
 details { margin: .8em 0; } summary { cursor: pointer; }
 svg text { font: 13px system-ui, sans-serif; fill: var(--text); }
 @media (max-width: 40em) { body { margin: 1em auto; padding: 0 .8em; } \
-th, td { padding: .25em .5em; } \
+th, td { padding: .25em .5em; } .words td { overflow-wrap: break-word; } \
 .words td:first-child { overflow-wrap: anywhere; min-width: 8em; } }
 """
 

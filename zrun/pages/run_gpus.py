@@ -114,7 +114,7 @@ def gpus_table(record: RunRecord) -> str:
     if not gpus:
         return ""
     head = (
-        "rank", "host", "busy", "power", "hottest", "lowest clock", "memory, at most",
+        "rank", "host", "busy", "power", "its limit", "hottest", "lowest clock", "memory, at most",
         "errors corrected", "uncorrectable", "slowed by",
     )  # fmt: skip
     ranks = sorted(gpus)
@@ -127,15 +127,14 @@ def gpus_table(record: RunRecord) -> str:
 
 
 def _cells(record: RunRecord, rank: int, gpu: GpuSums) -> list[str]:
-    power = _number(gpu.mean("power_w"), " W")
-    if gpu.power_limit_w:
-        power += f" of {gpu.power_limit_w:.0f}"
-    slowed = [f"{why} ({number / gpu.num_looks:.0%})" for why, number in gpu.slowed.most_common()]
+    reasons = gpu.throttled | gpu.slowed  # a power limit comes last
+    slowed = [f"{why} ({number / gpu.num_looks:.0%})" for why, number in reasons.items()]
     return [
         str(rank),
         _host(record, rank) or "?",
         _number(gpu.mean("utilisation"), "%"),
-        power,
+        _number(gpu.mean("power_w"), " W"),
+        _number(gpu.power_limit_w, " W"),
         _number(gpu.hottest, " C"),
         _number(gpu.slowest, " MHz"),
         "-" if gpu.most_bytes is None else format_size(int(gpu.most_bytes)),

@@ -294,8 +294,12 @@ def test_what_is_told_of_the_run(ranks, tmp_path: Path, sequence: bool) -> None:
         tokens = of_one["step"]["total_tokens"] // 2  # of this data-parallel rank
         sums = 1 + 4 * args["depth"] + 1  # embedding, 2 + 2 of each block, the head's input
         cross_entropy = 3  # numbers of each token: the largest logit, the sum, the label's logit
-        num_bytes = 4 * tokens * (sums * args["dim"] + cross_entropy)
-        assert layers == {"measured_bytes": num_bytes, "by_kind": {"all_reduce": num_bytes}}
+        summed = 4 * tokens * (sums * args["dim"] + cross_entropy - 1)
+        largest = 4 * tokens  # logits, which ranks gather
+        assert layers == {
+            "measured_bytes": summed + largest,
+            "by_kind": {"all_reduce": summed, "all_gather": largest},
+        }
     else:
         assert {"all_gather", "reduce_scatter"} <= layers["by_kind"].keys()
         assert sum(layers["by_kind"].values()) == layers["measured_bytes"]

@@ -10,6 +10,7 @@ A traced model has the flow that the runtime follows, too. A shape is cut by its
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from zrun_core.errors import ExitCode, JobError
 from zrun_core.pipeline.ownership import owned, tied_stages
@@ -17,7 +18,9 @@ from zrun_core.pipeline.split import Split, at_names, balanced, equal
 from zrun_core.plan.question.transformer import TransformerShape
 from zrun_core.plan.trace.profile import Profile
 from zrun_core.spine.parallel_dims import ParallelDims
-from zrun_core.stages.flow import Leaf
+
+if TYPE_CHECKING:
+    from zrun_core.stages.flow import Leaf
 
 
 class FlowUnknownError(JobError):

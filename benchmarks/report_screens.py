@@ -249,7 +249,7 @@ def look(at: Browser, page: Path, width: int, scheme: str, target: Path) -> list
     clip = {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}
     shot = at.ask("Page.captureScreenshot", format="png", clip=clip, captureBeyondViewport=True)
     target.write_bytes(base64.b64decode(shot["data"]))
-    wrong = list(dict.fromkeys(_said(at.events, page)))
+    wrong = list(dict.fromkeys(said(at.events, page)))
     wide = int(_value(at, "document.documentElement.scrollWidth"))
     if wide > width:
         wrong.append(f"{wide} pixels wide in a window of {width}")
@@ -266,7 +266,7 @@ def _value(at: Browser, expression: str) -> Any:
     return at.ask("Runtime.evaluate", expression=expression)["result"].get("value")
 
 
-def _said(events: Sequence[dict[str, Any]], page: Path) -> Iterator[str]:
+def said(events: Sequence[dict[str, Any]], page: Path) -> Iterator[str]:
     """Yield what the console has said, and what was loaded beside the page."""
     for event in events:
         values = event.get("params", {})

@@ -27,6 +27,7 @@ import pipelines
 import planner_time
 import pytest
 import render
+import report_screens
 import step
 import step_profile
 import systems
@@ -638,3 +639,26 @@ def test_what_watching_costs_is_told_beside_ranks_that_nobody_watches(tmp_path: 
     assert "old" not in page.read_text()
     with pytest.raises(ValueError, match="must have"):
         telemetry.around(tmp_path / "top" / "events.jsonl")
+
+
+def test_what_a_page_says_and_loads_in_a_browser_is_told(tmp_path: Path) -> None:
+    page = tmp_path / "good.html"
+    sent = "Network.requestWillBeSent"
+    events = [
+        {"method": sent, "params": {"request": {"url": page.as_uri()}}},
+        {"method": "Page.loadEventFired", "params": {}},
+        {"id": 3, "result": {}},
+    ]
+    assert list(report_screens.said(events, page)) == []
+    events += [
+        {"method": sent, "params": {"request": {"url": "https://example.org/x.js"}}},
+        {"method": "Log.entryAdded", "params": {"entry": {"text": "not found"}}},
+        {"method": "Runtime.consoleAPICalled", "params": {"type": "error"}},
+        {"method": "Runtime.exceptionThrown", "params": {"exceptionDetails": {"text": "Uncaught"}}},
+    ]
+    assert list(report_screens.said(events, page)) == [
+        "it loads https://example.org/x.js",
+        "console: not found",
+        "console: error",
+        "console: Uncaught",
+    ]

@@ -208,7 +208,13 @@ def test_the_best_is_told_with_its_axes(searched: Answer) -> None:
 
 
 def test_every_stage_of_a_pipeline_has_a_row() -> None:
-    found = asked("1.3B", "4xA100-80G", "zero=1", "parallel={pp: 4}", "batch.global=32").chosen
+    answered = asked("1.3B", "4xA100-80G", "zero=1", "parallel={pp: 4}", "batch.global=32")
+    found = answered.chosen
+    forecast = forecast_of(answered)
+    assert forecast.sent == {"pipe": {"activations": 32 * forecast.stages_sent[0]["activations"]}}
+    assert [bool(stage["activations"]) for stage in forecast.stages_sent] == [True] * 3 + [False]
+    assert [bool(stage["gradients"]) for stage in forecast.stages_sent] == [False] + [True] * 3
+    assert type(forecast).from_json(json.dumps(forecast.to_json())) == forecast
     lines = rendered(plan_tables.pipeline_table(found, 100), 100)
     rows = [line.split() for line in lines[2:]]
     assert [row[0] for row in rows] == ["0", "1", "2", "3"]

@@ -207,8 +207,12 @@ def test_a_verdict_that_comes_later_is_told_with_what_was_measured(loaded: Loade
         opened.see(step(2, 5.0), told.append)
         opened.see(step(3, 1.1), told.append)
         assert not told
-        FakeProcess.ready = replace(WELL, sentence="too big")
+        sent = {"pipe": {"activations": 5}}
+        of_stages = ({"activations": 5, "gradients": 0}, {"activations": 0, "gradients": 5})
+        FakeProcess.ready = replace(WELL, sentence="too big", sent=sent, stages_sent=of_stages)
         opened.turn(told.append)
+        assert told[0]["predicted"]["sent"] == sent
+        assert told[0]["predicted"]["stages_sent"] == of_stages
         assert [event["measured"] for event in told] == [
             {"peak_bytes": 950, "reserved_bytes": None, "process_bytes": 4000, "step_s": 1.1}
         ]

@@ -238,7 +238,7 @@ def test_of_ranks_that_were_ended_together_the_fullest_is_told_of():
 
 
 def test_a_run_that_saved_and_stopped_for_want_of_memory_says_what_held_it():
-    stopped = Stopped(75, "a: too much", 4, 4, (), "a: too much", HELD)
+    stopped = Stopped(75, "a: too much", 4, 4, (), "a: too much", held=HELD)
     lines = stopped.describe("zrun train j", ["planned"]).splitlines()
     assert lines[0].startswith("rank 1 held 5.0 GiB")
     assert lines[-2:] == [

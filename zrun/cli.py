@@ -1,6 +1,7 @@
 """The `zrun` command: finds the module of a command, and turns an error into a message and a code.
 
-Each command is one module of `zrun.commands` with one public name, that of the command. It is
+Each command is one module of `zrun.commands` with one public name, that of the command, with a _
+after a word of Python's (`import_`). It is
 imported when it is called or listed, and imports what it works with inside its function, so that
 `zrun --help` needs neither torch nor pydantic.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 import sys
 from contextlib import suppress
 from importlib import import_module
+from keyword import iskeyword
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -37,6 +39,7 @@ COMMANDS = (
     "save",
     "profile",
     "init",
+    "import",
     "explain",
     "config",
     "ckpt",
@@ -57,7 +60,8 @@ class _LazyGroup(Group):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in COMMANDS:
             return None
-        entry = getattr(import_module(f"zrun.commands.{cmd_name}"), cmd_name)
+        name = f"{cmd_name}_" if iskeyword(cmd_name) else cmd_name
+        entry = getattr(import_module(f"zrun.commands.{name}"), name)
         group = entry
         if not isinstance(entry, typer.Typer):
             group = typer.Typer(add_completion=False)

@@ -74,6 +74,9 @@ LEFT: Final = {
     "local_rank": "ranks get their numbers from zrun",
     "loss_watchdog_threshold": "write hooks.on_step, which may end the run",
     "loss_watchdog_patience": "write hooks.on_step, which may end the run",
+    "dataloader_num_workers": "write data.workers",
+    "dataloader_pin_memory": "batches are always copied from pinned memory",
+    "dataloader_prefetch_factor": "write data.workers",
     "debug": "`zrun check`",
     "strict": "keys of a job are always checked",
     "save_safetensors": "saves are safetensors",
@@ -145,13 +148,10 @@ def write(source: Source) -> None:
         source.put("compile", True, "torch_compile")
     source.copy("seed", "seed")
     source.copy("logging_steps", "log.every")
-    source.copy("dataloader_num_workers", "data.workers")
     source.copy("tensor_parallel_size", "parallel.tp")
     _put_wandb(source)
     _put_sharding(source)
-    if source.draft.value("data.workers") is not None:  # the place of data is yours
-        workers = source.draft.keys.pop("data.workers")
-        source.leave("dataloader_num_workers", f"write data.workers: {workers.value}")
+    _put_own_defaults(source)
     known = dict(LEFT)
     if source.named("fsdp_config") in source.draft.left:
         known["fsdp_config"] = "it does not count"
@@ -203,20 +203,16 @@ def _put_update(source: Source) -> None:
         pair = [own[n] if beta is None else beta for n, beta in enumerate(betas)]
         source.put("optim.betas", pair, "adam_beta1, adam_beta2")
     clip = source.number("max_grad_norm", "optim.clip")
-    if clip is None:
-        source.put("optim.clip", 1.0, "max_grad_norm", "the Trainer's own")
-    elif clip > 0:
+    if clip is not None and clip > 0:
         source.put("optim.clip", clip, "max_grad_norm")
     _put_schedule(source)
 
 
 def _put_schedule(source: Source) -> None:
     kind = source.word("lr_scheduler", "lr.schedule")
-    if kind is None:
-        source.put("lr.schedule", "cosine", "lr_scheduler", "axolotl's own")
-    elif kind in _SCHEDULES:
+    if kind in _SCHEDULES:
         source.put("lr.schedule", _SCHEDULES[kind], "lr_scheduler")
-    else:
+    elif kind is not None:
         source.leave("lr_scheduler", f"{kind}: write lr.schedule: train.py:factor")
     source.copy("warmup_steps", "lr.warmup")
     ratio = source.number("warmup_ratio", "lr.warmup")
@@ -226,6 +222,14 @@ def _put_schedule(source: Source) -> None:
     elif ratio:
         source.leave("warmup_ratio", f"write lr.warmup: {ratio:g} x the steps of the run")
     source.copy("cosine_min_lr_ratio", "lr.min_factor", "number")
+
+
+def _put_own_defaults(source: Source) -> None:
+    """Write what axolotl and the Trainer do where neither this file nor one that it names says."""
+    if source.raw("max_grad_norm") is None and not source.draft.says("optim.clip"):
+        source.put("optim.clip", 1.0, "max_grad_norm", "the Trainer's own")
+    if source.raw("lr_scheduler") is None and not source.draft.says("lr.schedule"):
+        source.put("lr.schedule", "cosine", "lr_scheduler", "axolotl's own")
 
 
 def _put_saves(source: Source) -> None:

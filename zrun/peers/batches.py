@@ -32,9 +32,9 @@ def put_batch(source: Source, *, total: str | None, micro: str, accumulation: st
             formula = f"{samples} / ({passes} x ranks)"
             source.leave(accumulation, f"it follows from the others: write batch.micro: {formula}")
     elif each is not None and passes is not None and passes > 1:
-        note = f"samples of a pass x {accumulation} x {ranks or 1} ranks"
+        note = f"x {micro} x {ranks} ranks"
         if ranks is None:
-            note = "of one rank: write it times your data-parallel ranks, or import with --ranks"
+            note = "times your data-parallel ranks: --ranks"
         source.put("batch.global", each * passes * (ranks or 1), accumulation, note)
     elif passes is not None and each is None:
         source.leave(accumulation, "it follows from batch: write {global: ..., micro: ...}")

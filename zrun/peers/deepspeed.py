@@ -202,6 +202,10 @@ def _put_loss_scale(source: Source, *, is_used: bool) -> None:
         elif value is not None and source.raw("fp16.enabled") == "auto":
             source.leave(key, f"with precision: fp16, write {to}")
     if not is_used:
+        if power is not None and source.raw("fp16.enabled") == "auto":
+            source.leave(
+                "fp16.initial_scale_power", f"with precision: fp16, write {init}: 2^{power}"
+            )
         return
     if static:
         source.put(init, static, "fp16.loss_scale", "the first scale; it is dynamic afterwards")

@@ -171,9 +171,10 @@ class Source:
 
 def _asks_for_something(value: Any) -> bool:
     """Return whether a value says more than that a thing is off, or not given."""
-    if isinstance(value, dict) and value.get("enabled", value.get("enable")) is False:
-        return False
-    return value not in (None, False, "", {}, [])
+    if isinstance(value, dict):
+        switches = [item for key, item in value.items() if key.startswith("enable")]
+        return bool(value) and (not switches or any(map(_asks_for_something, switches)))
+    return value not in (None, False, "", "no", [])
 
 
 def _plain(value: Any) -> Any:

@@ -772,6 +772,25 @@ def test_mistakes_are_one_line_each(tmp_path: Path, name: str, text: Any, messag
     assert len(told.splitlines()) == 1
 
 
+def test_all_that_is_wrong_is_told_in_the_words_of_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text('{"zero_optimization": {"stage": 5}, "gradient_clipping": -1}')
+    with pytest.raises(JobError) as caught:
+        import_file(path)
+    head, stage, clip = str(caught.value).splitlines()
+    assert head == f"{path}: 2 problems as a job"
+    assert stage.endswith("; here zero.stage is zero_optimization.stage")
+    assert clip.startswith("optim.clip: expected number > 0 | null, found -1; write for example")
+    assert clip.endswith("; here optim.clip is gradient_clipping")
+
+
+def test_a_scheduler_that_is_left_out_is_told_once(tmp_path: Path) -> None:
+    scheduler = {"type": "OneCycle", "params": {"cycle_min_lr": 1e-5, "cycle_max_lr": 1e-3}}
+    config = {"zero_optimization": {"stage": 1}, "scheduler": scheduler}
+    left = imported(tmp_path / "ds.json", config).left
+    assert left == {"scheduler": "OneCycle has no counterpart: write lr.schedule: train.py:factor"}
+
+
 def test_two_files_that_contradict_each_other(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text(json.dumps({"fp16": {"enabled": True}}))
     path = tmp_path / "a.yaml"

@@ -79,12 +79,7 @@ def write(source: Source) -> None:
         source.put("compile", True, "dynamo_config.dynamo_backend")
     elif backend is not None and backend.upper() != "NO":
         source.leave("dynamo_config.dynamo_backend", "compile: true uses inductor")
-    not_counting = {
-        block: "it does not count"
-        for block in ("deepspeed_config", "fsdp_config")
-        if source.named(block) in source.draft.left
-    }
-    source.leave_the_rest({**LEFT, **not_counting})
+    source.leave_the_rest(LEFT)
 
 
 def _put_ranks(source: Source, kind: str) -> None:

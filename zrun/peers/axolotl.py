@@ -152,10 +152,7 @@ def write(source: Source) -> None:
     _put_wandb(source)
     _put_sharding(source)
     _put_own_defaults(source)
-    known = dict(LEFT)
-    if source.named("fsdp_config") in source.draft.left:
-        known["fsdp_config"] = "it does not count"
-    source.leave_the_rest(known)
+    source.leave_the_rest(LEFT)
 
 
 def _put_length(source: Source) -> None:

@@ -294,7 +294,7 @@ def _put_optimizer(source: Source) -> None:
     if plain == "adam" and name == "adamw":
         note = "it decays like AdamW"
     if plain in _COMPRESSED:
-        source.leave("optimizer.params", "gradients are not compressed; its other keys are taken")
+        source.leave("optimizer.type", f"{kind}: gradients are not compressed; the rest is taken")
     if name is not None:
         source.put("optim.name", name, "optimizer.type", note)
     elif kind is not None:

@@ -95,10 +95,19 @@ def _refuse_what_is_no_job(path: Path, text: str, draft: Draft) -> None:
     try:
         validate(Document.parse(text, "job", os.environ))
     except JobError as error:
-        message = re.sub(r"job:\d+:\d+: ", "", str(error)).replace("in job\n", "\n")
-        named = [key for key in draft.keys if re.search(rf"\b{re.escape(key)}\b", message)] or [
-            key for key in draft.keys if re.search(rf"\b{key.partition('.')[0]}\b", message)
-        ]
-        names = ", ".join(f"{key} is {draft.keys[key].origin}" for key in named)
-        where = f"; here {names}" if names else ""
-        raise JobError(f"{path}: as a job, {message}{where}") from None
+        lines = [re.sub(r"^job:\d+:\d+: ", "", line) for line in str(error).splitlines()]
+        told = [_in_its_words(line, draft) for line in lines if not line.endswith("in job")]
+        head = (
+            f"{path}: as a job, " if len(told) == 1 else f"{path}: {len(told)} problems as a job\n"
+        )
+        raise JobError(head + "\n".join(told)) from None
+
+
+def _in_its_words(message: str, draft: Draft) -> str:
+    """Return a message about keys of the job, with what the configuration calls them."""
+    whole = [key for key in draft.keys if re.search(rf"\b{re.escape(key)}\b", message)]
+    section = message.partition(":")[0]
+    named = whole or [key for key in draft.keys if key.partition(".")[0] == section]
+    if not named:
+        return message
+    return f"{message}; here {', '.join(f'{key} is {draft.keys[key].origin}' for key in named)}"

@@ -118,6 +118,8 @@ class Source:
     def _leave_below(self, value: Mapping[str, Any], above: str, known: Mapping[str, str]) -> None:
         for name, item in value.items():
             key = f"{above}{name}"
+            if self.named(key) in self.draft.left:
+                continue  # with all below it
             if key in known:
                 if _asks_for_something(item):
                     self.leave(key, known[key])

@@ -442,7 +442,7 @@ def test_each_value_names_the_key_that_means_it(tmp_path: Path) -> None:
         "# Made by zrun import of ds_config.json, of DeepSpeed.\nname: ds_config\n"
     )
     assert "\n  stage: 3                      # zero_optimization.stage\n" in text
-    persisted = "zero_optimization.stage3_param_persistence_threshold: 100000 elements of 2 bytes"
+    persisted = "zero_optimization.stage3_param_persistence_threshold: 100000 x 2 bytes"
     assert f"\n  persist_below: 200000         # {persisted}\n" in text
 
 

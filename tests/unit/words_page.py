@@ -21,8 +21,8 @@ Megatron call the keys of a job, and what to write in its place. A job file and 
 that have one of these words are refused with the same answer, in one line. Some are taken as they
 are: `lr: 1e-3`, `optim: {name: torch.optim.AdamW}`, `activations: full`, `precision: bf16-mixed`,
 `steps: 1e4`; and each key may be written like an option: `--optim.lr 1e-3`, `--steps 100`. [All
-keys](job-file.md) have a page of their own. This one is written by `python
-tests/unit/words_page.py`.
+keys](job-file.md) have a page of their own, and the tools [one side by side](coming-from.md). This
+one is written by `python tests/unit/words_page.py`.
 """
 
 

@@ -279,7 +279,7 @@ def _put_persistence(source: Source) -> None:
     for name in keys:
         elements = source.whole(f"{_ZERO}.{name}", "zero.persist_below")
         if elements:
-            note = f"{elements} elements of {size} bytes"
+            note = f"{elements} x {size} bytes"
             source.put("zero.persist_below", elements * size, f"{_ZERO}.{name}", note)
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -689,6 +692,7 @@ def test_each_unknown_key_is_told_once(tmp_path: Path) -> None:
 STAGE = {"stage": 1}
 MISTAKES: list[tuple[str, Any, str]] = [
     ("ds.json", '{"a": 1,}', "ds.json:1:9: not valid JSON:"),
+    ("ds.json", '{"bf16": {"a": 1, "a": 2}}', "a is there twice; keep one of them"),
     ("job.toml", "[training\n", "not valid TOML:"),
     ("a.yaml", "a: [1\n", "a.yaml:2:1: not valid YAML:"),
     ("a.yaml", "- 1\n", "holds no mapping of keys"),
@@ -789,6 +793,39 @@ def test_a_scheduler_that_is_left_out_is_told_once(tmp_path: Path) -> None:
     config = {"zero_optimization": {"stage": 1}, "scheduler": scheduler}
     left = imported(tmp_path / "ds.json", config).left
     assert left == {"scheduler": "OneCycle has no counterpart: write lr.schedule: train.py:factor"}
+
+
+def leaves(value: Any, above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """The path of each value of a configuration, sections included."""
+    for key, item in value.items():
+        yield (*above, key)
+        if isinstance(item, dict):
+            yield from leaves(item, (*above, key))
+
+
+ODD: list[Any] = [None, "auto", "odd: 1\n", True, -1, 0, 2.5, 10**400, 1e999, [1], [], {"a": 1}]
+WHOLE = [STAGE_0_FP16, STAGE_3_BOTH_ON_CPU, tomllib.loads(TORCHTITAN)]
+WHOLE += [Document.parse(text, "a.yaml", {}).value for text in (ACCELERATE_FSDP, AXOLOTL)]
+
+
+@pytest.mark.parametrize("config", WHOLE, ids=range(len(WHOLE)))
+def test_no_value_ends_in_a_traceback(tmp_path: Path, config: dict[str, Any]) -> None:
+    """Each value in turn is an odd one: what comes is a job, or a message."""
+    path = tmp_path / "config.json"
+    ends = set()
+    for place in leaves(config):
+        changed = copy.deepcopy(config)
+        section = changed
+        for name in place[:-1]:
+            section = section[name]
+        for odd in ODD:
+            section[place[-1]] = odd
+            path.write_text(json.dumps(changed))
+            try:
+                ends.add(import_file(path).text.partition(" ")[0])
+            except JobError as error:
+                ends.add(str(error).partition(":")[0])
+    assert ends == {"#", str(path)}
 
 
 def test_two_files_that_contradict_each_other(tmp_path: Path) -> None:

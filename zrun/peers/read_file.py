@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import re
 import tomllib
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from zrun.job.document import Document
-from zrun.job.problems import job_error
+from zrun.job.problems import job_error, shown_text
 from zrun_core.errors import JobError
 
 _MAX_BYTES = 2**20
@@ -26,7 +27,7 @@ def read_file(path: Path) -> Any:
     match path.suffix:
         case ".json":
             try:
-                return json.loads(text)
+                return json.loads(text, object_pairs_hook=partial(_once_each, path))
             except json.JSONDecodeError as error:
                 place = f"{path}:{error.lineno}:{error.colno}"
                 raise JobError(
@@ -50,6 +51,16 @@ def read_file(path: Path) -> Any:
     if document.problems:
         raise job_error(str(path), document.problems)
     return document.value
+
+
+def _once_each(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a mapping of JSON, and refuse a key that it has twice: the last would count."""
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise JobError(f"{path}: {shown_text(key)} is there twice; keep one of them")
+        found[key] = value
+    return found
 
 
 def _text(path: Path) -> str:

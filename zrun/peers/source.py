@@ -18,6 +18,7 @@ from zrun.peers.draft import Draft
 from zrun_core.errors import JobError
 
 _T = TypeVar("_T")
+_MOST = 1e30  # as of numbers in a job
 _AUTO = "auto: the Trainer fills it in from its arguments"
 
 
@@ -196,9 +197,9 @@ def _as_whole(value: Any) -> int | None:
 
 def _as_number(value: Any) -> float | None:
     number = _plain(value)
-    if type(number) not in (int, float) or number in (float("inf"), float("-inf")):
+    if type(number) not in (int, float):
         return None
-    return None if number != number else number  # nan is no number
+    return number if -_MOST <= number <= _MOST else None  # nan is not either
 
 
 def _as_flag(value: Any) -> bool | None:

@@ -12,6 +12,9 @@ from waiting import PATIENCE_S
 
 from zrun.job.load import load_job
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
+import peer_configs as peers
+
 DEEPSPEED = {
     "train_batch_size": 64,
     "train_micro_batch_size_per_gpu": 16,
@@ -48,3 +51,41 @@ def test_an_imported_configuration_trains(tmp_path: Path) -> None:
     assert len(steps) == 6
     assert steps[-1]["loss"] < steps[0]["loss"]
     assert [step["lr"] for step in steps[:3]] == pytest.approx([0.005, 0.01, 0.01])
+
+
+HERE = ["device=cpu", "batch={global: 8, micro: 4}", "log.to=[]", "--ui", "none"]
+EACH = {
+    "stage_0.json": (json.dumps(peers.STAGE_0_FP16), ["slots=1"]),
+    "stage_1.json": (json.dumps(peers.STAGE_1_BF16), ["slots=2"]),
+    "stage_2.json": (json.dumps(peers.STAGE_2_AUTO), ["slots=2"]),
+    "stage_3.json": (json.dumps(peers.STAGE_3_BOTH_ON_CPU), ["slots=2"]),
+    "nvme.json": (
+        json.dumps(peers.STAGE_3_ON_NVME),
+        ["slots=2", "zero.shard_group=all", "offload.dir=."],
+    ),
+    "fsdp.yaml": (peers.ACCELERATE_FSDP, ["slots=2"]),
+    "deepspeed.yaml": (peers.ACCELERATE_DEEPSPEED, ["slots=2"]),
+    "titan.toml": (
+        peers.TORCHTITAN,
+        ["slots=2", "parallel={pp: 2}", "activations=none"],
+    ),
+    "axolotl.yml": (peers.AXOLOTL, ["slots=1"]),
+}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", EACH)
+def test_each_imported_configuration_trains(tmp_path: Path, name: str) -> None:
+    """On ranks and samples that are here; all else is as imported."""
+    text, overrides = EACH[name]
+    code = (Path(__file__).parent / "small_job.py").read_text()
+    names = "def build_model():\n    return Net()\n\n\ndef build_data():\n    return Vectors()\n"
+    (tmp_path / "train.py").write_text(f"{code}\n\n{names}")
+    (tmp_path / "ds.json").write_text(json.dumps(peers.STAGE_2_AUTO))
+    (tmp_path / name).write_text(text)
+    zrun(tmp_path, "import", name, "-o", "job.yaml")
+    zrun(tmp_path, "train", "job.yaml", *HERE, *overrides, "--smoke", "3", "--run-dir", "run")
+    lines = (tmp_path / "run" / "events.jsonl").read_text().splitlines()
+    losses = [event["loss"] for event in map(json.loads, lines) if event["type"] == "step"]
+    assert len(losses) == 3
+    assert losses[0] == pytest.approx(1.6, rel=0.05)  # dropout and formats change no more

@@ -195,9 +195,8 @@ def test_deepspeed(
 
 def test_each_value_names_the_key_that_means_it(tmp_path: Path) -> None:
     text = imported(tmp_path / "ds_config.json", STAGE_3_BOTH_ON_CPU).text
-    assert text.startswith(
-        "# Made by zrun import of ds_config.json, of DeepSpeed.\nname: ds_config\n"
-    )
+    head = "# Made by zrun import from ds_config.json, a configuration of DeepSpeed."
+    assert text.startswith(f"{head}\nname: ds_config\n")
     assert "\n  stage: 3                      # zero_optimization.stage\n" in text
     persisted = "zero_optimization.stage3_param_persistence_threshold: 100000 x 2 bytes"
     assert f"\n  persist_below: 200000         # {persisted}\n" in text
@@ -449,6 +448,7 @@ MISTAKES: list[tuple[str, Any, str]] = [
     ("ds.json", '{"bf16": {"a": 1, "a": 2}}', "a is there twice; keep one of them"),
     ("job.toml", "[training\n", "not valid TOML:"),
     ("a.yaml", "a: [1\n", "a.yaml:2:1: not valid YAML:"),
+    ("train.py", "import torch", "is a script, and a configuration is JSON, YAML or TOML; a"),
     ("a.yaml", "- 1\n", "holds no mapping of keys"),
     ("a.yaml", "hello: 1\n", "say whose: --from deepspeed | accelerate | torchtitan | axolotl"),
     ("job.yaml", "model: a:b\ndata: a:c\n", "job.yaml is a job already: zrun check "),

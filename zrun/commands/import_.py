@@ -80,8 +80,12 @@ def _write(path: Path, text: str, force: bool) -> None:
 
 def _told(file: Path, found: Imported, output: Path | None) -> str:
     """Return what the user reads beside the job: what was left out, and what to do next."""
-    many = "key" if found.num_keys == 1 else "keys"
-    lines = [f"{file}, of {found.tool}: {found.num_keys} {many} of the job come from it"]
+    keys = (
+        "1 key of the job comes"
+        if found.num_keys == 1
+        else f"{found.num_keys} keys of the job come"
+    )
+    lines = [f"{file} is a configuration of {found.tool}: {keys} from it"]
     if found.left:
         width = max(map(len, found.left))
         lines += ["left out:", *(f"  {key:{width}}  {why}" for key, why in found.left.items())]

@@ -10,7 +10,7 @@ from zrun_core.spine.sections.optimizer_args import why_not_sharded
 
 TIERS: Final = {"cpu": "host", "nvme": "disk", "none": "device"}
 _ZERO = "zero_optimization"
-_PINNED = "what is copied between device and host is always in pinned memory"
+_PINNED = "host memory of copies is pinned wherever the driver allows it"
 _SHOWN = "the panel, `zrun top` and report.html always show it"
 _UNITS = "a unit is gathered and reduced whole: zero.bucket bounds its bytes"
 _AHEAD = "zero.prefetch says how many units are gathered ahead, and each is freed after its use"

@@ -68,7 +68,8 @@ def import_file(path: Path, tool: str | None = None, ranks: int | None = None) -
     title, write = TOOLS[tool or _told(path, value)]
     draft = Draft(str(path), ranks)
     write(Source(path, title, value, draft))
-    text = job_text(_job_name(path), f"Made by zrun import of {path.name}, of {title}.", draft)
+    made = f"Made by zrun import from {path.name}, a configuration of {title}."
+    text = job_text(_job_name(path), made, draft)
     _refuse_what_is_no_job(path, text, draft)
     return Imported(text, title, len(draft.keys), draft.left)
 

@@ -24,6 +24,11 @@ def read_file(path: Path) -> Any:
         JobError: it is not there, or not valid.
     """
     text = _text(path)
+    if path.suffix == ".py":
+        raise JobError(
+            f"{path} is a script, and a configuration is JSON, YAML or TOML; a script that trains "
+            f"by itself is launched by zrun run {path}"
+        )
     match path.suffix:
         case ".json":
             try:

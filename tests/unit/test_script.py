@@ -159,7 +159,7 @@ def test_ranks_of_several_hosts_are_told_one_place_to_meet() -> None:
         host=(1, 3),
         ranks=range(2, 4),
         logs={},
-        master=("10.0.0.1", 23456),
+        meeting=("10.0.0.1", 23456),
         restart=2,
         max_restarts=3,
     )

@@ -149,7 +149,7 @@ def _run(
         cpus={place["rank"]: place["cpus"] for place in here if place.get("cpus")},
         alone=isolated_gpus(here),
         store=store,
-        master=master,
+        meeting=master,
         restart=start.spec.get("restart", 0),
         max_restarts=start.spec["job"].get("restarts", 0),
     )

@@ -145,7 +145,7 @@ class WorkerCommand:
         cpus: that ranks keep to, as Linux writes sets.
         alone: UUIDs of GPUs, or of slices, that only this rank sees.
         store: listens for the ranks of several hosts; rank 0 inherits it.
-        master: address and port at which a script's ranks meet; None: it is no script.
+        meeting: address and port at which a script's ranks meet; None: it is no script.
         restart, max_restarts: how often the run was started again, and may be.
     """
 
@@ -160,7 +160,7 @@ class WorkerCommand:
     cpus: Mapping[int, str] = field(default_factory=dict)
     alone: Mapping[int, str] = field(default_factory=dict)
     store: socket.socket | None = None
-    master: tuple[str, int] | None = None
+    meeting: tuple[str, int] | None = None
     restart: int = 0
     max_restarts: int = 0
 
@@ -216,7 +216,7 @@ class WorkerCommand:
         """Return what torchrun sets for every rank of this host."""
         # A job's own ranks meet in the file that ZRUN_STORE names: this is for code that calls
         # `init_process_group("gloo")` by itself.
-        address, port = self.master or ("127.0.0.1", free_port())
+        address, port = self.meeting or ("127.0.0.1", free_port())
         return {
             "WORLD_SIZE": str(self.world_size),
             "LOCAL_WORLD_SIZE": str(len(self.ranks)),

@@ -237,12 +237,13 @@ def counted(keys: dict[str, Any], run_dir: str) -> dict[str, Any]:
     trainer.run()
     worker.close()
     sharded, comm = trainer.sharded, trainer.comm
+    told = trainer.recorder._sent.beside({"pull": 0, "push": 0})
     return {
         "sent": {k: sum(n for key, n in comm.sent_bytes.items() if key.kind == k) for k in KINDS},
         "received": {
             k: sum(n for key, n in comm.received_bytes.items() if key.kind == k) for k in KINDS
         },
-        "told": trainer.recorder._traffic_bytes,
+        "told": {kind: told[kind]["measured_bytes"] for kind in ("pull", "push")},
         "expected": expected_traffic(sharded, keys["steps"], trainer.progress.micro_batches),
         "pushes": sharded.num_pushes,
         "numel": sum(unit.padded_numel for unit in sharded.layouts if unit.trainable),

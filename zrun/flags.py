@@ -50,6 +50,16 @@ Gpus = Annotated[
     ),
 ]
 
+# Of commands that start ranks.
+Slots = Annotated[
+    int | None, typer.Option(help="Ranks on each host; short for slots=N.", show_default=False)
+]
+RunFolder = Annotated[
+    Path | None,
+    typer.Option(help="Directory of this run.", show_default="runs/<name>/<run id>"),
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what would run, and stop.")]
+
 _KEY = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
 MOST_SECONDS = 1e6  # as of the limits of a job
 

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from zrun.flags import Exclude, Gpus, HostList, HostsFile, Include, Nodes
+from zrun.flags import DryRun, Exclude, Gpus, HostList, HostsFile, Include, Nodes, RunFolder, Slots
 from zrun.starting import refuse_joined, stopped_in_words
 from zrun.watch.ui import Ui
 from zrun_core.errors import JobError
@@ -30,10 +30,7 @@ def run(
     module: Annotated[
         bool, typer.Option("-m", "--module", help="The script is a module, as of python -m.")
     ] = False,
-    run_dir: Annotated[
-        Path | None,
-        typer.Option(help="Directory of this run.", show_default="runs/<name>/<run id>"),
-    ] = None,
+    run_dir: RunFolder = None,
     ui: Annotated[
         Ui,
         typer.Option(
@@ -47,12 +44,8 @@ def run(
     exclude: Exclude = None,
     nodes: Nodes = None,
     gpus: Gpus = None,
-    slots: Annotated[
-        int | None, typer.Option(help="Ranks on each host; short for slots=N.", show_default=False)
-    ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print what would run, and stop.")
-    ] = False,
+    slots: Slots = None,
+    dry_run: DryRun = False,
     detach: Annotated[
         bool,
         typer.Option("--detach", help="Run in the background; return once its ranks are started."),

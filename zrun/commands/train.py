@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from zrun.flags import Exclude, Gpus, HostList, HostsFile, Include, Nodes
+from zrun.flags import DryRun, Exclude, Gpus, HostList, HostsFile, Include, Nodes, RunFolder, Slots
 from zrun.starting import refuse_joined, stopped_in_words
 from zrun.watch.ui import Ui
 from zrun_core.errors import JobError
@@ -29,10 +29,7 @@ def train(
         list[str] | None,
         typer.Argument(metavar="KEY=VALUE", help="Values that replace those of the file."),
     ] = None,
-    run_dir: Annotated[
-        Path | None,
-        typer.Option(help="Directory of this run.", show_default="runs/<name>/<run id>"),
-    ] = None,
+    run_dir: RunFolder = None,
     ui: Annotated[
         Ui, typer.Option(help="How progress is shown; auto: live on a terminal, else plain.")
     ] = Ui.auto,
@@ -42,9 +39,7 @@ def train(
     exclude: Exclude = None,
     nodes: Nodes = None,
     gpus: Gpus = None,
-    slots: Annotated[
-        int | None, typer.Option(help="Ranks on each host; short for slots=N.", show_default=False)
-    ] = None,
+    slots: Slots = None,
     resume: Annotated[
         str | None,
         typer.Option(
@@ -66,9 +61,7 @@ def train(
             show_default=False,
         ),
     ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print what would run, and stop.")
-    ] = False,
+    dry_run: DryRun = False,
     force: Annotated[
         bool, typer.Option("--force", help="Start even if the estimate says that it does not fit.")
     ] = False,

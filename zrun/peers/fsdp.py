@@ -47,11 +47,7 @@ def left(block: str) -> dict[str, str]:
 
 
 def write(source: Source, block: str) -> None:
-    """Write the keys of a job that a section of FSDP means.
-
-    Args:
-        block: the key of the section.
-    """
+    """Write the keys of a job that a section of FSDP means."""
     version = source.whole(_named(source, block, "version"), "zero.stage")
     strategy = _named(source, block, "sharding_strategy")
     reshard = _named(source, block, "reshard_after_forward")

@@ -24,7 +24,6 @@ def job_text(name: str, title: str, draft: Draft) -> str:
     """Return the job file of a draft.
 
     Args:
-        name: of the job.
         title: what it was made of, for its first line.
     """
     found = tree(draft.keys)

@@ -9,12 +9,7 @@ from zrun.peers.source import Source
 
 
 def source_of_named_file(source: Source, key: str, name: str, tool: str) -> Source | None:
-    """Return the configuration in the file `name`; None, after it was told so: it is not here.
-
-    Args:
-        key: that names the file.
-        tool: whose configuration it is.
-    """
+    """Return the configuration in the file `name`; None, after it was told so: it is not here."""
     places = [source.path.parent / name, Path(name)]
     path = next((place for place in places if place.is_file()), None)
     if path is None:

@@ -26,9 +26,6 @@ class Source:
     """The keys of a configuration, as dotted names.
 
     Args:
-        path: of the file, for messages.
-        tool: whose configuration it is.
-        value: of the file.
         draft: of the job that is made of it.
         label: stands before keys of a file that another one names.
     """

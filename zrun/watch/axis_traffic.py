@@ -113,7 +113,6 @@ def borders_of(
     """Return what a stage hands to the next one, and back to the one before.
 
     Args:
-        virtual: chunks of each stage.
         theory, measured: bytes of a micro-batch by what is handed on; empty: not known.
     """
     is_last = stage == stages - 1

@@ -15,11 +15,7 @@ from zrun.watch.run_record import read_record
 
 
 def read_compared(paths: Sequence[Path]) -> list[ComparedRun]:
-    """Return runs as their files tell of them; what cannot be read is left out.
-
-    Args:
-        paths: run directories.
-    """
+    """Return runs as their files tell of them; what cannot be read is left out."""
     names = [path.name for path in paths]
     if len(set(names)) < len(names):  # of several folders
         names = [str(path) for path in paths]

@@ -75,11 +75,7 @@ def why_not_told(model: nn.Module) -> str:
 
 @contextmanager
 def noting_gradients(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
-    """Note the gradients of backwards inside, and keep none: by name, a row as of `WholeGradients`.
-
-    Args:
-        model: the whole one, with values.
-    """
+    """Note the gradients of backwards inside, and keep none: rows of `WholeGradients`, by name."""
     rows: dict[str, torch.Tensor] = {}
     handles = []
     for name, param in model.named_parameters():

@@ -543,11 +543,7 @@ def _agree(whole: WholeForward, again: WholeForward) -> bool:
 
 
 def not_compared(why: str, what: str = "") -> str:
-    """Return the note of a run whose model is not compared.
-
-    Args:
-        why: in words for the user.
-    """
+    """Return the note of a run whose model is not compared."""
     return f"{what}not compared before training with what the whole model computes: {why}"
 
 

@@ -2,8 +2,10 @@
 
     python benchmarks/verification.py values     a run with the comparison and one without, in turns
     python benchmarks/verification.py verify     zrun verify on 22 ways to run the main job
+    python benchmarks/verification.py mistakes   what verify says of mistakes in the runtime
 
 Of each run: seconds until its first step has ended, or the command has, and the largest process.
+Mistakes are planted by `tests/dist/test_verification.py`, each in a process of its own.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from typing import NamedTuple
 from render import render
 
 ROOT = Path(__file__).resolve().parent.parent
+PLANTED = "tests/dist/test_verification.py::test_a_mistake_is_named"
 JOB = ROOT / "jobs" / "stdlib-gpt.yaml"
 BARE = ("steps=2", "lr.warmup=1", "eval=null", "hooks={}", "checkpoint=null")
 DIVIDED: dict[str, tuple[str, ...]] = {
@@ -83,15 +86,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=["values", "verify"])
+    parser.add_argument("what", choices=["values", "verify", "mistakes"])
     parser.add_argument("--only", type=lambda text: text.split(";"), help="names, with semicolons")
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="bench-verification-") as folder:
         if options.what == "values":
             print(cost_of_values(Path(folder), options.rounds, options.only))
-        else:
+        elif options.what == "verify":
             print(verdicts(Path(folder), options.only))
+        else:
+            print(mistakes(options.only))
     return 0
 
 
@@ -111,7 +116,7 @@ def cost_of_values(folder: Path, rounds: int, only: Sequence[str] | None) -> str
                     values = f"guards.check_values={str(compares).lower()}"
                     command = ["train", JOB, *BARE, "zero=0", f"precision={precision}", *keys]
                     began = time.time()
-                    found = measured([*command, values, "--ui", "none", "--run-dir", run_dir])
+                    found = zrun([*command, values, "--ui", "none", "--run-dir", run_dir])
                     if found.code:
                         sys.exit(found.said)
                     seconds[compares].append(first_step(run_dir) - began)
@@ -144,21 +149,49 @@ def verdicts(folder: Path, only: Sequence[str] | None) -> str:
     for name, keys in RIGHT.items():
         if only is not None and name not in only:
             continue
-        found = measured(["verify", JOB, *keys], folder)
+        found = zrun(["verify", JOB, *keys], folder)
         verdict = found.said.strip().splitlines()[-1]
         for line in found.said.splitlines():
             if line.startswith("your configuration"):
                 verdict = line
         rows.append(
-            [name, f"{found.seconds:.0f} s", f"{found.peak / 2**20:.0f} MiB", found.code, verdict]
+            [
+                name,
+                f"{found.seconds:.0f} s",
+                f"{found.peak / 2**20:.0f} MiB",
+                str(found.code),
+                verdict,
+            ]
         )
         print(rows[-1], file=sys.stderr)
     return render(["job", "took", "largest process", "exit code", "said"], rows)
 
 
-def measured(arguments: Sequence[object], folder: Path | None = None) -> Measured:
+def mistakes(only: Sequence[str] | None) -> str:
+    """Verify small jobs, each with a mistake that its test puts into the runtime."""
+    listed = measured([sys.executable, "-m", "pytest", "-q", "--collect-only", PLANTED], ROOT)
+    tests = [line for line in listed.said.splitlines() if line.startswith(PLANTED)]
+    rows = []
+    for test in tests:
+        name = test.removeprefix(f"{PLANTED}[").removesuffix("]")
+        if only is not None and name not in only:
+            continue
+        found = measured([sys.executable, "-m", "pytest", "-q", "-s", test], ROOT)
+        said = [line for line in found.said.splitlines() if line.startswith("step ")]
+        result = "found" if found.code == 0 else "MISSED"
+        peak = f"{found.peak / 2**20:.0f} MiB"
+        rows.append([name, f"{found.seconds:.0f} s", peak, result, said[-1] if said else ""])
+        print(rows[-1], file=sys.stderr)
+    return render(["mistake", "took", "largest process", "is", "said"], rows)
+
+
+def zrun(arguments: Sequence[object], folder: Path | None = None) -> Measured:
     """Run a command of zrun's to its end."""
-    command = [sys.executable, "-m", "zrun", *map(str, arguments)]
+    return measured([sys.executable, "-m", "zrun", *map(str, arguments)], folder)
+
+
+def measured(command: Sequence[str], folder: Path | None = None) -> Measured:
+    """Run a command to its end."""
     environment = os.environ | {"NO_COLOR": "1", "PYTHONPATH": str(ROOT)}
     began = time.monotonic()
     with tempfile.TemporaryFile("w+") as output:

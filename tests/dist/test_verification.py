@@ -62,7 +62,36 @@ RIGHT: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
         TWO,
     ),
     "server": ({"sync": "server", "zero": 0}, TWO),
+    "adapters of low rank": ({"model": "test_verification.py:adapted", "zero": 3}, TWO),
+    "adapters of low rank, fp16": (
+        {"model": "test_verification.py:adapted", "zero": 2, "precision": "fp16"},
+        TWO,
+    ),
 }
+
+
+class Adapter(nn.Module):
+    """A frozen linear, and a product of two small ones that are trained."""
+
+    def __init__(self, base: nn.Linear, rank: int = 2) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down = nn.Linear(base.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, base.out_features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        added: torch.Tensor = self.up(self.down(x))
+        return self.base(x) + 0.5 * added
+
+
+def adapted() -> nn.Module:
+    """A model of which only the adapters of its linears are trained."""
+    model = Model("gelu").requires_grad_(False)
+    for parent in [*model.modules()]:
+        for name, child in [*parent.named_children()]:
+            if isinstance(child, nn.Linear):
+                setattr(parent, name, Adapter(child))
+    return model
 
 
 @pytest.mark.parametrize("name", RIGHT)
@@ -121,6 +150,7 @@ def test_a_mistake_is_named(ranks, tmp_path: Path, name: str) -> None:
     verdict = verified(small(**{"optim": ADAMW, **keys}), tmp_path / "run", ranks, name, **dims)
     assert verdict.difference is not None
     words = verdict.difference.in_words
+    print(f"\n{words}")  # benchmarks/verification.py reads it
     assert words.startswith(begin), words
     assert words.endswith(end), words
 

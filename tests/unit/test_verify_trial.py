@@ -15,6 +15,8 @@ from zrun.verification.shrink import shrunk
 from zrun.verification.trial import check_method, other_layout, trial_of
 from zrun_core.errors import JobError
 from zrun_core.spine.config import JobConfig
+from zrun_core.verification.verdict import Difference
+from zrun_core.verification.where_to_look import WHERE
 
 
 def job(**keys: Any) -> JobConfig:
@@ -202,3 +204,18 @@ def test_bytes_are_told_beside_those_that_were_planned(tmp_path: Path) -> None:
     ]
     (tmp_path / "events.jsonl").write_text("")
     assert moved_and_held(tmp_path) is None
+
+
+def test_each_difference_says_where_to_look() -> None:
+    for what, fragment, where in WHERE:
+        difference = Difference(1, what, "head.weight", 0.4, 1e-4, f"on it: {fragment}")
+        assert difference.look_at == where
+        assert difference.in_words.startswith("step 1: ")
+        assert Difference(1, what, "", 0.4, 1e-4).look_at  # also where nothing is known
+
+
+def test_the_page_says_where_to_look_too() -> None:
+    page = (Path(__file__).parents[2] / "docs/verify.md").read_text()
+    for what, fragment, where in WHERE:
+        like = f"`\N{HORIZONTAL ELLIPSIS} {fragment} \N{HORIZONTAL ELLIPSIS}` " if fragment else ""
+        assert f"| {what} | {like}| {where} |" in page

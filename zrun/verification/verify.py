@@ -189,6 +189,7 @@ class Verification:
             f"your configuration does not train what a plain loop trains, {name}: "
             f"{found.difference}"
         )
+        print(f"where to look: {found.fields['difference']['look_at']}")
         if culprit:
             print(culprit)
         else:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from zrun_core.verification.where_to_look import where_to_look
+
 
 @dataclass(frozen=True)
 class Difference:
@@ -51,6 +53,11 @@ class Difference:
             text += f" (and {self.others} more)"
         return f"{text}: {self.looks_like}" if self.looks_like else text
 
+    @property
+    def look_at(self) -> str:
+        """Where its cause usually is."""
+        return where_to_look(self.what, self.looks_like)
+
 
 @dataclass
 class Worst:
@@ -96,6 +103,7 @@ class Verdict:
         found = asdict(self) | {"agrees": self.agrees}
         if self.difference is not None:
             found["difference"]["text"] = self.difference.in_words
+            found["difference"]["look_at"] = self.difference.look_at
         return found
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from runs import VOCAB, losses, run
 from test_pipelines import assert_equal, in_stages, small, whole
+from test_tensor_parallel import on_axes
 from torch import nn
 
 
@@ -27,6 +28,18 @@ class Noisy(nn.Module):
         return x * (1 + 0.01 * random.random()) + 0.01 * float(np.random.rand())
 
 
+class Beside(Noisy):
+    """Draws beside linears that ranks may divide, whose sums count for nothing."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__(dim)
+        self.up = nn.Linear(dim, 4 * dim)
+        self.down = nn.Linear(4 * dim, dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x + 0.0 * self.down(torch.relu(self.up(x))))
+
+
 class Denoiser(nn.Module):
     """Adds noise to embedded tokens in front of its blocks, and compares with it behind them.
 
@@ -34,12 +47,14 @@ class Denoiser(nn.Module):
     that is drawn in front of the blocks.
     """
 
-    def __init__(self, depth: int = 4, dim: int = 8, noisy: bool = True) -> None:
+    def __init__(
+        self, depth: int = 4, dim: int = 8, noisy: bool = True, block: str = "Noisy"
+    ) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCAB, dim)
         self.drop = nn.Dropout(0.2)
-        block = Noisy if noisy else Same
-        self.blocks = nn.ModuleList(block(dim) for _ in range(depth))
+        kind = globals()[block] if noisy else Same
+        self.blocks = nn.ModuleList(kind(dim) for _ in range(depth))
         self.noisy = noisy
         self.head = nn.Linear(dim, dim)
 
@@ -100,8 +115,10 @@ def evaluated(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
         ("1f1b", 1, 2),
         ("1f1b", 1, 4),
         ("gpipe", 2, 2),
+        ("gpipe", 1, 4),
         ("interleaved", 1, 2),
         ("zero_bubble", 1, 2),
+        ("zero_bubble", 1, 4),
     ],
 )
 @pytest.mark.at_most(4)
@@ -117,6 +134,35 @@ def test_dropout_noise_and_mixes_have_the_bits_of_one_rank(
     assert losses(found[0]) == losses(expected[0])
     assert evaluated(found) == evaluated(expected) != []
     assert_equal(whole(found), whole(expected))
+
+
+@pytest.mark.parametrize("recomputed", ["none", "full"])
+def test_an_interleaved_pipeline_of_four_stages_draws_the_same(
+    ranks, tmp_path: Path, recomputed: str
+) -> None:
+    keys = noisy(activations={"checkpoint": recomputed}, parallel={"draws": "block"})
+    keys["model"] = {"call": "test_draws.py:Denoiser", "args": {"depth": 8}}
+    alone = in_stages(keys, tmp_path / "one", ranks, dp=1, pp=1)
+    keys["parallel"] = {"schedule": "interleaved", "pp": 4, "draws": "block"}
+    found = in_stages(keys, tmp_path / "many", ranks, dp=1, pp=4)
+    assert losses(found[0]) == losses(alone[0])
+    assert evaluated(found) == evaluated(alone) != []
+    assert_equal(whole(found), whole(alone))
+
+
+@pytest.mark.parametrize("recomputed", ["none", "full"])
+@pytest.mark.parametrize("axes", [{"tp": 2}, {"tp": 4}, {"tp": 2, "pp": 2}], ids=str)
+@pytest.mark.at_most(2)
+def test_what_is_drawn_beside_divided_layers_has_the_bits_of_one_rank(
+    ranks, tmp_path: Path, axes: dict[str, int], recomputed: str
+) -> None:
+    keys = noisy(activations={"checkpoint": recomputed}, parallel={"draws": "block"})
+    keys["model"] = {"call": "test_draws.py:Denoiser", "args": {"block": "Beside"}}
+    alone = on_axes(keys, tmp_path / "one", ranks)
+    keys["parallel"] = {**axes, "draws": "block", "plan": {"*.up": "colwise", "*.down": "rowwise"}}
+    found = on_axes(keys, tmp_path / "many", ranks)
+    assert losses(found[0]) == losses(alone[0])
+    assert evaluated(found) == evaluated(alone) != []
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])

@@ -17,7 +17,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from zrun.flags import Command, Group
-from zrun_core.errors import ExitCode, ZrunError, lack_of_threads
+from zrun_core.errors import ExitCode, JobError, ZrunError, lack_of_threads
 from zrun_core.spine.printable import printable
 from zrun_core.spine.releases import check_release, own_release
 
@@ -69,6 +69,21 @@ class _LazyGroup(Group):
         command = typer.main.get_command(group)
         command.name = cmd_name
         return command
+
+    def parse_args(self, ctx: Any, args: list[str]) -> Any:
+        """Read a command line.
+
+        Raises:
+            JobError: it begins with what other tools begin with.
+        """
+        own = {name for each in self.get_params(ctx) for name in each.opts}
+        if args and args[0] not in COMMANDS and args[0] not in own:
+            from zrun.job.other_words import command_called
+
+            instead = command_called(args)
+            if instead is not None:
+                raise JobError(instead)
+        return super().parse_args(ctx, args)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Find the command that is called, and refuse a torch with which it would not work.

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
+from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -98,14 +100,17 @@ class Command(_Flags, TyperCommand):
 
         Raises:
             JobError: an option has no value: the next one follows, or nothing; or it is what
-                another launcher calls something that no key is.
+                another launcher calls something that no key is, or stands behind a script.
         """
         options = {name: each for each in self.get_params(ctx) for name in each.opts}
         if any(each.name == "overrides" for each in self.get_params(ctx)):
             args = with_keys(args, options)
         if any(each.name == "command" for each in self.get_params(ctx)):
             own, script = split_at_script(args, options)
-            args = [*with_keys(own, options), "--", *script]
+            keys = with_keys(own, options)
+            if args[len(own) : len(own) + 1] != ["--"]:
+                _refuse_behind_script(own, script)
+            args = [*keys, "--", *script]
         words = iter(args)
         for word in words:
             if word == "--":
@@ -121,33 +126,45 @@ class Command(_Flags, TyperCommand):
 
 
 def with_keys(args: list[str], options: Mapping[str, Any]) -> list[str]:
-    """Return a command line whose options that are keys of a job are written as keys."""
+    """Return a command line whose options that are keys of a job are written as keys.
+
+    Raises:
+        JobError: others have an option that is none here; with what to write for all such.
+    """
     found: list[str] = []
     keys: list[str] = []  # behind all others: the job is named first
-    words = iter(args)
-    for word in words:
+    answers: dict[str, list[str]] = {}
+    words = deque(args)
+    while words:
+        word = words.popleft()
         name, equals, value = word.partition("=")
         if word == "--":
             found += [word, *words]
             break
-        if not name.startswith("--") or name in options:
+        if not name.startswith("-") or name in options:
             found.append(word)
             if name in options and not equals and not getattr(options[name], "is_flag", True):
-                found += [each for each in [next(words, None)] if each is not None]
+                found += [words.popleft()] if words else []
             continue
+        following = words[0] if words else None
         meant = _key_meant(name)
         if meant is None:
+            answer = _answer(name, equals, value, following)
+            if answer is not None:
+                answers.setdefault(answer, []).append(name)
             found.append(word)  # typer says that there is none
             continue
         key, is_switch = meant
         if not equals and is_switch:
             value = "true"
         elif not equals:
-            following = next(words, None)
             if following is None or following.startswith("--"):
                 raise JobError(f"{name} takes a value: write {key}=VALUE")
-            value = following
+            value = words.popleft()
         keys.append(f"{key}={value}")
+    if answers:
+        told = [f"{', '.join(names)}: {answer}" for answer, names in answers.items()]
+        raise JobError("\n".join(told))
     return found + keys
 
 
@@ -165,7 +182,8 @@ def split_at_script(args: list[str], options: Mapping[str, Any]) -> tuple[list[s
             return args[:number], args[number + 1 :]
         name, equals, _ = word.partition("=")
         if word.startswith("-"):
-            number += 2 if not equals and _takes_value(name, options) else 1
+            following = args[number + 1] if number + 1 < len(args) else None
+            number += 2 if not equals and _takes_value(name, options, following) else 1
         elif _KEY.fullmatch(name) and equals:
             number += 1
         else:
@@ -173,34 +191,73 @@ def split_at_script(args: list[str], options: Mapping[str, Any]) -> tuple[list[s
     return args, []
 
 
-def _takes_value(name: str, options: Mapping[str, Any]) -> bool:
+def _refuse_behind_script(own: list[str], script: list[str]) -> None:
+    """Refuse an option of a launcher that stands behind a script, which would get it in silence."""
+    for number, word in enumerate(script[1:], 1):
+        name, equals, _ = word.partition("=")
+        if name.replace("_", "-") != "--nproc-per-node":
+            continue
+        end = number + (1 if equals else 2)
+        before = [*own, *script[number:end], *script[:number], *script[end:]]
+        raise JobError(
+            f"{name} stands behind {script[0]}, and what follows a script is its own: for the "
+            f"launch write zrun run {shlex.join(before)}; if it is the script's, zrun run "
+            f"{shlex.join([*own, '--', *script])}"
+        )
+
+
+def _takes_value(name: str, options: Mapping[str, Any], following: str | None) -> bool:
     """Return whether the word behind an option is its value; one that nobody knows has none."""
     if name in options:
         return not getattr(options[name], "is_flag", True)
-    meant = _key_meant(name) if name.startswith("--") else None
-    return meant is not None and not meant[1]
+    meant = _key_meant(name)
+    if meant is not None:
+        return not meant[1]
+    is_word = following is not None and not following.startswith("-")
+    is_script = is_word and str(following).endswith(".py")
+    return is_word and not is_script and _answer(name, "", "", following) is not None
 
 
 def _key_meant(option: str) -> tuple[str, bool] | None:
     """Return the dotted key of a job that an option like `--steps` means; None: there is none.
 
     Also whether it is true or false, so that the option alone says so.
-
-    Raises:
-        JobError: it is what others call something that no key is.
     """
-    from zrun.job.other_words import advice, key_called
+    from zrun.job.other_words import key_called
     from zrun.job.schema import find_key
 
-    name = option.removeprefix("--").replace("-", "_")
-    path = key_called(name) or tuple(name.split("."))
+    if not option.startswith("--"):
+        return None
+    path: tuple[str | int, ...] = tuple(option.removeprefix("--").replace("-", "_").split("."))
+    if find_key(path) is None:
+        path = key_called(option.removeprefix("--")) or path
     key = find_key(path)
-    if key is not None:
-        return ".".join(map(str, path)), key.takes == "true | false"
-    instead = advice(name)
-    if instead is not None:
-        raise JobError(f"{option}: there is no such option; {instead}")
-    return None
+    return None if key is None else (".".join(map(str, path)), key.takes == "true | false")
+
+
+def _answer(option: str, equals: str, value: str, following: str | None) -> str | None:
+    """Return what to write for an option of others that no key is by itself; None: nobody has it.
+
+    Its value is `value`, behind `equals`, if there is one; else `following` may be it.
+    """
+    from zrun.job.other_words import SHORT, advice, value_called
+    from zrun.job.scalars import write
+
+    name = option.removeprefix("--")
+    instead = SHORT.get(option) if not option.startswith("--") else advice(name)
+    if instead is None and option.startswith("--"):
+        given: str | bool = value or True
+        if not equals and following is not None and not following.startswith("-"):
+            given = True if "=" in following else following
+        found = value_called(name, given)
+        if found is None:
+            return None
+        key = ".".join(map(str, found.path))
+        instead = f"leave it out: without {key} it is off"
+        if found.value is not None:
+            example = "" if found.is_exact else "for example "
+            instead = f"write {example}{shlex.quote(f'{key}={write(found.value)}')}"
+    return None if instead is None else f"there is no such option; {instead}"
 
 
 def _no_value(meant: str, following: str | None, rest: list[str]) -> str:

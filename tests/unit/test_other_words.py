@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from zrun.cli import COMMANDS as NAMES
 from zrun.cli import app
 from zrun.flags import with_keys
 from zrun.job.load import load_job
-from zrun.job.other_words import ADVICE, KEYS, TEXTS, VALUES
+from zrun.job.other_words import ADVICE, COMMANDS, KEYS, TEXTS, VALUES
 from zrun.job.schema import find_key
 from zrun_core.errors import JobError
 from zrun_core.hardware.catalogue import NODES, device_named, peak_flops
@@ -91,14 +92,20 @@ def test_of_two_lengths_on_the_command_line_none_is_left_out(job: Path) -> None:
         load_job(job, ["steps=5", "epochs=1"])
 
 
-@pytest.mark.parametrize("name", sorted(KEYS))
+@pytest.mark.parametrize("name", sorted(set(KEYS) - {"compile.enable"}))  # compile is a key here
 def test_each_key_of_others_is_one_of_ours(job: Path, name: str) -> None:
     key = find_key(tuple(KEYS[name].split(".")))
     assert key is not None
     with pytest.raises(JobError, match=f"{name}: unknown key; did you mean") as caught:
         load_job(job, [f"{name}=1"])
-    written = shlex.split(str(caught.value).partition("? write ")[2])[0]
-    assert written == f"{key}=1"
+    written = shlex.split(str(caught.value).partition("? write ")[2].removeprefix("for example "))
+    assert written[0].startswith(f"{key}=")
+    problem = ""
+    try:
+        load_job(job, written)
+    except JobError as error:
+        problem = str(error)
+    assert "expected" not in problem  # keys that need others may say so
 
 
 @pytest.mark.parametrize("name", sorted(VALUES))
@@ -106,17 +113,62 @@ def test_each_key_of_others_is_one_of_ours(job: Path, name: str) -> None:
 def test_what_is_to_be_written_is_right(job: Path, name: str, below: str) -> None:
     with pytest.raises(JobError, match="unknown key; write ") as caught:
         load_job(job, [f"{below}{name}=1"])
-    (written,) = shlex.split(str(caught.value).partition("; write ")[2])
+    (written,) = shlex.split(
+        str(caught.value).partition("; write ")[2].removeprefix("for example ")
+    )
     load_job(job, ["zero=3", written])
     job.write_text(JOB + f"{name}: 1\n")
     with pytest.raises(JobError, match="unknown key; write ") as caught:
         load_job(job)
-    line = str(caught.value).partition("; write ")[2]
+    line = str(caught.value).partition("; write ")[2].removeprefix("for example ")
     kept = JOB if not line.startswith("eval:") else JOB[: JOB.index("eval:")]
     if line.startswith("eval:"):
         line = line.replace("eval: {", "eval: {data: train.py:build_data, every: 5, ")
     job.write_text(kept + line + "\n")
     load_job(job, ["zero=3"])
+
+
+def test_each_word_has_one_answer() -> None:
+    words = [*KEYS, *VALUES, *ADVICE]
+    assert len(set(words)) == len(words)
+    assert not [name for name in words if find_key(tuple(name.split(".")))]
+    assert set(ADVICE.values()) == set(TEXTS)
+
+
+@pytest.mark.parametrize(
+    ("line", "written"),
+    [
+        ("mixed_precision: 'no'", "write precision: fp32"),
+        ("mixed_precision: fp8", "write for example precision: bf16"),
+        ("strategy: ddp", "write zero: 0"),
+        ("strategy: deepspeed_stage_2_offload", "write for example zero: 2"),
+        ("fsdp: hybrid_shard auto_wrap", "write zero: {stage: 3, shard_group: node}"),
+        ("fsdp: [full_shard, auto_wrap]", "write zero: 3"),
+        ("fp16: false", "leave it out: without precision it is off"),
+        ("bf16: {enabled: false}", "leave it out: without precision it is off"),
+        ("gradient_checkpointing: false", "leave it out: without activations it is off"),
+        ("report_to: tensorboard", "write log: {to: [tensorboard]}"),
+        ("report_to: none", "leave it out: without log.to it is off"),
+        ("devices: -1", "write for example slots: 8"),
+        ("val_check_interval: 0.25", "write for example eval: {every: 500}"),
+        ("lr_scheduler_type: cosine_with_restarts", "write for example lr: {schedule: cosine"),
+        ("optimizer: adamw_8bit", "adamw_8bit quantises or pages moments: write adamw or lion"),
+        ("trainer: {max_steps: 5, odd: 1}", "trainer.max_steps: unknown key; did you mean"),
+    ],
+)
+def test_the_answer_has_the_value_that_others_gave(job: Path, line: str, written: str) -> None:
+    job.write_text(JOB + line + "\n")
+    with pytest.raises(JobError) as caught:
+        load_job(job)
+    assert written in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", sorted(COMMANDS))
+def test_commands_of_others_are_answered(name: str) -> None:
+    assert name not in NAMES
+    found = CliRunner().invoke(app, [name, "x"])
+    assert str(found.exception) == f"{name}: there is no such command; {COMMANDS[name]}"
 
 
 @pytest.mark.parametrize("name", sorted(ADVICE))
@@ -157,8 +209,8 @@ def test_they_may_stand_anywhere_on_the_command_line(job: Path) -> None:
     ("words", "message"),
     [
         (["--steps"], "--steps takes a value: write steps=VALUE"),
-        (["--wandb", "x"], "--wandb: there is no such option; send numbers to a tracker"),
-        (["--nnodes", "2"], "--nnodes: there is no such option; hosts come from Slurm"),
+        (["--wandb", "x"], "--wandb: there is no such option; write for example 'log.to=[wandb]'"),
+        (["--nnodes", "2"], "--nnodes: there is no such option; leave it out for one host"),
     ],
 )
 def test_options_that_are_none_are_answered(job: Path, words: list[str], message: str) -> None:

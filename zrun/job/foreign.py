@@ -72,7 +72,14 @@ def refuse_foreign(path: Path, value: Any) -> None:
     Raises:
         JobError: it is one.
     """
-    if not isinstance(value, dict) or "data" in value or isinstance(value.get("model"), str):
+    if not isinstance(value, dict) or isinstance(value.get("model"), str):
+        return
+    if isinstance(value.get("trainer"), dict):
+        raise JobError(
+            f"{path} is a configuration of Lightning, whose model and loop are classes of yours: "
+            "`zrun init -o job.yaml` writes a job, whose keys say what those of trainer said"
+        )
+    if "data" in value:
         return
     tool = tool_of(value)
     if tool is not None:

@@ -18,7 +18,7 @@ def nearest_key(path: KeyPath) -> KeyPath | None:
     in another section; None: there is none.
     """
     name = str(path[-1])
-    called = key_called(name)
+    called = key_called(".".join(map(str, path)))
     if called is not None:
         return called
     sibling = nearest(name, siblings(path[:-1]))

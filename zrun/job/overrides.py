@@ -15,7 +15,7 @@ from typing import Any
 
 from zrun.job.document import Document
 from zrun.job.hidden import is_hidden, shown_override
-from zrun.job.other_words import RATE, is_rate
+from zrun.job.other_words import RATE, is_rate, key_called
 from zrun.job.problems import Problem, ValueOrigin, dotted, shown_value
 from zrun.job.schema import find_key
 from zrun_core.errors import JobError
@@ -57,7 +57,8 @@ def apply(document: Document, overrides: Iterable[str], environ: Mapping[str, st
         )
         if is_rate(path, parsed.value):
             path = RATE
-        if path[0] in LENGTHS and len(path) == 1:
+        meant = key_called(".".join(path)) or path
+        if len(meant) == 1 and meant[0] in LENGTHS:
             _forget_lengths(document)
         _merge(document, origin, path, parsed.value)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from pydantic_core import ErrorDetails
 from zrun.job.document import Document
 from zrun.job.hidden import is_hidden
 from zrun.job.nearest import nearest, nearest_key, siblings
-from zrun.job.other_words import advice, value_called
+from zrun.job.other_words import advice, is_known, is_section, value_called
 from zrun.job.problems import (
     MAX_SHOWN,
     KeyPath,
@@ -25,7 +25,7 @@ from zrun.job.problems import (
     shown_value,
 )
 from zrun.job.scalars import write
-from zrun.job.schema import JobKey, fields, find_key
+from zrun.job.schema import JobKey, find_key
 from zrun_core.spine.config import JobConfig
 
 
@@ -71,8 +71,8 @@ def _mended(value: Mapping[str, Any], problems: Iterable[Problem]) -> dict[str, 
     mended = dict(value)
     for name in {str(problem.path[0]) for problem in problems if problem.path}:
         mended.pop(name, None)
-        key = find_key((name,)) or find_key((nearest(name, fields(JobConfig)) or name,))
-        if key is not None:
+        key = find_key((name,)) or find_key((nearest_key((name,)) or (name,))[:1])
+        if key is not None and (key.name == name or key.name not in mended):
             mended[key.name] = key.example
     return mended
 
@@ -103,9 +103,10 @@ class _Mistake:
 
 
 def _explain(document: Document, error: ValidationError) -> list[Problem]:
-    mistakes = _one_per_key(
+    found = _one_per_key(
         [_mistake(detail) for detail in error.errors(include_url=False)[:MAX_SHOWN]]
     )
+    mistakes = [each for mistake in found for each in _by_key_of_others(mistake)]
     unknown = {
         mistake.path: nearest_key(mistake.path)
         for mistake in mistakes
@@ -169,28 +170,78 @@ def _one_per_key(mistakes: Iterable[_Mistake]) -> list[_Mistake]:
     return chosen
 
 
+def _by_key_of_others(mistake: _Mistake) -> list[_Mistake]:
+    """Return a mistake for each known key of a section of another tool; else the mistake itself."""
+    is_other = mistake.kind == "extra_forbidden" and is_section(str(mistake.path[-1]))
+    if not is_other or not isinstance(mistake.value, dict):
+        return [mistake]
+    below = [
+        _Mistake((*mistake.path, *path), mistake.kind, mistake.message, value)
+        for path, value in _leaves(mistake.value)
+        if is_known(".".join(map(str, (mistake.path[-1], *path))))
+    ]
+    return below[:MAX_SHOWN] or [mistake]
+
+
+def _leaves(values: Mapping[str, Any]) -> Iterator[tuple[KeyPath, Any]]:
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from (((name, *path), leaf) for path, leaf in _leaves(value))
+        else:
+            yield (name,), value
+
+
 def _unknown_key(document: Document, mistake: _Mistake, meant: KeyPath | None) -> Problem:
     origin = document.key_origin(mistake.path)
-    name = str(mistake.path[-1])
+    name = ".".join(map(str, mistake.path))
     parent = mistake.path[:-1]
     key = find_key(meant) if meant is not None else None
-    instead, found = advice(name), value_called(name)
+    instead, found = advice(name), value_called(name, mistake.value)
     if instead is not None:
         message = f"unknown key; {instead}"
+    elif found is not None and found.value is None:
+        message = f"unknown key; leave it out: without {dotted(found.path)} it is off"
     elif found is not None:
-        message = f"unknown key; write {_to_write(origin, *found)}"
+        example = "" if found.is_exact else "for example "
+        message = f"unknown key; write {example}{_to_write(origin, found.path, found.value)}"
     elif key is None:
-        owner = f"{dotted(parent)} has" if parent else "a job has"
+        owner = f"{dotted(parent)} has" if find_key(parent) else "a job has"
         message = f"unknown key; {owner} {', '.join(siblings(parent))}"
     else:
-        is_scalar = isinstance(mistake.value, str | int | float)
-        is_shown = is_scalar and not is_hidden(mistake.path)
+        why = None if is_hidden(mistake.path) else _why_not_taken(key.path, mistake.value)
+        is_shown = why is None and not is_hidden(mistake.path)
         value = mistake.value if is_shown else key.example
         is_below = len(key.path) > len(parent) and key.path[: len(parent)] == parent
         below = key.path[len(parent) :] if is_below else key.path
-        line = _to_write(origin, key.path, value, below)
-        message = f'unknown key; did you mean "{".".join(below)}"? write {line}'
+        example = "" if is_shown else "for example "
+        instead = why or f"write {example}{_to_write(origin, key.path, value, below)}"
+        message = f'unknown key; did you mean "{".".join(below)}"? {instead}'
     return Problem(origin, mistake.path, message)
+
+
+def _why_not_taken(path: tuple[str, ...], value: Any) -> str | None:
+    """Return why the key at `path` does not take a value by itself; None: it does.
+
+    Empty: the value is of another kind.
+    """
+    if not isinstance(value, str | int | float | list):
+        return ""
+    job: Any = value
+    for name in reversed(path):
+        job = {name: job}
+    try:
+        JobConfig.model_validate(job)
+    except ValidationError as error:
+        found = [
+            detail
+            for detail in error.errors(include_url=False)
+            if detail["loc"][:1] == path[:1] and detail["type"] != "missing"
+        ]
+        if found and found[0]["type"] != "value_error":
+            return ""
+        if found and isinstance(value, str):  # a number may be refused for what stands beside it
+            return found[0]["msg"].removeprefix("Value error, ")
+    return None
 
 
 def _to_write(origin: ValueOrigin, path: KeyPath, value: Any, below: KeyPath = ()) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
@@ -15,6 +16,12 @@ from zrun_core.spine.sections.optimizer_args import (
     why_not_sharded,
 )
 from zrun_core.spine.sections.section import Fraction, Pattern, Positive, Ref, Section, Steps
+
+# Of transformers: the same update, by which kernel it is computed.
+_OTHER_WORDS = dict.fromkeys(
+    ("adamw_apex_fused", "adamw_hf", "adamw_torch", "adamw_torch_fused"), "adamw"
+)
+_OF_BITSANDBYTES = re.compile(r"(paged_)?(adamw|lion|rmsprop|ademamix)(_bnb|_torch)?(_(8|32)bit)?")
 
 
 class OptimConfig(Section):
@@ -74,6 +81,12 @@ class OptimConfig(Section):
     @classmethod
     def _refuse_what_cannot_be_sharded(cls, name: str) -> str:
         name = name.removeprefix("torch.optim.")
+        name = _OTHER_WORDS.get(name, name)
+        if "_" in name and _OF_BITSANDBYTES.fullmatch(name):
+            raise ValueError(
+                f"{name} quantises or pages moments: write adamw or lion, with optim.moments: bf16 "
+                "for 2 bytes each, or offload: host for none on the device"
+            )
         problem = why_not_sharded(name)
         if problem is not None:
             raise ValueError(problem)

@@ -100,7 +100,12 @@ class _LazyGroup(Group):
         return found
 
 
-app = typer.Typer(cls=_LazyGroup, no_args_is_help=True, pretty_exceptions_enable=False)
+app = typer.Typer(
+    cls=_LazyGroup,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["--help", "-h"]},
+)
 
 
 def _print_version(wanted: bool) -> None:

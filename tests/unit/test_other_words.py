@@ -18,6 +18,7 @@ from zrun.job.other_words import ADVICE, COMMANDS, KEYS, TEXTS, VALUES
 from zrun.job.schema import find_key
 from zrun_core.errors import JobError
 from zrun_core.hardware.catalogue import NODES, device_named, peak_flops
+from zrun_core.hardware.simulated import parse_simulate
 from zrun_core.spine.config import JobConfig
 
 JOB = """\
@@ -224,6 +225,10 @@ def test_options_that_are_none_are_answered(job: Path, words: list[str], message
     [
         (["estimate", "meta-llama/Llama-3.1-8B"], "is not a file; for a model of the Hub give its"),
         (["estimate", "7B", "--gpu", "3080"], "did you mean 3090?"),
+        (["estimate", "7B", "--gpu", "RTX 4080"], "did you mean 4090?"),
+        (["estimate", "7B", "--gpu", "my-gpu"], "unknown device 'my-gpu': There are"),
+        (["estimate", "7B", "--gpu", "gfx942"], "for another one write its numbers"),
+        (["estimate", "7B", "--gpu", "4x4090"], "--simulate takes hosts and devices"),
         (["init", "--for", "lightning"], "--for lightning: write torch, for a plain nn.Module"),
         (["topo", "--simulate", "8xH10"], "did you mean H100-80G?"),
         (["topo", "--simulate", "8xCPU"], "CPUs have no links to show"),
@@ -241,6 +246,29 @@ def test_common_boards_are_known(name: str) -> None:
     device = device_named(name)
     assert device.name in NODES
     assert peak_flops(f"NVIDIA {device.name}", "fp16") == device.peak["fp16"]
+
+
+def test_what_is_told_of_other_boards_is_taken() -> None:
+    with pytest.raises(JobError, match="such as") as caught:
+        device_named("4080")
+    own = parse_simulate(str(caught.value).rpartition("such as ")[2])
+    assert own.device.bandwidth == 717e9
+
+
+@pytest.mark.parametrize("words", [["-h"], ["train", "-h"], ["ckpt", "ls", "-h"]])
+def test_help_has_a_short_option(words: list[str]) -> None:
+    found = CliRunner().invoke(app, words)
+    assert found.exit_code == 0
+    assert "Usage" in found.output
+
+
+def test_what_follows_a_script_stays_its_own_where_it_is_said(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("")
+    line = ["run", "--dry-run", "--", str(script), "--nproc-per-node", "2"]
+    found = CliRunner().invoke(app, line)
+    assert found.exit_code == 0, found.output
+    assert "--nproc-per-node 2" in found.output
 
 
 def test_topo_takes_clusters_in_the_words_of_the_others() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from socket import gethostname
@@ -176,7 +177,8 @@ def _named_hardware(
         return parse_simulate(simulate, price=price)
     if gpu is None:
         return None
-    if "x" in gpu.lower().removeprefix("rtx"):
+    gpu = gpu.strip().replace(" ", "-")
+    if re.match(r"\d+x", gpu.lower()):
         raise JobError(f"--gpu {gpu}: one device by its name; --simulate takes hosts and devices")
     return parse_simulate(f"{world or 1}x{gpu}", price=price)
 

@@ -357,6 +357,7 @@ COMMANDS = {
     "in its place, such as 8B",
     "export": "write zrun ckpt export RUN OUT",
     "fit": "write zrun train job.yaml; zrun init writes a job to start from",
+    "help": "write zrun --help",
     "launch": "write zrun run --slots 2 train.py for a script, or zrun train job.yaml",
     "list": "write zrun ps",
     "plan": "write zrun estimate job.yaml",
@@ -364,6 +365,7 @@ COMMANDS = {
     "status": "write zrun ps",
     "test": f"write zrun check job.yaml to test a job and its hosts; {_EVALUATES}",
     "torchrun": "write zrun run --slots 2 train.py",
+    "version": "write zrun --version",
     "validate": f"write zrun check job.yaml to validate a job; {_EVALUATES}",
 }
 # Short options of others, which mean one thing here and another there.

@@ -239,9 +239,13 @@ def device_named(name: str) -> Device:
     wanted = re.sub(r"(?<=\dG)I?B$", "", name.upper().replace("_", "-"))
     if wanted in known:
         return known[wanted]
-    near = get_close_matches(wanted, known, n=1, cutoff=0.3)
+    near = get_close_matches(wanted, known, n=1, cutoff=0.6)
     suggestion = f"did you mean {known[near[0]].name}? " if near else ""
-    raise JobError(f"unknown device {name!r}: {suggestion}There are {', '.join([*DEVICES, 'CPU'])}")
+    raise JobError(
+        f"unknown device {name!r}: {suggestion}There are {', '.join([*DEVICES, 'CPU'])}; for "
+        "another one write its numbers behind the most similar, such as "
+        "4090@memory=16GiB,tflops=97,bandwidth=717GB"
+    )
 
 
 def like(name: str) -> Device:

@@ -58,3 +58,11 @@ def test_other_formats_are_left_alone() -> None:
         assert (torch.ones(2, dtype=torch.int64) + 1).dtype == torch.int64
         assert torch.ones(2, dtype=torch.float64).sum().dtype == torch.float64
         assert torch.ones(2).to(torch.int32).dtype == torch.int32
+
+
+def test_a_half_that_is_copied_into_fp32_arrives() -> None:
+    half = torch.tensor([1.5, -2.0], dtype=torch.bfloat16)
+    whole = torch.zeros(2, 2)
+    with InFp32():
+        whole[1].copy_(half)
+    assert whole.tolist() == [[0.0, 0.0], [1.5, -2.0]]

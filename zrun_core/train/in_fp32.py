@@ -41,8 +41,8 @@ class InFp32(TorchDispatchMode):
         kwargs = dict(kwargs or {})
         if not _views_or_writes(func):
             return func(*tree_map(_widened, args), **tree_map(_widened, kwargs))
-        written = next((each for each in args if _is_half(each)), None)
-        if written is None or not func._schema.is_mutable:
+        written = next((args[at] for at in _places_written(func) if at < len(args)), None)
+        if written is None or not _is_half(written):
             return func(*args, **kwargs)
         narrowed = partial(_narrowed, dtype=written.dtype)
         return func(*tree_map(narrowed, args), **tree_map(narrowed, kwargs))
@@ -51,6 +51,14 @@ class InFp32(TorchDispatchMode):
 @cache
 def _views_or_writes(func: Any) -> bool:
     return any(argument.alias_info is not None for argument in func._schema.arguments)
+
+
+@cache
+def _places_written(func: Any) -> list[int]:
+    arguments = enumerate(func._schema.arguments)
+    return [
+        at for at, each in arguments if each.alias_info is not None and each.alias_info.is_write
+    ]
 
 
 def _is_half(value: Any) -> bool:

@@ -59,6 +59,18 @@ class Net(nn.Module):
         return nn.functional.mse_loss(self.head(x).mean(-1, keepdim=True).float(), y.float())
 
 
+class Penalised(Net):
+    """Adds what weights are as a whole: norms are not sums over tiles."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        norms = torch.stack([param.norm() for param in self.parameters()]).sum()
+        names = [name for name, _ in self.named_parameters() if name.startswith("head")]
+        assert names == ["head.weight"]
+        assert self.head.bias is None
+        gram = self.head.weight @ self.head.weight.T
+        return super().forward(x, y) + 1e-2 * (norms + gram.square().mean())
+
+
 def train(
     tile: int | None,
     stage: int,
@@ -119,6 +131,36 @@ def train_all(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [train(**case) for case in cases]
 
 
+def train_penalised(cases: list[dict[str, Any]]) -> list[tuple[list[float], dict[str, Any]]]:
+    return [_train_penalised(**case) for case in cases]
+
+
+def _train_penalised(
+    tile: int | None, stage: int, checkpoint: str
+) -> tuple[list[float], dict[str, Any]]:
+    torch.manual_seed(1)
+    model = Penalised(8, 0.0)
+    zero = ZeroConfig.model_validate({"stage": stage, "tile": tile})
+    precision = PrecisionConfig.model_validate("fp32")
+    transform(model, zero, precision, ActivationsConfig(checkpoint=checkpoint), compile=False)
+    sharded = make_sharded(
+        model,
+        stage,
+        recomputes_blocks=checkpoint != "none",
+        read=read_tiles(model, lambda name, param: param.detach()),
+        optim={"name": "sgd", "args": {"momentum": 0.9}},
+        precision="fp32",
+    )
+    losses = train_sharded(sharded, data(2, 8, DIM), lr=1e-1)
+    sharded.settle_updates()
+    if tile is not None:
+        with pytest.raises(AttributeError, match="cannot be read outside of a forward"):
+            _ = model.head.weight
+    with sharded.gathered():
+        state = {name: value.float().clone().numpy() for name, value in model.state_dict().items()}
+    return losses, state
+
+
 MODES: list[dict[str, Any]] = [
     {},
     {"checkpoint": "full"},
@@ -151,6 +193,20 @@ def test_numbers_are_those_of_the_untiled_model(ranks, world_size, modes):
             assert (at_3["state"][name] == at_0["state"][name]).all(), (mode, name)
             # What two updates of Adam can differ by, where a gradient is nearly 0.
             np.testing.assert_allclose(at_3["state"][name], value, atol=4e-3, err_msg=name)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_weights_that_a_penalty_reads_are_whole(ranks, world_size):
+    cases = [
+        {"tile": tile, "stage": stage, "checkpoint": checkpoint}
+        for tile in (None, TILE)
+        for stage, checkpoint in ((0, "none"), (3, "none"), (3, "full"))
+    ]
+    (losses, state), *others = ranks(world_size).run(train_penalised, cases)[0]
+    for case, (found, ours) in zip(cases[1:], others, strict=True):
+        assert found == pytest.approx(losses, rel=1e-5), case
+        for name, value in state.items():
+            np.testing.assert_allclose(ours[name], value, atol=1e-5, err_msg=name)
 
 
 @pytest.mark.thorough

@@ -47,6 +47,7 @@ from zrun_core.zero.running_buffers import RunningBuffers
 from zrun_core.zero.sharded_optimizer import ShardedOptimizer
 from zrun_core.zero.sharding_config import ShardingConfig, wrap_plan
 from zrun_core.zero.sliced_passes import SlicedPasses
+from zrun_core.zero.tiling import tiled_linears
 from zrun_core.zero.unit_building import ReadParam, build_units
 from zrun_core.zero.updates import Updates
 
@@ -142,6 +143,8 @@ class ShardedModel:
         if mesh.data.size > 1:  # a rank alone never lacks a parameter, nor waits for a gradient
             watched = [inner for inner in module.modules() if id(inner) not in compiled]
         install(module, self.units, planned.hooked, self.gatherer, self.reducer, watched=watched)
+        for _, tiled in tiled_linears(module):
+            tiled.read_whole_while(lambda: self.gatherer.active)
 
         self.optimizer: ShardedOptimizer
         if settings.optimizer is not None:

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from zrun_core.memory.tensors import TensorPart, sliced_part
+from zrun_core.zero.lookups import Lookups, is_asked_by_user
 
 _TENSORS = ("weight", "bias")
 _REGISTERED = ("_parameters", "_buffers", "_modules")  # what is not copied from a linear
+_RUNS = "_zrun_runs"  # attribute: whether the model runs
 _FEATURES = ("out_features", "nf")  # attribute with the number of output features, by dimension
 
 
 class TiledLinear(nn.Module):
     """A linear module in tiles, which are its children: each has some of the output features.
+
+    Where the user's code reads its weight in a forward, as a penalty does, it finds one: the tiles'
+    joined.
 
     Attributes:
         dim: of the weight, along which it is divided: that of the output features.
@@ -43,12 +48,41 @@ class TiledLinear(nn.Module):
             self.add_module(str(number), _tile(linear, dim, start, size))
 
     def __getattr__(self, name: str) -> Any:
-        if name in _TENSORS:
+        if name not in _TENSORS:
+            return super().__getattr__(name)
+        if not self._is_read_whole():
             raise AttributeError(
                 f"this linear runs in tiles, by zero.tile: its {name} is in parts, and cannot be "
-                "read from outside; name the other linears in zero.tile.modules"
+                "read outside of a forward; name the other linears in zero.tile.modules"
             )
-        return super().__getattr__(name)
+        return self._joined(name)
+
+    def read_whole_while(self, is_running: Callable[[], bool]) -> None:
+        """Have the user's code find one weight in place of those of the tiles.
+
+        Args:
+            is_running: whether a forward or a backward of the model is under way.
+        """
+        vars(self)[_RUNS] = is_running
+        self._parameters = _OneForAll(self)
+        for tile in self.children():
+            tile._parameters = _OfTile(tile._parameters, self._is_read_whole)
+
+    def _is_read_whole(self) -> bool:
+        is_running = vars(self).get(_RUNS)
+        if torch.compiler.is_compiling() or (is_running is not None and not is_running()):
+            return False
+        return is_asked_by_user()
+
+    def _joined(self, key: str) -> torch.Tensor | None:
+        """Return a tensor of the linear, made of those of its tiles."""
+        parts = [tile._parameters[key] for tile in self.children()]
+        present: list[torch.Tensor] = [part for part in parts if part is not None]
+        if not present:
+            return None
+        whole = torch.cat(present, self._dim_of(key))
+        whole._is_param = True
+        return whole
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return what the linear would return of `x` [..., in]: [..., out]."""
@@ -141,6 +175,39 @@ def _joined(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
     shape = list(parts[0].shape)
     shape[dim] = sum(part.shape[dim] for part in parts)
     return parts[0].as_strided(shape, [0] * len(shape))
+
+
+class _OneForAll(dict[str, Any]):
+    """The parameters of a tiled linear: none, and to the user's code those of the linear."""
+
+    def __init__(self, tiled: TiledLinear) -> None:
+        super().__init__()
+        self._tiled = tiled
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return dict, ()
+
+    def items(self) -> Any:
+        if not self._tiled._is_read_whole():
+            return []
+        return [(key, self._tiled._joined(key)) for key in _TENSORS]
+
+    def values(self) -> Any:
+        return [value for _, value in self.items()]
+
+
+class _OfTile(Lookups):
+    """The parameters of a tile, which the user's code finds in the linear's."""
+
+    def __init__(self, inner: Mapping[str, Any], is_read_whole: Callable[[], bool]) -> None:
+        super().__init__(inner, lambda key: None)
+        self._is_read_whole = is_read_whole
+
+    def items(self) -> Any:
+        return [] if self._is_read_whole() else super().items()
+
+    def values(self) -> Any:
+        return [] if self._is_read_whole() else super().values()
 
 
 class _Place(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""Slices of parameters that a loss looks at: named before training, or found by its first step."""
+"""Parameters that are read outside of their modules, with layers divided: those of one rank."""
 
 from __future__ import annotations
 
@@ -7,105 +7,360 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import test_tensor_parallel
 import torch
-from runs import VOCAB, losses
-from test_tensor_parallel import on_axes, small
+from runs import VOCAB
+from test_tensor_parallel import assert_close, on_axes, small
 from torch import nn
+from torch.nn import functional
 
-PLAN = {"*.up": "colwise", "*.down": "rowwise"}
+PLAN = {
+    **{"*.up": "colwise", "*.down": "rowwise", "*.qkv": "fused 3", "*.out": "rowwise"},
+    **{"*.scale": "summed", "head": "head", "embed": "vocabulary"},
+}
+TP = {"tp": 2}
+TP_PP = {"tp": 2, "pp": 2}
+
+alone = test_tensor_parallel.alone
 
 
 def penalty(params: Iterable[torch.Tensor], how: str) -> torch.Tensor:
+    found = list(params)
+    matrices = [p for p in found if p.dim() == 2]
     if how == "norms":
-        return torch.stack([p.norm() for p in params]).sum()
+        return torch.stack([p.norm() for p in found]).sum()
     if how == "gram":
-        return torch.stack([(p @ p.T).square().mean() for p in params if p.dim() == 2]).sum()
-    return torch.stack([p.pow(2).sum() for p in params]).sum()
+        return torch.stack([(p @ p.T).square().mean() for p in matrices]).sum()
+    if how == "cosines":
+        same = [functional.cosine_similarity(p[0], p[-1], dim=0) for p in matrices]
+        return torch.stack(same).sum()
+    if how == "entropy":
+        made = [(p.softmax(0) * p).sum() / p.shape[0] + p.max() / p.numel() for p in found]
+        return torch.stack(made).sum()
+    return torch.stack([p.pow(2).sum() for p in found]).sum()
+
+
+class Measured(nn.Linear):
+    """Knows how large its first weight is."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.size = self.weight[0, 0].square()
+        return super().forward(x)
 
 
 class Mlp(nn.Module):
-    """Adds a penalty on its weights to what it returns, if it is `greedy`."""
+    """Adds a penalty on its weights to what it returns, where `greedy` says."""
 
-    def __init__(self, dim: int, greedy: bool) -> None:
+    def __init__(self, dim: int, greedy: str) -> None:
         super().__init__()
-        self.up = nn.Linear(dim, 2 * dim)
+        self.up = (Measured if greedy == "measured" else nn.Linear)(dim, 2 * dim)
         self.down = nn.Linear(2 * dim, dim)
         self.greedy = greedy
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = x + self.down(torch.relu(self.up(x)))
-        if self.greedy:
+        if self.greedy == "first":
+            x = x + 0.01 * self.down.weight.norm()
+        hidden = self.up(x)
+        if self.greedy == "inside":
+            hidden = hidden + 0.01 * self.up.weight.norm()
+        if self.greedy == "made before":
+            hidden = hidden * self.scaling
+        out: torch.Tensor = x + self.down(torch.relu(hidden))
+        if self.greedy == "behind":
             out = out + 0.01 * self.up.weight.square().sum()
+        if self.greedy == "measured":
+            out = out + 0.01 * self.up.size
+        return out
+
+
+class Attention(nn.Module):
+    """One weight for queries, keys and values; ranks use a scale on their own heads."""
+
+    def __init__(self, dim: int, width: int = 4) -> None:
+        super().__init__()
+        self.width = width
+        self.qkv = nn.Linear(dim, 3 * dim)
+        self.scale = nn.LayerNorm(width)
+        self.out = nn.Linear(dim, dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = [each.unflatten(-1, (-1, self.width)) for each in self.qkv(x).chunk(3, -1)]
+        q, k, v = (each.transpose(1, 2) for each in heads)
+        found = functional.scaled_dot_product_attention(self.scale(q), k, v)
+        out: torch.Tensor = self.out(found.transpose(1, 2).flatten(2))
+        return out
+
+
+class Block(nn.Module):
+    def __init__(self, dim: int, greedy: str) -> None:
+        super().__init__()
+        self.attention = Attention(dim)
+        self.mlp = Mlp(dim, greedy)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.mlp(x + self.attention(x))
         return out
 
 
 class Model(nn.Module):
-    def __init__(self, how: str = "", greedy: bool = False, dim: int = 8) -> None:
+    """Adds a penalty to its loss, of all of its blocks' parameters or of what `of` says."""
+
+    def __init__(self, how: str = "", greedy: str = "", of: str = "blocks", dim: int = 8) -> None:
         super().__init__()
         self.how = how
+        self.of = of
         self.embed = nn.Embedding(VOCAB, dim)
-        self.blocks = nn.ModuleList(Mlp(dim, greedy) for _ in range(4))
+        self.blocks = nn.ModuleList(Block(dim, greedy) for _ in range(4))
         self.head = nn.Linear(dim, VOCAB)
+        self.kept = [self.head.weight]
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         x = self.embed(input_ids)
         for block in self.blocks:
+            if block.mlp.greedy == "made before":
+                block.mlp.scaling = block.mlp.up.weight.norm()
             x = block(x)
-        loss = nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
-        if self.how == "whole":
-            loss = loss + 0.01 * penalty([self.head.bias, *self.blocks[0].down.bias[None]], "")
-        elif self.how:
-            loss = loss + 0.01 * penalty(self.blocks.parameters(), self.how)
-        return loss
+            if self.of == "between":
+                x = x + 0.01 * self.head.weight[1]
+        if self.of == "tied":
+            x = x + 0.1 * functional.linear(functional.linear(x, self.head.weight), self.table())
+        logits = self.head(x)
+        loss = functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return self.penalised(loss) + self.measured(loss)
+
+    def penalised(self, loss: torch.Tensor) -> torch.Tensor:
+        params: Iterable[torch.Tensor] = ()
+        if self.of in ("blocks", "tied"):
+            params = self.blocks.parameters() if self.how else ()
+        elif self.of == "whole":
+            params = [self.blocks[0].mlp.down.bias]
+        elif self.of == "scales":
+            params = self.blocks[1].attention.scale.parameters()
+        elif self.of == "kept":
+            params = self.kept
+        found = list(params)
+        return loss + 0.01 * penalty(found, self.how) if found else loss
+
+    def measured(self, loss: torch.Tensor) -> torch.Tensor:
+        if self.of == "shapes":
+            return loss / self.head.weight.shape[0] + sum(p.numel() for p in self.parameters())
+        if self.of == "written":
+            with torch.no_grad():
+                self.head.weight.clamp_(-1, 1)
+        elif self.of == "differentiated":
+            of_head = torch.autograd.grad(loss + self.head.weight.norm(), self.head.weight)
+            return of_head[0].detach().norm()
+        elif self.of == "looked at":
+            return 0.01 * self.head.weight.norm() / self.head.weight.norm().item()
+        elif self.of == "detached":
+            with torch.no_grad():
+                size = self.head.weight.norm() + self.head.weight.data.norm()
+            return loss * size + self.head.weight.norm()
+        return torch.zeros(())
+
+    def table(self) -> torch.Tensor:
+        return self.embed.weight.T
 
 
 def decayed(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     loss: torch.Tensor = model(batch["input_ids"], batch["labels"])
-    return loss + 0.01 * penalty(model.parameters(), "")
+    return loss + 0.01 * penalty(model.parameters(), "norms")
 
 
-def keys_of(parallel: dict[str, Any], **args: Any) -> dict[str, Any]:
+def keys_of(parallel: dict[str, Any], **keys: Any) -> dict[str, Any]:
+    args = {key: keys.pop(key) for key in ("how", "greedy", "of", "dim") if key in keys}
     model = {"call": "test_tensor_penalties.py:Model", "args": args}
-    return small(model=model, parallel={"plan": PLAN, **parallel} if parallel else {})
+    return small(model=model, parallel={"plan": PLAN, **parallel}, **keys)
 
 
-@pytest.mark.parametrize("how", ["squares", "norms", "gram"])
-@pytest.mark.parametrize("parallel", [{"tp": 2}, {"tp": 2, "pp": 2}], ids=["tp", "tp and pp"])
-@pytest.mark.at_most(1)
-def test_a_penalty_on_slices_is_named_with_its_line(
-    ranks, tmp_path: Path, parallel: dict[str, Any], how: str
+@pytest.mark.parametrize("how", ["squares", "norms", "gram", "cosines", "entropy"])
+@pytest.mark.parametrize("parallel", [TP, TP_PP], ids=["tp", "tp and pp"])
+def test_a_penalty_in_the_forward_of_the_model_is_that_of_one_rank(
+    ranks,
+    tmp_path: Path,
+    alone: Any,
+    parallel: dict[str, Any],
+    how: str,
 ) -> None:
-    found = on_axes(keys_of(parallel, how=how), tmp_path, ranks)
+    keys = keys_of(parallel, how=how)
+    assert_close(on_axes(keys, tmp_path / "run", ranks), alone(keys), 1e-6)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    "keys",
+    [{}, {"activations": {"checkpoint": "full"}}, {"precision": "bf16"}],
+    ids=["plain", "recomputed", "bf16"],
+)
+def test_penalties_in_the_loss_function_are_those_of_one_rank(
+    ranks,
+    tmp_path: Path,
+    alone: Any,
+    keys: dict[str, Any],
+    stage: int,
+) -> None:
+    keys = {"loss": "test_tensor_penalties.py:decayed", "greedy": "behind", **keys}
+    given = keys_of(TP, how="gram", **keys)
+    found = on_axes({**given, "zero": {"stage": stage}}, tmp_path / "run", ranks, dp=2)
+    assert_close(found, alone(given), 5e-3 if "precision" in keys else 1e-6)
+
+
+@pytest.mark.parametrize("greedy", ["first", "behind"])
+@pytest.mark.parametrize(
+    "keys",
+    [{}, {"activations": {"checkpoint": "full"}}, {"zero": {"stage": 3}}],
+    ids=["plain", "recomputed", "zero 3"],
+)
+def test_a_block_that_reads_its_weights_is_that_of_one_rank(
+    ranks,
+    tmp_path: Path,
+    alone: Any,
+    keys: dict[str, Any],
+    greedy: str,
+) -> None:
+    given = keys_of(TP, greedy=greedy, **keys)
+    assert_close(on_axes(given, tmp_path / "run", ranks), alone(given), 1e-6)
+
+
+@pytest.mark.parametrize("of", ["tied", "scales", "shapes", "detached", "whole", "between"])
+@pytest.mark.parametrize("parallel", [TP, {"tp": 2, "sequence": True}], ids=["tp", "sequence"])
+def test_what_else_is_read_of_weights_is_that_of_one_rank(
+    ranks,
+    tmp_path: Path,
+    alone: Any,
+    parallel: dict[str, Any],
+    of: str,
+) -> None:
+    if of == "between" and "sequence" in parallel:
+        pytest.skip("is refused: see below")
+    keys = keys_of(parallel, of=of, how="norms")
+    assert_close(on_axes(keys, tmp_path / "run", ranks), alone(keys), 1e-6)
+
+
+@pytest.mark.parametrize("parallel", [TP_PP, {**TP_PP, "sequence": True}], ids=["", "sequence"])
+@pytest.mark.parametrize("how", ["norms", "squares"])
+def test_penalties_on_all_stages_are_those_of_one_rank(
+    ranks,
+    tmp_path: Path,
+    alone: Any,
+    parallel: dict[str, Any],
+    how: str,
+) -> None:
+    keys = {"activations": {"checkpoint": "full"}, "zero": {"stage": 2}}
+    given = keys_of(parallel, how=how, loss="test_tensor_penalties.py:decayed", **keys)
+    assert_close(on_axes(given, tmp_path / "run", ranks), alone(given), 1e-6)
+
+
+def measure(context: Any) -> None:
+    with context.gathered(), torch.no_grad():
+        if context.runs_model:
+            ids = torch.arange(12).view(1, 12)
+            context.metric("measured", float(context.model(ids, ids)))
+
+
+@pytest.mark.parametrize("parallel", [TP, TP_PP], ids=["tp", "tp and pp"])
+def test_evaluations_and_calls_of_hooks_read_whole_weights(
+    ranks, tmp_path: Path, parallel: dict[str, Any]
+) -> None:
+    keys = {
+        "eval": {"data": {"call": "runs.py:Plain", "args": {"length": 12}}, "every": 1},
+        "hooks": {"on_eval": "test_tensor_penalties.py:measure"},
+        "loss": "test_tensor_penalties.py:decayed",
+    }
+    many = on_axes(keys_of(parallel, how="gram", **keys), tmp_path / "many", ranks)
+    one = on_axes({**keys_of({}, how="gram", **keys), "parallel": {}}, tmp_path / "one", ranks)
+    ours, theirs = ([e for e in found[0]["events"] if e["type"] == "eval"] for found in (many, one))
+    assert len(ours) == len(theirs) > 0
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine["loss"] == pytest.approx(other["loss"], rel=1e-6)
+    assert logged(many) == pytest.approx(logged(one), rel=1e-5)
+    assert logged(one)
+
+
+def logged(found: list[dict[str, Any]]) -> list[float]:
+    logs = [event for event in found[0]["events"] if event["type"] == "metrics"]
+    return [value for event in logs for value in event["values"].values()]
+
+
+def line_of(text: str, number: int = 0) -> str:
+    """Return a place in this file as an error names it."""
+    lines = Path(__file__).read_text().splitlines()
+    found = [at for at, line in enumerate(lines, 1) if line.strip() == text]
+    return f"(test_tensor_penalties.py:{found[number]}"
+
+
+REFUSED = {
+    "in a region": (
+        {"greedy": "inside"},
+        "blocks.0.mlp.up.weight would be read outside of its module, by blocks.0.mlp",
+        "hidden = hidden + 0.01 * self.up.weight.norm()",
+    ),
+    "made before, used in a region": (
+        {"greedy": "made before"},
+        "blocks.0.mlp.up.weight would be read outside of its module, by the model or the loss",
+        "block.mlp.scaling = block.mlp.up.weight.norm()",
+    ),
+    "in a list": (
+        {"of": "kept"},
+        "head.weight would be read outside of its module",
+        "return torch.stack([p.pow(2).sum() for p in found]).sum()",
+    ),
+    "written to": (
+        {"of": "written"},
+        "head.weight would be read outside of its module, by the model or the loss function",
+        "self.head.weight.clamp_(-1, 1)",
+    ),
+    "differentiated": (
+        {"of": "differentiated"},
+        "head.weight would be read outside of its module, by the model or the loss function",
+        "of_head = torch.autograd.grad(loss + self.head.weight.norm(), self.head.weight)",
+    ),
+    "looked at": (
+        {"of": "looked at"},
+        "head.weight would be read outside of its module, by the model or the loss function",
+        "return 0.01 * self.head.weight.norm() / self.head.weight.norm().item()",
+    ),
+    "where sequences are slices": (
+        {"of": "between", "sequence": True},
+        "head.weight would be read outside of its module, by the model or the loss function",
+        "x = x + 0.01 * self.head.weight[1]",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.at_most(1)
+def test_reads_that_would_be_of_slices_are_named_with_their_line(
+    ranks, tmp_path: Path, case: str
+) -> None:
+    args, named, line = REFUSED[case]
+    parallel = {**TP, **({"sequence": True} if "sequence" in args else {})}
+    given = {key: value for key, value in args.items() if key != "sequence"}
+    found = on_axes(keys_of(parallel, **given), tmp_path, ranks)
     assert {each["code"] for each in found} == {2}
-    error = found[0]["error"]
-    number = 7 if how == "gram" else 11
-    assert f"blocks.0.up.weight and {number} more would be read outside of its module" in error
-    assert "(test_tensor_penalties.py:" in error
+    assert named in found[0]["error"]
+    assert line_of(line) in found[0]["error"]
 
 
-def test_a_loss_function_that_looks_at_weights_is_named(ranks, tmp_path: Path) -> None:
-    keys = {**keys_of({"tp": 2}), "loss": "test_tensor_penalties.py:decayed"}
+def test_compiled_blocks_gather_nothing(ranks, tmp_path: Path) -> None:
+    keys = keys_of(TP, how="norms", compile=True)
     found = on_axes(keys, tmp_path, ranks)
     assert {each["code"] for each in found} == {2}
-    assert "would be read outside of its module (test_tensor_penalties.py:" in found[0]["error"]
-
-
-def test_parameters_that_all_ranks_have_whole_may_be_looked_at(ranks, tmp_path: Path) -> None:
-    one = on_axes(keys_of({}, how="whole"), tmp_path / "one", ranks)
-    two = on_axes(keys_of({"tp": 2}, how="whole"), tmp_path / "two", ranks)
-    assert losses(two[0]) == pytest.approx(losses(one[0]), rel=1e-6)
+    assert "outside of its module" in found[0]["error"]
+    assert "write compile: false" in found[0]["error"]
 
 
 @pytest.mark.parametrize(
     "parallel",
-    [{"tp": 2}, {"tp": 2, "pp": 2}, {"tp": 2, "pp": 2, "schedule": "pipedream"}],
+    [TP, TP_PP, {**TP_PP, "schedule": "pipedream"}],
     ids=["tp", "tp and pp", "pipedream"],
 )
 @pytest.mark.at_most(1)
 def test_ranks_whose_losses_differ_end_in_the_first_step(
     ranks, tmp_path: Path, parallel: dict[str, Any]
 ) -> None:
-    keys = keys_of(parallel, greedy=True)
+    plan = {"*.up": "colwise", "*.down": "rowwise"}  # a divided head would make one loss of all
+    keys = keys_of({"plan": plan, **parallel}, greedy="measured")
     if parallel.get("schedule") == "pipedream":
         keys |= {"batch": {"global": 2, "micro": 2}, "steps": 8, "optim": {"lr": 1e-2}}
     found = on_axes(keys, tmp_path / "checked", ranks)

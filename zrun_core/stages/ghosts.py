@@ -61,6 +61,10 @@ class Ghosts:
             self._fakes[param] = fake
         return fake
 
+    def stand_for(self, part: torch.Tensor, whole: torch.Tensor) -> None:
+        """Have the fake tensor of a parameter stand for the part of it that replaces it, too."""
+        self._fakes[part] = self.fake_like(whole, whole.dtype)
+
     def hand_out(self, node: Node, args: Any, kwargs: dict[str, Any]) -> Any:
         """Return what a ghost of `node` hands out."""
         signature: Hashable | None

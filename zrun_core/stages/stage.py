@@ -173,6 +173,16 @@ class Stage:
         for node in nodes:
             node.is_elsewhere = lacks_params(node.module)
 
+    @property
+    def run_elsewhere(self) -> set[str]:
+        """Return the names of nodes that other stages run, and this one does not."""
+        here: set[str] = set()
+        others: set[str] = set()
+        for call in self.flow.calls:
+            stage = self.split.stage_of(self.split.chunk_of_segment(call.segment))
+            (here if stage == self.index else others).add(call.name)
+        return others - here
+
     def _find_handing_on(self, chunk: int) -> dict[int, str]:
         crossing = {leaf.call for leaf in (*self.borders[chunk], *self.borders[chunk + 1])}
         segments = self.split.segments(chunk)

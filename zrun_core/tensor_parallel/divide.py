@@ -11,8 +11,7 @@ at a time, and cut: see `Divided.read`.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,16 +19,18 @@ from torch import nn
 
 from zrun_core.errors import JobError
 from zrun_core.memory.tensors import TENSOR, TensorPart
-from zrun_core.spine.sections.tensor_roles import Role
+from zrun_core.spine.sections.tensor_roles import Entry, Role
 from zrun_core.spine.tracebacks import first_line
 from zrun_core.tensor_parallel.cuts import ALONE
 from zrun_core.tensor_parallel.lone_linears import divide_lone
 from zrun_core.tensor_parallel.plan import TensorPlan
+from zrun_core.tensor_parallel.region_plan import Region
 from zrun_core.tensor_parallel.regions import Regions, count_once
-from zrun_core.tensor_parallel.sequence import slice_between
+from zrun_core.tensor_parallel.sequence import slice_between, spans
 from zrun_core.tensor_parallel.tensor_comm import TensorComm
 from zrun_core.tensor_parallel.vocabulary import Vocabulary
 from zrun_core.tensor_parallel.vocabulary_layers import divide_embedding, divide_head
+from zrun_core.tensor_parallel.whole_reads import WholeReads, cut_out
 from zrun_core.user_code.grad_hooks import has_late_hooks, hooks_of, made_by
 from zrun_core.zero.foreign import lacks_params
 
@@ -43,10 +44,12 @@ class Divided:
     Attributes:
         table: by name of a parameter, its part of a tensor of the whole model.
         regions: where activations are slices.
+        reads: of whole parameters outside of their modules; None: there are none.
     """
 
     table: Mapping[str, TensorPart]
     regions: Regions
+    reads: WholeReads | None
     _whole: Mapping[str, tuple[nn.Module, Mapping[str, nn.Parameter]]]
 
     def read(self, read: Read) -> Read:
@@ -68,9 +71,17 @@ class Divided:
                 value = read(name, whole[key])
             finally:
                 module._parameters = ours
-            return _cut(value, self.table[name])
+            return cut_out(value, self.table[name])
 
         return read_part
+
+    def replaced(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
+        """Yield each parameter that is a slice, and the whole one that it is in place of."""
+        for name, (module, whole) in self._whole.items():
+            key = name.rpartition(".")[2]
+            part = module._parameters[key]
+            assert part is not None
+            yield part, whole[key]
 
 
 def divide(
@@ -78,6 +89,7 @@ def divide(
     plan: TensorPlan,
     comm: TensorComm,
     chunks: Sequence[Sequence[str]] = (),
+    elsewhere: Collection[str] = (),
 ) -> Divided:
     """Give a rank its slices of a model's layers, in place.
 
@@ -86,27 +98,35 @@ def divide(
         comm: of the ranks that have slices of the same layers.
         chunks: names of blocks that are computed one after the other, between whose first and last
             one each rank has a slice of the sequence; none: sequences stay whole.
+        elsewhere: names of modules that other stages of a pipeline run. This one may have their
+            parameters, which others read.
 
     Raises:
         JobError: sequences cannot be divided in a region.
     """
     regions = Regions(comm)
+
+    def runs_here(name: str) -> bool:
+        return not any(name == each or name.startswith(f"{each}.") for each in elsewhere)
+
+    entries = {name: entry for name, entry in plan.entries.items() if runs_here(name)}
     here = dict(model.named_parameters())  # a stage of a pipeline has not all
     table = {name: part for name, part in plan.parts(comm.index).items() if name in here}
     sizes = {
         name: module.get_parameter("weight").shape[0]
         for name, module in model.named_modules()
-        if name in plan.entries
-        and plan.entries[name].role in (Role.VOCABULARY, Role.HEAD)
+        if name in entries
+        and entries[name].role in (Role.VOCABULARY, Role.HEAD)
         and not lacks_params(module)
     }
     whole = _replace_params(model, table)
     for path, value in plan.attributes.items():
         owner, _, attribute = path.rpartition(".")
         module = model.get_submodule(owner)
-        if not lacks_params(module):  # else it is a ghost, which hands out whole tensors
+        # Else it is a ghost, which hands out whole tensors.
+        if runs_here(owner) and not lacks_params(module):
             setattr(module, attribute, value)
-    for name, entry in plan.entries.items():
+    for name, entry in entries.items():
         if entry.role is Role.ONCE:
             count_once(model, name, comm.size)
     blocks = {name for span in spans(chunks) for name in span}
@@ -115,9 +135,10 @@ def divide(
             f"parallel.sequence: {type(model).__name__} has no repeated blocks, between which a "
             "sequence could be slices: write sequence: false"
         )
-    _install_regions(model, plan, regions, blocks)
-    _divide_vocabulary(model, plan, sizes, comm)
-    _divide_lone(model, plan, comm)
+    own = [region for region in plan.regions if runs_here(region.row)]
+    _install_regions(model, own, regions, blocks)
+    _divide_vocabulary(model, entries, sizes, comm)
+    _divide_lone(model, entries, comm)
     in_blocks = set()
     for span in spans(chunks):
         slice_between(model, span, comm)
@@ -130,20 +151,21 @@ def divide(
             table[name] = replace(part, partial_over=(TENSOR,))
     for name in plan.summed & table.keys() - in_blocks:
         model.get_parameter(name).register_hook(_summed(comm, name))
-    return Divided(table, regions, whole)
+    reads = WholeReads(model, plan, comm, table) if plan.reads.names else None
+    return Divided(table, regions, reads, whole)
 
 
 def _install_regions(
-    model: nn.Module, plan: TensorPlan, regions: Regions, blocks: Collection[str]
+    model: nn.Module, own: Sequence[Region], regions: Regions, blocks: Collection[str]
 ) -> None:
-    """Let regions begin and end in a model.
+    """Let regions begin and end in a model, those that run on this rank.
 
     `blocks` are the names of those where this rank has a slice of the sequence.
 
     Raises:
         JobError: sequences cannot be divided in one.
     """
-    for region in plan.regions:
+    for region in own:
         is_sliced = any(region.row.startswith(f"{block}.") for block in blocks)
         if is_sliced and (reason := region.rejects_sequence(model)):
             raise JobError(f"parallel.sequence: {reason}; write sequence: false")
@@ -166,19 +188,6 @@ def _check_alone(plan: TensorPlan, block: str) -> None:
                 f"parallel.sequence: {name} is {entry.role}, between whole activations, and {block}"
                 " has slices of the sequence there: write sequence: false"
             )
-
-
-def spans(chunks: Sequence[Sequence[str]]) -> list[list[str]]:
-    """Return the names of blocks that follow each other in one list of the model.
-
-    Args:
-        chunks: as of `divide`. An encoder and a decoder in one chunk are two spans.
-    """
-    found: list[list[str]] = []
-    for chunk in chunks:
-        for _, names in itertools.groupby(chunk, key=lambda name: name.rpartition(".")[0]):
-            found.append(list(names))
-    return found
 
 
 def _replace_params(
@@ -231,13 +240,13 @@ def _check_hooks(name: str, param: nn.Parameter, part: TensorPart) -> None:
         grad = torch.randn(part.shape, generator=generator)
         try:
             of_whole = made_by(hook, grad.clone())
-            of_part = made_by(hook, _cut(grad, part).clone())
+            of_part = made_by(hook, cut_out(grad, part).clone())
         except Exception as error:
             raise JobError(
                 f"parallel.tp: a hook on {name} fails on a slice of its gradient, and each rank "
                 f"has a slice: {first_line(error)}; {_OF_HOOKS}"
             ) from error
-        expected = _cut(of_whole, part)
+        expected = cut_out(of_whole, part)
         if not torch.allclose(of_part, expected, rtol=1e-4, atol=1e-6):
             raise JobError(
                 f"parallel.tp: a hook on {name} makes something else of a slice of its gradient "
@@ -247,7 +256,7 @@ def _check_hooks(name: str, param: nn.Parameter, part: TensorPart) -> None:
 
 
 def _divide_vocabulary(
-    model: nn.Module, plan: TensorPlan, sizes: Mapping[str, int], comm: TensorComm
+    model: nn.Module, entries: Mapping[str, Entry], sizes: Mapping[str, int], comm: TensorComm
 ) -> None:
     """Let embeddings look up their own rows only, and heads make their own logits only.
 
@@ -255,13 +264,13 @@ def _divide_vocabulary(
     """
     for name, size in sizes.items():
         vocabulary = Vocabulary(size, comm, name)
-        divides = divide_head if plan.entries[name].role is Role.HEAD else divide_embedding
+        divides = divide_head if entries[name].role is Role.HEAD else divide_embedding
         divides(model.get_submodule(name), vocabulary)
 
 
-def _divide_lone(model: nn.Module, plan: TensorPlan, comm: TensorComm) -> None:
+def _divide_lone(model: nn.Module, entries: Mapping[str, Entry], comm: TensorComm) -> None:
     """Let linears that stand alone compute with their slices."""
-    for name, entry in plan.entries.items():
+    for name, entry in entries.items():
         if entry.role not in ALONE:
             continue
         linear = model.get_submodule(name)
@@ -280,19 +289,6 @@ def _local(param: nn.Parameter, part: TensorPart) -> nn.Parameter:
     vars(local).update(vars(param))
     local._backward_hooks = param._backward_hooks  # torch keeps them beside `vars`
     return local
-
-
-def _cut(value: torch.Tensor, part: TensorPart) -> torch.Tensor:
-    """Return a part of a whole tensor, zeros where it is padding."""
-    (dim,) = (d for d, size in enumerate(part.shape) if size != part.local_shape[d])
-    step = part.stride[dim]
-    slices = [value.narrow(dim, run.start // step, run.length // step) for run in part.runs]
-    missing = part.local_shape[dim] - sum(each.shape[dim] for each in slices)
-    if missing:
-        shape = list(part.local_shape)
-        shape[dim] = missing
-        slices.append(value.new_zeros(shape))
-    return slices[0] if len(slices) == 1 else torch.cat(slices, dim)
 
 
 def _summed(comm: TensorComm, name: str) -> Callable[[torch.Tensor], torch.Tensor]:

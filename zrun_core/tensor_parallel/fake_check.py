@@ -14,7 +14,7 @@ They also note which columns of a linear's result are taken apart: see `fake_col
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -34,10 +34,13 @@ from zrun_core.tensor_parallel.fake_outside import OutsideReads
 from zrun_core.tensor_parallel.fake_sums import PRODUCTS, looks_at_tokens, summed_over
 from zrun_core.tensor_parallel.fit import counting_attributes
 from zrun_core.tensor_parallel.plan import TensorPlan
+from zrun_core.tensor_parallel.reads import Reads
 from zrun_core.tensor_parallel.region_plan import Region
 from zrun_core.tensor_parallel.roles import any_number
 from zrun_core.tensor_parallel.second_grads import SecondGrads
+from zrun_core.tensor_parallel.sequence import spans
 from zrun_core.tensor_parallel.torch_attention import replace_forward
+from zrun_core.user_code.asked_gradients import seeing_gradients
 from zrun_core.zero.fakes import fake_parameters, kept_buffers
 from zrun_core.zero.module_hooks import tensors_in
 
@@ -69,7 +72,8 @@ def check_on_fakes(
 
     A region begins at its columns where its module adds its input to what its linears make, or gets
     it inside of something else than a tensor. Whole parameters that are used on slices are summed.
-    A model whose forward looks at values is not checked: a note says so.
+    What is read of parameters outside of their modules is noted in it. A model whose forward looks
+    at values is not checked: a note says so.
 
     Args:
         model: whole, before it is transformed.
@@ -91,12 +95,12 @@ def check_on_fakes(
         mixing = _mixing_behind(model, plan, forward, dtype, device, blocks)
     for block, operation in mixing.items():
         raise _mixes(block, operation)
-    if whole.outside.found:
-        raise _read_outside(whole.outside.found)
+    whole.outside.refuse_captured()
+    reads = whole.reads(is_complete=failed is None)
     if failed is not None:
         return CheckedPlan(plan, _not_checked(failed))
     _check_regions(plan, whole)
-    divided = _Watch(model, plan)
+    divided = _Watch(model, plan, reads=reads)
     shapes = _local_shapes(model, plan)
     try:
         with (
@@ -115,7 +119,8 @@ def check_on_fakes(
                 raise _sums_less(model, plan, region, wanted, found)
     check_columns(plan, whole.columns.taken, divided.columns.taken)
     regions = tuple(map(whole.mended, plan.regions))
-    return CheckedPlan(replace(plan, regions=regions, summed=plan.summed | whole.summed))
+    summed = plan.summed | whole.summed
+    return CheckedPlan(replace(plan, regions=regions, summed=summed, reads=reads))
 
 
 def _reads_values(error: Exception) -> bool:
@@ -254,16 +259,6 @@ def _mixes(block: str, operation: str) -> JobError:
     )
 
 
-def _read_outside(found: Mapping[str, str]) -> JobError:
-    first, place = next(iter(found.items()))
-    more = f" and {len(found) - 1} more" if len(found) > 1 else ""
-    return JobError(
-        f"parallel.tp: {first}{more} would be read outside of its module ({place}), where each "
-        "rank has a slice of it, as a penalty or a norm of weights does: make it of what modules "
-        "return, leave it out (optim.weight_decay is a penalty too), or write tp: 1"
-    )
-
-
 def _sums_less(
     model: nn.Module, plan: TensorPlan, region: Region, wanted: _Sum, found: _Sum
 ) -> JobError:
@@ -329,12 +324,18 @@ class _Watch(TorchDispatchMode):
     """
 
     def __init__(
-        self, model: nn.Module, plan: TensorPlan, blocks: Sequence[str] = (), zeros: int = 0
+        self,
+        model: nn.Module,
+        plan: TensorPlan,
+        blocks: Sequence[str] = (),
+        zeros: int = 0,
+        reads: Reads | None = None,
     ) -> None:
         """Watch a model, whole or with slices.
 
         `blocks` are the names of those where ranks will have slices of the sequence. Of numbers
-        without values, `zeros` may be read, as 0; the next one fails.
+        without values, `zeros` may be read, as 0; the next one fails. `reads`, with slices, are
+        those of whole parameters.
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self._zeros = zeros
@@ -346,7 +347,7 @@ class _Watch(TorchDispatchMode):
         self.beside: dict[str, str] = {}
         self.mixing: dict[str, str] = {}
         self.columns = ColumnWatch()
-        self.outside = OutsideReads(model, plan)
+        self.outside = OutsideReads(model, plan, spans([blocks]), reads)
         self._second_grads = SecondGrads()
         self._blocks = blocks
         self._block = ""  # that the forward is in
@@ -366,6 +367,23 @@ class _Watch(TorchDispatchMode):
         """Return a region that begins where the gradient of its input is that of its linears."""
         return replace(region, entries=region.columns) if region.row in self._unfit else region
 
+    def reads(self, *, is_complete: bool) -> Reads:
+        """Return what is read of parameters outside of their modules.
+
+        With `is_complete` the forward has come to its end.
+
+        Raises:
+            JobError: a rank would read something else.
+        """
+        summed = self._plan.summed | self.summed
+        starts = tuple(f"{block}." for block in self._blocks)
+
+        def is_partial(name: str) -> bool:
+            return name in summed or name.startswith(starts)
+
+        at_columns = {each.row for each in self._plan.regions if each.entries == each.columns}
+        return self.outside.reads(self._unfit | at_columns, is_partial, is_complete=is_complete)
+
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Watch the forwards inside."""
@@ -382,6 +400,9 @@ class _Watch(TorchDispatchMode):
                     stack.callback(handle.remove)
             stack.enter_context(self.outside.installed())
             stack.enter_context(self._second_grads.refused())
+            stack.enter_context(
+                seeing_gradients(lambda _, *args, **__: self.outside.asked(args[3]))
+            )
             stack.enter_context(self)
             yield
 
@@ -503,6 +524,7 @@ class _Watch(TorchDispatchMode):
         beside -= leaves
         if not beside:
             return
+        self.outside.enter(args, self._columns[region.row])
         around = f"{region.around}." if region.around else ""
         for name, param in self._model.named_parameters():
             if id(param) in beside and self._plan.tensors[name].cut is None:
@@ -542,12 +564,15 @@ class _Watch(TorchDispatchMode):
                     self.bypassed.add(region.row)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.outside.used((args, kwargs))
+        running = self.running
+        is_open = running is not None and running.row in self.open
+        self.outside.used(func, args, kwargs, running, is_open)
         name = func.overloadpacket.__name__
         if name == "_local_scalar_dense" and self._zeros and isinstance(args[0], FakeTensor):
             self._zeros -= 1
             return torch.zeros((), dtype=args[0].dtype).item()
         out = func(*args, **(kwargs or {}))
+        self.outside.made(func, args, out)
         self.columns.used(name, (args, kwargs), out)
         if self.running is not None:
             if self.running.role is Role.EXPERTS and name in PRODUCTS:

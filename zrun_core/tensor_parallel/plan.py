@@ -22,6 +22,7 @@ from zrun_core.memory.tensors import Shape, TensorPart, full_part, sliced_part
 from zrun_core.spine.sections.tensor_roles import Entry, Role
 from zrun_core.tensor_parallel.cuts import ALONE, Cut, find_cuts, is_linear, is_transposed
 from zrun_core.tensor_parallel.fit import check_fit
+from zrun_core.tensor_parallel.reads import NO_READS, Reads
 from zrun_core.tensor_parallel.region_plan import COLUMNS, Region, find_regions
 from zrun_core.tensor_parallel.roles import any_number, find_roles
 
@@ -46,6 +47,7 @@ class TensorPlan:
         attributes: "transformer.h.0.attn.num_heads": the value on each rank.
         summed: names of parameters that are whole and used on slices: their gradients are summed.
         tensors: of the model, by the first name of a parameter.
+        reads: of parameters outside of their modules; a forward shows them.
     """
 
     degree: int
@@ -54,6 +56,7 @@ class TensorPlan:
     attributes: Mapping[str, int]
     summed: frozenset[str]
     tensors: Mapping[str, _Tensor]
+    reads: Reads = NO_READS
 
     def parts(self, index: int) -> dict[str, TensorPart]:
         """Return what a rank has of each parameter, by its first name.

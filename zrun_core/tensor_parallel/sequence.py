@@ -13,6 +13,7 @@ step sums them (`Reducer.sum_shared`).
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -71,7 +72,7 @@ def slice_between(model: nn.Module, blocks: Sequence[str], comm: TensorComm) -> 
 
     @outside_graphs
     def split(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        hidden = _hidden_states(args, kwargs)
+        hidden = hidden_states(args, kwargs)
         check_length(hidden, comm.size, first)
         own = split_in(hidden, comm, _DIM, f"input of {first}")
         if args:
@@ -88,6 +89,20 @@ def slice_between(model: nn.Module, blocks: Sequence[str], comm: TensorComm) -> 
 
     model.get_submodule(first).register_forward_pre_hook(split, with_kwargs=True)
     model.get_submodule(last).register_forward_hook(join)
+
+
+def spans(chunks: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Return the names of blocks that follow each other in one list of the model.
+
+    Args:
+        chunks: names of blocks that are computed one after the other. An encoder and a decoder in
+            one chunk are two spans.
+    """
+    found: list[list[str]] = []
+    for chunk in chunks:
+        for _, names in itertools.groupby(chunk, key=lambda name: name.rpartition(".")[0]):
+            found.append(list(names))
+    return found
 
 
 @contextmanager
@@ -149,7 +164,7 @@ def lengths_checked(model: nn.Module, blocks: Sequence[str], size: int) -> Itera
         for name in blocks:
 
             def check(_: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
-                check_length(_hidden_states(args, kwargs), size, name)
+                check_length(hidden_states(args, kwargs), size, name)
 
             block = model.get_submodule(name)
             handle = block.register_forward_pre_hook(check, with_kwargs=True)
@@ -178,7 +193,7 @@ def check_length(x: Any, size: int, name: str) -> None:
         )
 
 
-def _hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the first argument of a block; of keyword arguments, the first tensor."""
     if args:
         return args[0]

@@ -65,7 +65,7 @@ class TensorComm:
         """
         if self.size == 1:
             return tensor
-        return self._rows(tensor, name).amax(0)
+        return self.gather_rows(tensor, name).amax(0)
 
     def all_gather(self, tensor: torch.Tensor, dim: int, name: str) -> torch.Tensor:
         """Return the tensors of all ranks, one after the other along a dimension.
@@ -76,11 +76,15 @@ class TensorComm:
         """
         if self.size == 1:
             return tensor
-        rows = self._rows(tensor, name)
+        rows = self.gather_rows(tensor, name)
         return rows.flatten(0, 1) if dim == 0 else torch.cat(rows.unbind(), dim)
 
-    def _rows(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
-        """Return the tensors of all ranks, [size, *shape]."""
+    def gather_rows(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
+        """Return the tensors of all ranks, [size, *shape].
+
+        Args:
+            tensor, name: as of `all_gather`.
+        """
         rows = tensor.new_empty((self.size, *tensor.shape))
         own = rows[self.index].copy_(tensor)
         self._comm.all_gather(

@@ -132,6 +132,10 @@ def parallelize(
     table = tensor_table(parts, divided)
     chunk_of = NO_CHUNKS if parts is None else parts.chunk_of
     sharded = ShardedModel(built.module, read, settings, mesh, comm, table=table, chunk_of=chunk_of)
+    if divided is not None and divided.reads is not None:
+        if job.compile:
+            raise divided.reads.when_compiled()
+        divided.reads.install(built.module, sharded.gatherer)
     return sharded, notes + moved_share(sharded.layouts, settings.placement)
 
 

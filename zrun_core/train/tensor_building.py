@@ -12,10 +12,10 @@ from zrun_core.distributed.comm import Comm
 from zrun_core.distributed.mesh import Mesh
 from zrun_core.spine.sections.activations import ActivationsConfig
 from zrun_core.spine.sections.parallel import ParallelConfig
-from zrun_core.tensor_parallel.divide import Divided, divide, spans
+from zrun_core.tensor_parallel.divide import Divided, divide
 from zrun_core.tensor_parallel.fake_check import check_on_fakes
 from zrun_core.tensor_parallel.plan import TensorPlan, plan_model
-from zrun_core.tensor_parallel.sequence import lengths_checked, order_checked
+from zrun_core.tensor_parallel.sequence import lengths_checked, order_checked, spans
 from zrun_core.tensor_parallel.tensor_comm import TensorComm
 from zrun_core.train.stage_building import StageParts
 from zrun_core.zero.auto_wrap import repeated_blocks
@@ -85,7 +85,12 @@ def divide_model(
     if plan is None:
         return None
     chunks = _chunks(model, parts) if parallel.sequence else ()
-    return divide(model, plan, comm, chunks)
+    if parts is None:
+        return divide(model, plan, comm, chunks)
+    divided = divide(model, plan, comm, chunks, parts.stage.run_elsewhere)
+    for part, whole in divided.replaced():
+        parts.stage.ghosts.stand_for(part, whole)
+    return divided
 
 
 def input_partition(

@@ -9,7 +9,8 @@ from __future__ import annotations
 import itertools
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple, Protocol, TypeVar
 from unittest.mock import patch
 
 import numpy as np
@@ -20,7 +21,11 @@ from test_offload import late_copies
 from test_pipelines import gpt
 from toys import own_device
 
+from zrun_core.memory.buffers import Placement, placement_of
 from zrun_core.spine.config import JobConfig
+from zrun_core.spine.sections.activations import ActivationsConfig
+from zrun_core.spine.sections.offload import OffloadConfig
+from zrun_core.train import parallelize
 from zrun_core.zero.sharded_model import ShardedModel
 
 STEPS = 4
@@ -134,42 +139,69 @@ class Cell(NamedTuple):
         return keys
 
 
+class NamedValues(Protocol):
+    """A named tuple."""
+
+    def _asdict(self) -> dict[str, Any]: ...
+
+    def __hash__(self) -> int: ...
+
+
+AnyCell = TypeVar("AnyCell", bound=NamedValues)
+
+
 def all_cells() -> Iterator[Cell]:
     """Yield every cell."""
     factors = (AXES, STAGES, PRECISIONS, OPTIMIZERS, RECOMPUTED, STATES)
     return itertools.starmap(Cell, itertools.product(*factors))
 
 
-def covering(cells: Sequence[Cell]) -> list[Cell]:
+def covering(cells: Sequence[AnyCell], together: int = 2) -> list[AnyCell]:
     """Return few cells in which every pair of values occurs that occurs in the given ones.
 
     Args:
         cells: to choose from, greedily: each next one has the most pairs that are still missing.
+        together: 1 is for every value in place of every pair, 3 for every three of them.
     """
-    missing = set().union(*map(_pairs, cells))
+    held = {cell: set(itertools.combinations(cell._asdict().items(), together)) for cell in cells}
+    missing = set().union(*held.values())
     chosen = []
     while missing:
-        best = max(cells, key=lambda cell: len(missing & _pairs(cell)))
-        missing -= _pairs(best)
+        best = max(held, key=lambda cell: len(missing & held[cell]))
+        missing -= held[best]
         chosen.append(best)
     return chosen
 
 
-def _pairs(cell: Cell) -> set[tuple[tuple[str, Any], ...]]:
-    return set(itertools.combinations(cell._asdict().items(), 2))
-
-
 def train(cell: Cell, folder: str) -> dict[str, Any]:
     """Train a cell, on one of its ranks."""
-    if cell.states != "apart" or own_device().type != "cpu":
+    with states_apart() if cell.states == "apart" else nullcontext():
         return run(cell.keys, folder, dims=cell.dims)
+
+
+@contextmanager
+def states_apart() -> Iterator[None]:
+    """Let a host's memory be apart from the CPU that trains, as it is from a GPU; copies are late.
+
+    On a GPU it changes nothing.
+    """
     init = ShardedModel.__init__
 
     def init_apart(self: ShardedModel, *args: Any, **options: Any) -> None:
         init(self, *args, **{**options, "apart": late_copies()})
+        assert self.tiers is not None, "its states are on the device"
 
-    with patch.object(ShardedModel, "__init__", init_apart):
-        return run(cell.keys, folder, dims=cell.dims)
+    def as_of_a_gpu(offload: OffloadConfig, activations: ActivationsConfig, _: str) -> Placement:
+        return placement_of(offload, activations, "cuda")
+
+    if own_device().type != "cpu":
+        yield
+        return
+    with (
+        patch.object(ShardedModel, "__init__", init_apart),
+        patch.object(parallelize, "placement_of", as_of_a_gpu),
+    ):
+        yield
 
 
 def on_ranks(pool: Any, cell: Cell, function: Callable[..., Any] = train) -> Found:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from axes_cells import states_apart
 from runs import PoolWorker, job, make_spec, report, run, run_reading_late
 from torch import nn
 from toys import build, data, full_state, make_sharded, train_sharded, world
@@ -476,3 +477,17 @@ def test_a_single_bad_step_that_is_read_late_is_told_with_its_unit(ranks, tmp_pa
     late = ranks(2).run(run_reading_late, keys, str(tmp_path / "late"))
     assert [each["error"] for each in late] == [""] * 2
     assert skips_told(late[0]) == ["a gradient in blocks.0 is not finite"]
+
+
+def with_delayed_updates(keys: dict[str, Any], run_dir: str) -> dict[str, Any]:
+    with states_apart():
+        return run(keys, run_dir)
+
+
+def test_replicas_are_compared_while_an_update_is_delayed(ranks, tmp_path):
+    """A rank that has only padding of a unit compares what the others do."""
+    offload = {"optimizer": "host", "grad": "host", "schedule": "delayed", "delay_after": 2}
+    keys = job(zero=1, offload=offload, guards={"replica_every": 2}, checkpoint=None, hooks={})
+    for found in ranks(2).run(with_delayed_updates, keys, str(tmp_path)):
+        assert found["error"] == ""
+        assert found["step"] == 8

@@ -259,8 +259,8 @@ class ShardedOptimizer:
         for each in self._updates:
             if each.unit.update_side.is_elsewhere and not each.pieces:
                 # Padding only. All ranks must take the same units for being updated: they gather
-                # these later than others.
-                each.unit.begin_updating(DONE, delayed=False)
+                # these later than others, and find them stale where an update has been delayed.
+                each.unit.begin_updating(DONE, delayed=delayed)
 
     def _update_beside(
         self,

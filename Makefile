@@ -13,8 +13,9 @@
 # make test-trackers  runs kept by tensorboard, wandb, mlflow and trackio, read by their own readers (installs them): a minute
 # make test-gpu     the tests that need a GPU, on those of this machine
 # make bench-gpu    zrun at each ZeRO stage beside DDP, FSDP2 and a plain loop, on all GPUs of this machine: 25 minutes at most
-# make test-devices  of the tables on simulated GPUs, the rows that make test runs: a minute
+# make test-devices  of the tables on simulated GPUs, the rows that make test runs: 90 seconds, for each of SEEDS='1-20' anew
 # make test-simulated-gpu  the tests of CUDA on simulated GPUs (installs g++, as root, where it is missing): 40 minutes
+# make test-simulated-gpu ALL=1  and every stage with every place of states, size, format and accumulation: hours
 # make bigger-than-memory  train a model whose states are six times the memory that it may take, through the disk: 6 minutes
 # All set up .venv first, with the versions of constraints.txt.
 
@@ -92,13 +93,17 @@ test-gpu: .venv/ready
 SEED ?= 1
 SIMULATED = PYTHONPATH=tests/simulated_gpu .venv/bin/python -m simulated_gpu seed=$(SEED),delay_us=300
 
+DEVICES = tests/dist/test_devices.py tests/dist/test_device_loops.py
+
+# SEEDS='1-20', or '3 5 8': it says of each how many tests passed, and with how many races.
+SEEDS ?= $(SEED)
 test-devices: .venv/simulated-gpu/ready
-	$(SIMULATED),devices=4 -m pytest -q --covering tests/dist/test_devices.py
+	.venv/bin/python tests/simulated_gpu/seeds.py $(SEEDS) -- --covering $(DEVICES)
 
 test-simulated-gpu: .venv/simulated-gpu/ready
 	.venv/bin/python -m pytest -q tests/simulated_gpu
 	$(SIMULATED),devices=2 -m pytest -q tests/gpu
-	$(SIMULATED),devices=8 -m pytest -q tests/dist/test_devices.py
+	$(SIMULATED),devices=8 -m pytest -q $(if $(ALL),,-m 'not thorough') $(DEVICES)
 
 # A state of its sources, and of torch, is compiled once. Where there can be none, its tests say why.
 .venv/simulated-gpu/ready: .venv/ready $(wildcard tests/simulated_gpu/device/*) tests/scenarios/fake_nvml.c

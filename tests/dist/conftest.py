@@ -10,10 +10,6 @@ from pool import RankPool, end
 torch.set_num_threads(1)  # as the ranks do, with which plain loops are compared
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--device", choices=["cpu", "cuda"], default="cpu", help="that ranks train on")
-
-
 def pytest_collection_finish() -> None:
     """Spare the collector of garbage what stays until the end: torch's modules, and the tests."""
     gc.collect()
@@ -21,12 +17,11 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(scope="session")
-def ranks(pytestconfig: pytest.Config) -> Iterator[Callable[..., RankPool]]:
+def ranks() -> Iterator[Callable[..., RankPool]]:
     """`ranks(2).run(f, ...)` runs f on two ranks, `ranks(2, "cuda")` on two GPUs."""
     pools: dict[tuple[int, str], RankPool] = {}
-    usual: str = pytestconfig.getoption("--device")
 
-    def get(world_size: int, device: str = usual) -> RankPool:
+    def get(world_size: int, device: str = "cpu") -> RankPool:
         key = world_size, device
         if key not in pools:
             pools[key] = RankPool(world_size, device)

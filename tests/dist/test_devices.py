@@ -1,63 +1,61 @@
 """GPUs over NCCL train what CPUs do, to the bit: simulated ones, whose kernels are the CPU's.
 
-`make test-simulated-gpu` runs all of it, `make test` those marked `covering`. Kernels come late
-there, at random, so whoever does not wait for one computes with other numbers.
+`make test-simulated-gpu` runs all of it but what is marked `thorough`, which ALL=1 adds, `make
+test` those marked `covering`. Kernels come late there, at random, so whoever does not wait for one
+computes with other numbers; `make test-devices SEEDS="1 2 3"` has them late otherwise.
 """
 
 from __future__ import annotations
 
 import itertools
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from axes_cells import CLOSE, Cell, all_cells, covering, on_ranks, train
+from axes_cells import CLOSE, Cell, all_cells, covering, on_ranks
+from axes_cells import train as train_on_axes
+from devices_table import (
+    FORMATS,
+    PAIRS,
+    PLACES,
+    ROWS,
+    STAGES,
+    Found,
+    Row,
+    needs_simulated,
+    on_both,
+    same,
+    stages,
+    train,
+    with_plain_attention,
+)
 from distances import distance
-from runs import job, losses, run
+from runs import job, losses
 from test_pipelines import assert_equal, small, whole
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from traces import names_in, read_trace
 
 from zrun_core.spine.sections.schedules import SCHEDULES as FACTS
 
-IS_SIMULATED = "simulated_gpu.cuda" in sys.modules
-pytestmark = pytest.mark.skipif(not IS_SIMULATED, reason="needs simulated GPUs")
+pytestmark = needs_simulated
 
 CELLS = covering([cell for cell in all_cells() if not cell.why_not])
 IN_ALL_DIMENSIONS = Cell("tp 2, pp 2", 3, "fp32", "adamw", "full", "apart")
 
 
-def same(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
-    """Losses, and what all ranks would save, are equal."""
-    assert [losses(of_rank) for of_rank in found] == [losses(of_rank) for of_rank in wanted]
-    assert_equal(whole(found), whole(wanted))
-
-
-def with_plain_attention(function: Callable[..., Any], *args: Any) -> Any:
-    """Call without the fused attention that CPUs have, and simulated GPUs have not."""
-    with sdpa_kernel(SDPBackend.MATH):
-        return function(*args)
-
-
 def train_cell(*args: Any) -> Any:
-    return with_plain_attention(train, *args)
-
-
-def run_job(*args: Any) -> Any:
-    return with_plain_attention(run, *args)
+    return with_plain_attention(train_on_axes, *args)
 
 
 @pytest.fixture(scope="module")
-def trained(ranks) -> Callable[[Cell, str], list[dict[str, Any]]]:
+def trained(ranks) -> Callable[[Cell, str], Found]:
     """What a cell comes to on ranks of a kind."""
-    made: dict[tuple[Cell, str], Any] = {}
+    made: dict[tuple[Cell, str], Found] = {}
 
-    def found(cell: Cell, device: str) -> list[dict[str, Any]]:
+    def found(cell: Cell, device: str) -> Found:
         if (cell, device) not in made:
             made[cell, device] = on_ranks(ranks(cell.num_ranks, device), cell, train_cell)
-        return made[cell, device]  # type: ignore[no-any-return]
+        return made[cell, device]
 
     return found
 
@@ -78,55 +76,115 @@ def test_shapes_of_the_mesh(trained: Any, cell: Cell) -> None:
     assert apart.is_within(CLOSE[cell.precision]), apart
 
 
-FORMATS: dict[str, Any] = {
-    "fp32": "fp32",
-    "bf16": "bf16",
-    "fp16": {"compute": "fp16", "loss_scale": {"init": 2.0**10, "window": 2}},
+@pytest.fixture(scope="module")
+def on_cpus(ranks, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Row], Found]:
+    """What the CPU's ranks come to: of all places but one the same."""
+    made: dict[Row, Found] = {}
+
+    def found(row: Row) -> Found:
+        if row not in made:
+            folder = str(tmp_path_factory.mktemp("cpu") / "run")
+            made[row] = ranks(row.size).run(train, row.keys, folder)
+        return made[row]
+
+    return found
+
+
+@pytest.mark.parametrize("row", stages())
+def test_stages(ranks, tmp_path: Path, on_cpus: Any, row: Row) -> None:
+    """In every format: this model leaves autocast."""
+    same(ranks(row.size, "cuda").run(train, row.keys, str(tmp_path)), on_cpus(row.base))
+
+
+@pytest.mark.covering
+def test_rows_of_stages_have_every_pair() -> None:
+    for one, other in itertools.combinations(range(len(Row._fields)), 2):
+        every = set(itertools.product(*({row[field] for row in ROWS} for field in (one, other))))
+        assert {(row[one], row[other]) for row in PAIRS} == every
+    assert len(ROWS) == 576
+    assert len(PAIRS) <= 32
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision"),
+    [
+        pytest.param(*case, marks=[pytest.mark.covering] if case == (3, "fp16") else [])
+        for case in itertools.product(STAGES, ("bf16", "fp16"))
+    ],
+)
+def test_autocast(ranks, tmp_path: Path, stage: int, precision: str) -> None:
+    """It computes other operators in low precision on a CPU: GPUs agree to the bit."""
+    away = Row(stage, "gradients too, serial", 2, precision, 2)
+    model = {"call": "runs.py:Speaker", "args": {"dropout": 0.0, "norm": False}}
+    pools = {"away": ranks(2, "cuda"), "there": ranks(2, "cuda"), "cpu": ranks(2)}
+    found = {
+        name: pool.run(
+            train,
+            {**(away if name == "away" else away.base).keys, "model": model},
+            str(tmp_path / name),
+        )
+        for name, pool in pools.items()
+    }
+    same(found["away"], found["there"])
+    assert losses(found["away"][0]) == pytest.approx(losses(found["cpu"][0]), rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("stage", "place"),
+    [
+        (1, "device"),
+        (2, "optimizer on the host"),
+        (2, "delayed"),
+        (3, "device"),
+        pytest.param(3, "all on disk", marks=pytest.mark.covering),
+    ],
+)
+def test_shards_in_groups_and_copies_of_them(ranks, tmp_path: Path, stage: int, place: str) -> None:
+    row = Row(stage, place, 4, "fp32", 2)
+    zero = {"stage": stage, "shard_group": 2}
+    there = ranks(4, "cuda").run(train, {**row.keys, "zero": zero}, str(tmp_path / "cuda"))
+    here = ranks(4).run(train, {**row.base.keys, "zero": zero}, str(tmp_path / "cpu"))
+    same(there, here)
+
+
+SLICED: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
+    "a layer": ({}, {"dp": 1}),
+    "stage 1": ({"zero": 1}, {"dp": 2}),
+    "recomputed, stage 3": ({"zero": 3, "activations": {"checkpoint": "full"}}, {"dp": 2}),
+    "states on disk": ({"zero": 3, "offload": {**PLACES["all on disk"], "param": "disk"}}, {}),
+    "a pipeline": ({"zero": 3, "parallel": {"pp": 2, "schedule": "zero_bubble"}}, {"pp": 2}),
 }
-ELSEWHERE: dict[str, dict[str, str]] = {
-    "device": {},
-    "optimizer on the host": {"optimizer": "host"},
-    "gradients too, serial": {"optimizer": "host", "grad": "host", "schedule": "serial"},
-    "disk and host": {"optimizer": "disk", "grad": "host"},
-}
-COVERING = (2, 4, 9, 13)  # rows of `stages` that `make test` runs
 
 
-def stages() -> Iterator[Any]:
-    """Yield every stage with every place of states, each on 1, 2 or 4 ranks and in one format."""
-    for number, (stage, place) in enumerate(itertools.product(range(4), ELSEWHERE)):
-        size = (1, 2, 4)[number % 3]
-        precision = list(FORMATS)[number // 3 % 3]
-        name = f"{stage}, {place}, {size} ranks, {precision}"
-        marks = [pytest.mark.covering] if number in COVERING else []
-        yield pytest.param(stage, place, size, precision, 1 + number % 2, id=name, marks=marks)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(name, marks=[pytest.mark.covering] if name.startswith("recomputed") else [])
+        for name in SLICED
+    ],
+)
+def test_slices_of_a_sequence(ranks, tmp_path: Path, case: str) -> None:
+    keys, dims = SLICED[case]
+    parallel = {"tp": 2, "sequence": True, **keys.get("parallel", {})}
+    axes = {"dp": 1, "tp": 2, **dims}
+    size = axes["dp"] * axes.get("pp", 1) * 2
+    same(*on_both(ranks, size, small(**{**keys, "parallel": parallel}), tmp_path, **axes))
 
 
-@pytest.mark.parametrize(("stage", "place", "size", "precision", "accumulation"), list(stages()))
-def test_stages(
-    ranks, tmp_path: Path, stage: int, place: str, size: int, precision: str, accumulation: int
-) -> None:
-    offload = ELSEWHERE[place]
-    if stage == 3 and offload:
-        offload = {**offload, "param": "host"}
-    keys = job(
-        precision=FORMATS[precision],
-        batch={"global": 8, "micro": 8 // size // accumulation},
-        model={"call": "runs.py:Speaker", "args": {"dropout": 0.0, "norm": False}},
-        eval={"data": "runs.py:Tokens", "every": 4},
-        hooks={},
-        guards={"replica_every": 4},
-    )
-    given = {**keys, "zero": stage, "offload": offload}
-    there = ranks(size, "cuda").run(run, given, str(tmp_path / "there"))
-    here = ranks(size, "cpu").run(run, {**keys, "zero": stage}, str(tmp_path / "cpu"))
-    if precision == "fp32":
-        same(there, here)
-        return
-    # Autocast computes other operators in low precision on a CPU: there, stages agree to the bit.
-    base = ranks(size, "cuda").run(run, {**keys, "zero": stage}, str(tmp_path / "base"))
-    same(there, base)
-    assert losses(there[0]) == pytest.approx(losses(here[0]), rel=0.02)
+@pytest.mark.parametrize(
+    ("stage", "keys"),
+    [
+        (0, {}),
+        (2, {"offload": PLACES["optimizer on the host"]}),
+        pytest.param(3, {"activations": {"checkpoint": "full"}}, marks=pytest.mark.covering),
+        (3, {"offload": {**PLACES["all on disk"], "param": "disk"}}),
+        (3, {"precision": FORMATS["fp16"], "activations": {"checkpoint": "full"}}),
+    ],
+)
+def test_layers_first(ranks, tmp_path: Path, stage: int, keys: dict[str, Any]) -> None:
+    """A layer of all micro-batches, then the next one."""
+    given = {**Row(stage, "device", 2, "fp32", 4).keys, "parallel": {"schedule": "layer_major"}}
+    same(*on_both(ranks, 2, {**given, **keys}, tmp_path))
 
 
 SCHEDULES = {
@@ -153,23 +211,18 @@ def test_schedules(ranks, tmp_path: Path, schedule: str) -> None:
     if FACTS[schedule].updates_each:
         keys["batch"] = {"global": 4, "micro": 4}  # each micro-batch is a step
     size = SCHEDULES[schedule]["pp"]
-    dims = {"dp": 1, "pp": size}
-    here, there = (
-        ranks(size, device).run(run_job, keys, str(tmp_path / device), None, None, None, dims)
-        for device in ("cpu", "cuda")
-    )
-    same(there, here)
+    same(*on_both(ranks, size, keys, tmp_path, dp=1, pp=size))
 
 
 @pytest.mark.covering
 def test_a_run_that_was_cut_goes_on(ranks, tmp_path: Path) -> None:
     """From a checkpoint that other devices have saved, too."""
     keys = job(zero=3, model={"call": "runs.py:Speaker", "args": {"dropout": 0.0, "norm": False}})
-    whole_run = ranks(2, "cpu").run(run, keys, str(tmp_path / "whole"))
-    ranks(2, "cuda").run(run, keys, str(tmp_path / "cut"), None, 5)
+    whole_run = ranks(2, "cpu").run(train, keys, str(tmp_path / "whole"))
+    ranks(2, "cuda").run(train, keys, str(tmp_path / "cut"), None, 5)
     for device in ("cuda", "cpu"):
         folder = {"folder": str(tmp_path / "cut" / "checkpoints")}
-        rest = ranks(2, device).run(run, keys, str(tmp_path / device), folder)
+        rest = ranks(2, device).run(train, keys, str(tmp_path / device), folder)
         assert min(losses(rest[0])) == 4
         assert_equal(whole(rest), whole(whole_run))
 
@@ -178,9 +231,9 @@ def test_a_run_that_was_cut_goes_on(ranks, tmp_path: Path) -> None:
 def test_a_profile_names_what_threads_of_autograd_do(ranks, tmp_path):
     """And training does not notice. Simulated kernels are none that torch's profiler traces."""
     keys = job(zero=3, steps=4, checkpoint=None, hooks={})
-    plain = ranks(2, "cuda").run(run, keys, str(tmp_path / "plain"))
+    plain = ranks(2, "cuda").run(train, keys, str(tmp_path / "plain"))
     keys["profile"] = {"steps": [2, 3], "ranks": [0, 1]}
-    found = ranks(2, "cuda").run(run, keys, str(tmp_path / "traced"))
+    found = ranks(2, "cuda").run(train, keys, str(tmp_path / "traced"))
     same(found, plain)
     (event,) = [event for event in found[1]["events"] if event["type"] == "profile"]
     events = read_trace(Path(event["path"]))

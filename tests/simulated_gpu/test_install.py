@@ -148,3 +148,17 @@ def test_the_time_between_two_events_is_told() -> None:
         """
     )
     assert said == "True"
+
+
+def test_a_command_on_simulated_gpus_ends_with_its_own_exit_code() -> None:
+    """What may be skipped must not pass where it can run."""
+    code = "import sys, torch; print(torch.cuda.device_count()); sys.exit(3)"
+    path = os.pathsep.join((str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")))
+    done = subprocess.run(
+        [sys.executable, "-m", "simulated_gpu", "devices=3", "-c", code],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert (done.returncode, done.stdout) == (3, "3\n"), done.stderr

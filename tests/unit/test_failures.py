@@ -281,6 +281,40 @@ def test_a_lost_host_is_the_cause_where_ranks_only_felt_it() -> None:
     assert is_cause(WorkerExit(0, KILL, 1.0), [echo, WorkerExit(0, KILL, 1.0)])
 
 
+def test_a_lost_host_tells_who_was_there_and_who_waits_for_them() -> None:
+    hosts = ["node1"] * 5 + ["node2"] * 5
+    places = [
+        RankPlace(rank=rank, host=host, local_rank=rank % 5, device=f"cuda:{rank % 5}")
+        for rank, host in enumerate(hosts)
+    ]
+
+    def told(rank: int, awaits: dict[str, Any] | None) -> dict[str, Any]:
+        return {
+            "rank": rank,
+            "step": 6,
+            "phase": "backward",
+            "does": "waits",
+            "last": "reduce_scatter 3",
+            "awaits": awaits,
+        }
+
+    at_host = {"ranks": [5], "what": "all_gather 9, 'head' (2 MiB)", "is_message": False}
+    survivors = [told(rank, None) for rank in range(4)] + [told(4, at_host)]
+    found = LostHost("node2", "node2: gone", 5, LaunchPlan(ranks=places), tuple(survivors))
+    assert found.describe().splitlines() == [
+        "lost node2: gone, after step 5",
+        "  gone with it: rank 5 (node2, cuda:0), 6 (node2, cuda:1), 7 (node2, cuda:2), "
+        "8 (node2, cuda:3), and 1 more",
+        "  rank 4 waits for rank 5 in backward of step 6: all_gather 9, 'head' (2 MiB)",
+        *(f"  rank {r} waits in backward of step 6, last: reduce_scatter 3" for r in range(3)),
+        "  1 more rank: see failure.json",
+        "  next: check that host; the run can be started again",
+    ]
+    written = found.to_json()
+    assert [each["rank"] for each in written["lost_ranks"]] == [5, 6, 7, 8, 9]
+    assert written["ranks"] == survivors
+
+
 def reported(rank: int, xid: int, time: float) -> GpuFault:
     fault = fault_of(f"GPU-{rank}", xid)
     assert fault is not None

@@ -227,6 +227,18 @@ def test_a_lost_host_is_named_although_the_others_felt_it_first(rundir):
     assert (code, failure.headline) == (6, "lost b: the connection broke")
 
 
+def test_who_waits_for_a_lost_host_is_asked_before_it_is_ended(rundir):
+    told = {"rank": 0, "step": 3, "phase": "forward", "does": "waits", "last": "small 4"}
+    board = {"frame": "board", "states": {"0": [3, True, 0, 7, "forward", 1, 1]}, "halted": []}
+    testimony = {"frame": "testimony", "ranks": [told], "stacks": {}, "logs": {}}
+    hosts = Hosts(("a", board), ("b", None), ("a", testimony), 1.0, ("a", DONE))
+    hosts.watch()
+    asked = [frame for frame in hosts.agents.told if "testify" in frame]
+    assert (asked, hosts.agents.asked) == ([{"testify": True}], [StopMode.KILL])
+    code, failure = judge(hosts.run, plan(), rundir, LauncherSignals())
+    assert (code, failure.survivors) == (6, (told,))
+
+
 def test_who_is_killed_for_a_lost_host_is_not_to_blame(rundir):
     hosts = Hosts(("b", None), 1.0, ("a", exit_frame(0, -9)), ("a", DONE))
     hosts.watch()

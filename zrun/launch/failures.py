@@ -51,6 +51,7 @@ _ADVICE = {
     "slow, raise the limit",
 }
 _SHOWN_LINES = 15  # of a log, on screen, where there is no traceback
+_SHOWN_RANKS = 4  # of a lost host, and of those that wait for it
 
 # How far an exit is from being the cause of a failed run.
 _CAUSE, _PERHAPS, _ECHO, _OURS = range(4)
@@ -476,7 +477,8 @@ class Hang:
     def describe(self) -> str:
         """Return the last words on the terminal."""
         ranks = [
-            f"  {self._named(told['rank'])} {self._doing(told)}" for told in self.frame["ranks"]
+            f"  {_named(self.plan, told['rank'])} {_doing(self.plan, told)}"
+            for told in self.frame["ranks"]
         ]
         stack = [line for line in self.stack if line.strip()][:_SHOWN_LINES]
         reasons = self.links[1:]
@@ -487,24 +489,6 @@ class Hang:
         files = [f"  stacks: {self.run_dir}/stacks", f"  next: {self.advice}"]
         text = "\n".join([*stack, "", self.headline, *reasons, *ranks, *files])
         return text.lstrip("\n")
-
-    def _named(self, rank: int) -> str:
-        """Return a rank in words, with its place along the axes."""
-        where = self.plan.along_axes(rank)
-        return f"rank {rank} ({where})" if where else f"rank {rank}"
-
-    def _doing(self, told: dict[str, Any]) -> str:
-        """Return what a rank does, with what it waits for and who does not come."""
-        where = f"in {_place(told)}"
-        awaits = told.get("awaits")
-        if awaits is None:
-            return f"{told['does']} {where}, last: {told['last']}"
-        if awaits["is_message"]:
-            sender = self.plan.ranks[awaits["ranks"][0]]
-            source = f"from rank {sender.rank} (stage {sender.pp})"
-            return f"waits for {awaits['what']} {source} {where}, last: {told['last']}"
-        ranks = "rank" if len(awaits["ranks"]) == 1 else "ranks"
-        return f"waits for {ranks} {listed(awaits['ranks'])} {where}: {awaits['what']}"
 
     def to_json(self) -> dict[str, Any]:
         """Return the content of failure.json."""
@@ -547,6 +531,32 @@ def _who(place: RankPlace) -> dict[str, Any]:
     }
 
 
+def _named(plan: LaunchPlan, rank: int) -> str:
+    """Return a rank in words, with its place along the axes."""
+    where = plan.along_axes(rank)
+    return f"rank {rank} ({where})" if where else f"rank {rank}"
+
+
+def _doing(plan: LaunchPlan, told: dict[str, Any]) -> str:
+    """Return what a rank does, with what it waits for and who does not come."""
+    where = f"in {_place(told)}"
+    awaits = told.get("awaits")
+    if awaits is None:
+        return f"{told['does']} {where}, last: {told['last']}"
+    if awaits["is_message"]:
+        sender = plan.ranks[awaits["ranks"][0]]
+        source = f"from rank {sender.rank} (stage {sender.pp})"
+        return f"waits for {awaits['what']} {source} {where}, last: {told['last']}"
+    ranks = "rank" if len(awaits["ranks"]) == 1 else "ranks"
+    return f"waits for {ranks} {listed(awaits['ranks'])} {where}: {awaits['what']}"
+
+
+def _awaited_ranks(told: dict[str, Any]) -> set[int]:
+    """Return whom a rank waits for, as far as its host knows."""
+    awaits = told.get("awaits")
+    return set() if awaits is None else set(awaits["ranks"])
+
+
 def _place(told: dict[str, Any]) -> str:
     """Return the phase that a rank is in, and the step if it has begun any."""
     if told["step"]:
@@ -561,11 +571,15 @@ class LostHost:
     Attributes:
         why: one line that begins with the host.
         last_step: that any event told of; 0: none.
+        plan: None: no rank had begun.
+        survivors: what ranks of other hosts did when it was missed, as far as they could still say.
     """
 
     host: str
     why: str
     last_step: int
+    plan: LaunchPlan | None = None
+    survivors: tuple[dict[str, Any], ...] = ()
 
     exit_code = ExitCode.HANG
 
@@ -579,14 +593,46 @@ class LostHost:
     def advice(self) -> str:
         return "check that host; the run can be started again"
 
+    @property
+    def ranks(self) -> list[RankPlace]:
+        """Return the ranks that were there."""
+        return [] if self.plan is None else [p for p in self.plan.ranks if p.host == self.host]
+
     def describe(self) -> str:
-        """Return the last words on the terminal."""
-        return f"{self.headline}\n  next: {self.advice}"
+        """Return the last words on the terminal: with the ranks there, and who waits for them."""
+        return "\n".join([self.headline, *self._with_it(), f"  next: {self.advice}"])
+
+    def _with_it(self) -> list[str]:
+        """Return lines that name the ranks there, and what the others did, the first few of both.
+
+        Of the others those come first that wait for one that is gone.
+        """
+        if self.plan is None or not self.ranks:
+            return []
+        gone = {place.rank for place in self.ranks}
+        named = [self.plan.named(rank) for rank in sorted(gone)[:_SHOWN_RANKS]]
+        if len(gone) > _SHOWN_RANKS:
+            named.append(f"and {len(gone) - _SHOWN_RANKS} more")
+        lines = [f"  gone with it: rank {', '.join(named)}"]
+        others = sorted(
+            self.survivors,
+            key=lambda told: not gone & set((told.get("awaits") or {}).get("ranks", ())),
+        )
+        lines += [
+            f"  {_named(self.plan, told['rank'])} {_doing(self.plan, told)}"
+            for told in others[:_SHOWN_RANKS]
+        ]
+        if len(others) > _SHOWN_RANKS:
+            more = len(others) - _SHOWN_RANKS
+            lines.append(f"  {more} more {'rank' if more == 1 else 'ranks'}: see failure.json")
+        return lines
 
     def to_json(self) -> dict[str, Any]:
         """Return the content of failure.json."""
         return {
             "host": self.host,
+            "lost_ranks": [_who(place) for place in self.ranks],
+            "ranks": list(self.survivors),
             "step": self.last_step or None,
             "exit_code": int(self.exit_code),
             "kind": "lost host",

@@ -102,6 +102,7 @@ class SupervisedRun:
         faults: that GPUs have reported.
         lost: hosts that do not answer, with the reason.
         lost_at: unix seconds at which the first of them was missed.
+        survivors: what ranks of the other hosts did then, as their agents tell it.
     """
 
     num_ranks: int
@@ -125,6 +126,7 @@ class SupervisedRun:
     faults: list[GpuFault] = field(default_factory=list)
     lost: dict[str, str] = field(default_factory=dict)
     lost_at: float = float("inf")
+    survivors: list[dict[str, Any]] = field(default_factory=list)
 
     def update(self, host: str, frame: Frame) -> Event | None:
         """Take in a frame of a host's agent. Returns the event that it carries, if any."""
@@ -145,14 +147,20 @@ class SupervisedRun:
             case "exit":
                 self._see_exit(frame)
             case "testimony":
-                if self.investigation is not None:
-                    self.investigation.hear(frame)
+                self._hear(frame)
             case "deaf":
                 self._see_silence(host, frame)
             case "short":
                 self._see_stop(f"{host}: {frame['why']}")
                 self.held = self.held or HeldMemory.of_data(frame.get("held"))
         return None
+
+    def _hear(self, testimony: Frame) -> None:
+        """Take in what an agent tells of a hang, or of those whom a lost host leaves behind."""
+        if self.investigation is not None:
+            self.investigation.hear(testimony)
+        elif self.lost:
+            self.survivors += testimony["ranks"]
 
     def lose_host(self, host: str, why: str) -> None:
         """Record that a host does not answer; `why` is one line that begins with its name."""
@@ -382,6 +390,8 @@ class Supervisor:
             return
         if self._stop_at is None:
             self._stop_at = now + _LAST_WORDS_S
+            if self._run.lost and self._run.states and not self._run.is_script:
+                self._agents.send({"testify": True})  # those who wait for that host
         if now > self._stop_at:
             self._stop_at = float("inf")
             # Without a host nothing can be saved, and a rank that waits for it obeys no signal.
@@ -546,7 +556,7 @@ def judge(
     end = first_failure(exits, run.may_end, lost_ranks(run.faults))
     if _is_lost_host(run, signals, end, exits):
         host, why = next(iter(run.lost.items()))
-        return ExitCode.HANG, LostHost(host, why, run.last_step)
+        return ExitCode.HANG, LostHost(host, why, run.last_step, plan, tuple(run.survivors))
     if end is not None:
         failure = _failure(run, end, plan, rundir)
         return failure.exit_code, failure

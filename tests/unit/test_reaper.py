@@ -148,3 +148,13 @@ def test_what_a_keeper_killed_with_its_agent_left_goes_later(
     assert not old.exists()
     assert sorted(short_path.iterdir()) == sorted([new, living, fuller, others, link])
     assert (link / reaper_module.SOCKET).exists()
+
+
+@pytest.mark.parametrize(("length", "is_own"), [(70, True), (71, False), (300, False)])
+def test_a_long_folder_of_temporary_files_holds_no_socket(monkeypatch, length, is_own):
+    """An agent could not bind it, and its ranks could not reach it."""
+    folder = "/".ljust(length, "x")
+    monkeypatch.setattr(tempfile, "tempdir", folder)
+    private = reaper_module.private_folder()
+    assert str(private.parent) == (folder if is_own else "/tmp")
+    assert len(str(private / reaper_module.SOCKET)) <= 107  # see unix(7)

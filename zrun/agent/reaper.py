@@ -29,6 +29,7 @@ from zrun.transport.frames import GRACE_S
 SOCKET = "telemetry.sock"  # of an agent, in its folder
 ABANDONED = signal.SIGRTMIN  # the agent gets it when this process was killed
 _NAME = re.compile(r"zrun-[0-9a-f]{16}")
+_LONGEST_PATH = 107  # bytes of a socket's path: see unix(7)
 _HOUR_S = 3600.0
 _PASSED_ON = (
     signal.SIGTERM,
@@ -42,12 +43,22 @@ _PASSED_ON = (
 
 def private_folder() -> Path:
     """Return a path at which an agent may make a folder for itself; its name cannot be foreseen."""
-    return Path(tempfile.gettempdir(), f"zrun-{secrets.token_hex(8)}")
+    return Path(_temporary(), f"zrun-{secrets.token_hex(8)}")
+
+
+def _temporary() -> str:
+    """Return the folder of temporary files; /tmp where a socket in it would have too long a path.
+
+    Schedulers name TMPDIR after jobs, containers and users.
+    """
+    found = tempfile.gettempdir()
+    longest = os.path.join(found, f"zrun-{'0' * 16}", SOCKET)
+    return found if len(os.fsencode(longest)) <= _LONGEST_PATH else "/tmp"
 
 
 def sweep() -> None:
     """Remove the folders of this user's agents that were killed together with their reapers."""
-    with suppress(OSError), os.scandir(tempfile.gettempdir()) as entries:
+    with suppress(OSError), os.scandir(_temporary()) as entries:
         for entry in entries:
             if _NAME.fullmatch(entry.name) and _is_abandoned(entry):
                 with suppress(OSError):  # it holds something else, too: then it stays

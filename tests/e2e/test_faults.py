@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -302,3 +303,15 @@ def test_more_presses_do_not_wait_for_the_step(tmp_path):
         _, said = launcher.communicate(timeout=PATIENCE_S)
     assert launcher.returncode == 130, said
     assert workers(tmp_path) == {}
+
+
+@pytest.mark.parametrize(("fault", "code"), [("none", 0), ("crash", 5)])
+@pytest.mark.at_most(1)
+def test_loader_processes_leave_no_temporary_files(tmp_path, monkeypatch, fault, code):
+    """Their sockets lie in the folder of the agent, however their rank ends."""
+    with tempfile.TemporaryDirectory() as folder:  # a short name
+        monkeypatch.setenv("TMPDIR", folder)
+        done = zrun(tmp_path, fault, data={"call": "wild.py:data", "workers": 1})
+        assert done.returncode == code, done.stderr
+        left = [path for path in Path(folder).iterdir() if "torchinductor" not in path.name]
+        assert left == []

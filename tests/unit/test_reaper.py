@@ -127,6 +127,8 @@ def test_what_a_keeper_killed_with_its_agent_left_goes_later(
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(short_path))
     dead = folder_of(short_path, 1, has_socket=True)
+    with socket.socket(socket.AF_UNIX) as of_loader:
+        of_loader.bind(str(dead / "listener-x"))
     new, old = (
         folder_of(short_path, 2, has_socket=False),
         folder_of(short_path, 3, has_socket=False),

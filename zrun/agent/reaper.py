@@ -62,7 +62,9 @@ def sweep() -> None:
         for entry in entries:
             if _NAME.fullmatch(entry.name) and _is_abandoned(entry):
                 with suppress(OSError):  # it holds something else, too: then it stays
-                    (Path(entry.path) / SOCKET).unlink(missing_ok=True)
+                    for each in Path(entry.path).iterdir():
+                        if each.is_socket():  # its own, and those of loader processes
+                            each.unlink()
                     os.rmdir(entry.path)
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import math
+import multiprocessing
 import os
 import re
 import signal
@@ -114,6 +115,7 @@ def main(kind: type[Worker] | None = None) -> NoReturn:
     os.environ.setdefault(*_QUIET_PROFILER)
     heap.keep_freed_memory()  # where torchrun has started this process, and not the launcher
     faulthandler.enable()
+    _keep_sockets_with_the_agent(spec)
     worker = (kind or Worker)(spec, rank)
     code = ExitCode.OK
     try:
@@ -686,6 +688,17 @@ def _idle_devices(device: torch.device) -> list[str]:
 def _without_options(ref: Ref) -> Ref:
     """Return the reference alone, without the options of a section that extends it."""
     return Ref(call=ref.call, args=ref.args)
+
+
+def _keep_sockets_with_the_agent(spec: RunSpec) -> None:
+    """Have the sockets of loader processes lie in the folder that the agent removes in the end.
+
+    Else each rank with loader processes would leave a folder among the temporary files: it ends
+    without Python's own end, or is killed.
+    """
+    if spec.telemetry is not None and Path(spec.telemetry).exists():
+        folder = str(Path(spec.telemetry).parent)
+        multiprocessing.current_process()._config["tempdir"] = folder  # type: ignore[attr-defined]
 
 
 def _die_with_parent() -> None:

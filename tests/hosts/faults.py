@@ -78,8 +78,18 @@ class Launch:
             time.sleep(0.02)
 
 
-def start(rig: rigs.Rig, folder: Path, *overrides: str, **keys: Any) -> Launch:
-    """Begin to train a small model, a rank on each host."""
+def start(
+    rig: rigs.Rig,
+    folder: Path,
+    *overrides: str,
+    environment: dict[str, str] | None = None,
+    **keys: Any,
+) -> Launch:
+    """Begin to train a small model, a rank on each host.
+
+    Args:
+        environment: of the launcher; None: of this process.
+    """
     folder.mkdir(exist_ok=True)
     shutil.copy(WILD, folder)
     given = {
@@ -114,7 +124,7 @@ def start(rig: rigs.Rig, folder: Path, *overrides: str, **keys: Any) -> Launch:
     ]
     # Nobody reads what it prints: a pipe would fill, and hold it up.
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
-    launcher = subprocess.Popen(command, cwd=folder, text=True, **quiet)
+    launcher = subprocess.Popen(command, cwd=folder, env=environment, text=True, **quiet)
     return Launch(rig, folder, launcher)
 
 

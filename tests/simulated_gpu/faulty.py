@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,22 +15,35 @@ from torch import nn
 _RANK, _STEP = 1, 3
 
 
-class Net(nn.Module):
-    def __init__(self, fault: str = "none") -> None:
+class Block(nn.Module):
+    def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.inner(x))
+
+
+class Net(nn.Module):
+    def __init__(self, fault: str = "none", pause: float = 0.0) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
         self.out = nn.Linear(8, 1)
         self.fault = fault
+        self.pause = pause  # before each forward
         self.forwards = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.forwards += 1
+        time.sleep(self.pause)
         is_here = self.forwards >= _STEP and int(os.environ["RANK"]) == _RANK
+        if is_here and self.fault != "none" and not Path("struck").exists():
+            Path("struck").touch()  # tells when
         if is_here and self.fault in FAULTS:
             FAULTS[self.fault](x)
         for number, block in enumerate(self.blocks):
             if not (is_here and self.fault == "leave out a block" and number == 1):
-                x = torch.tanh(block(x))
+                x = block(x)
         if self.fault == "look" and self.forwards == _STEP:
             settings.timeout_s = 3  # of works from now on
         if self.fault == "look" and self.forwards > _STEP:

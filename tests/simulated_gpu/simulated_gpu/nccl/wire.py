@@ -1,24 +1,29 @@
 """What connects the ranks of a simulated communicator: sockets between each two of them.
 
+Within a host they are local ones. Over hosts they are TCP on the interface that zrun has named to
+NCCL: a cut link is felt as NCCL feels it over a network, that is, by nothing that comes any more.
+
 Nothing here knows torch. Kernels exchange bytes on threads of their own, and can be told to stop at
 any time: a kernel of NCCL that waits for a rank which never comes ends only when it is aborted.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import select
 import socket
 import struct
-import tempfile
 import time
 import uuid
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any
 
 _HEADER = struct.Struct("<24sq")  # operation, number of bytes
 _POLL_S = 0.002  # between looks at whether the others are there
+_CONNECT_S = 60.0  # for a rank of another host to answer
+_GET_ADDRESS = 0x8915  # SIOCGIFADDR
 _BUFFER = 1 << 21  # bytes that a socket takes without a receiver, if the system allows it
 
 
@@ -65,18 +70,15 @@ class Wire:
         Raises:
             Aborted: so it is.
         """
-        path = Path(tempfile.gettempdir()) / f"nccl-{uuid.uuid4().hex}"
-        listener = socket.socket(socket.AF_UNIX)
-        listener.bind(str(path))
-        try:
-            listener.listen(size)
+        here = socket.gethostname()
+        store.set(f"{name}/{rank}/host", here)
+        hosts = [_value(store, f"{name}/{peer}/host", goes_on) for peer in range(size)]
+        with _listener(size, is_far=any(host != here for host in hosts)) as (listener, address):
             listener.setblocking(False)
-            store.set(f"{name}/{rank}", str(path))
+            store.set(f"{name}/{rank}", address)
             peers: dict[int, socket.socket] = {}
             for peer in range(rank):
-                address = _value(store, f"{name}/{peer}", goes_on)
-                connection = socket.socket(socket.AF_UNIX)
-                connection.connect(address)
+                connection = _connected(_value(store, f"{name}/{peer}", goes_on))
                 connection.sendall(struct.pack("<q", rank))
                 peers[peer] = connection
             while len(peers) < size - 1:
@@ -86,12 +88,11 @@ class Wire:
                 connection = listener.accept()[0]
                 connection.setblocking(True)
                 peers[struct.unpack("<q", _exactly(connection, 8))[0]] = connection
-        finally:
-            listener.close()
-            path.unlink()
         for connection in peers.values():
             connection.setblocking(False)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
+            if connection.family == socket.AF_INET:
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return cls(rank, size, peers)
 
     def abort(self) -> None:
@@ -221,6 +222,67 @@ class _Receipt:
 
 def _text(operation: bytes) -> str:
     return operation.rstrip(b"\0").decode()
+
+
+@contextmanager
+def _listener(size: int, *, is_far: bool) -> Iterator[tuple[socket.socket, str]]:
+    """Listen for the ranks of a communicator, and yield the address too.
+
+    Args:
+        is_far: some of them are on other hosts.
+    """
+    if is_far:
+        with socket.create_server((_own_address(), 0), backlog=size) as listener:
+            address, port = listener.getsockname()
+            yield listener, f"{address}:{port}"
+        return
+    name = f"@nccl-{uuid.uuid4().hex}"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(_abstract(name))
+        listener.listen(size)
+        yield listener, name
+
+
+def _abstract(name: str) -> str:
+    """Return the address of a local socket that is no file, so that none can be left."""
+    return name.replace("@", "\0")
+
+
+def _connected(address: str) -> socket.socket:
+    """Return a connection to a listener."""
+    if not address.startswith("@"):
+        host, _, port = address.rpartition(":")
+        connection = socket.create_connection((host, int(port)), _CONNECT_S)
+        connection.settimeout(None)
+        return connection
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(_abstract(address))
+    return connection
+
+
+def _own_address() -> str:
+    """Return the address of this host on the first interface that NCCL_SOCKET_IFNAME allows.
+
+    Raises:
+        OSError: none of them has an address.
+    """
+    wanted = os.environ.get("NCCL_SOCKET_IFNAME", "^lo,docker")
+    names = [name for _, name in socket.if_nameindex() if _is_allowed(name, wanted)]
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        for name in names:
+            request = struct.pack("256s", name.encode()[:15])
+            with suppress(OSError):
+                answer = fcntl.ioctl(any_socket.fileno(), _GET_ADDRESS, request)
+                return socket.inet_ntoa(answer[20:24])
+    raise OSError(f"simulated NCCL: no interface with an address is among {wanted!r}")
+
+
+def _is_allowed(name: str, wanted: str) -> bool:
+    """Whether NCCL_SOCKET_IFNAME allows an interface: "^" means all others, "=" no prefixes."""
+    is_exact = "=" in wanted[:2]
+    parts = wanted.lstrip("^=").split(",")
+    is_named = name in parts if is_exact else any(map(name.startswith, parts))
+    return is_named != wanted.startswith("^")
 
 
 def _value(store: Any, key: str, goes_on: Callable[[], bool]) -> str:

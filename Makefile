@@ -16,12 +16,14 @@
 # make test-devices  of the tables on simulated GPUs, the rows that make test runs: 90 seconds, for each of SEEDS='1-20' anew
 # make test-simulated-gpu  the tests of CUDA on simulated GPUs (installs g++, as root, where it is missing): 40 minutes
 # make test-simulated-gpu ALL=1  and every stage with every place of states, size, format and accumulation: hours
+# make test-gpu-hosts  of these, the tests on two hosts, which either may lose (as root; installs sshd): 5 minutes
+# make test-gpu-faults  a table of what goes wrong on simulated GPUs, on one host and on two, and what zrun makes of it: 7 minutes
 # make bigger-than-memory  train a model whose states are six times the memory that it may take, through the disk: 6 minutes
 # All set up .venv first, with the versions of constraints.txt.
 
 PYTHON ?= python3
 
-.PHONY: train test test-all test-unit test-ranks test-e2e test-hosts test-faults test-slurm test-offload test-pipelines test-saves test-tensors test-models test-versions test-trackers test-gpu test-devices test-simulated-gpu bench-gpu bigger-than-memory lint clean
+.PHONY: train test test-all test-unit test-ranks test-e2e test-hosts test-faults test-slurm test-offload test-pipelines test-saves test-tensors test-models test-versions test-trackers test-gpu test-devices test-simulated-gpu test-gpu-hosts test-gpu-faults bench-gpu bigger-than-memory lint clean
 
 # In bf16, or in fp32 where the processor has no instructions for bf16: torch would take 30 times as long.
 FORMAT = import torch; print("bf16" if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "fp32")
@@ -101,9 +103,18 @@ test-devices: .venv/simulated-gpu/ready
 	.venv/bin/python tests/simulated_gpu/seeds.py $(SEEDS) -- --covering $(DEVICES)
 
 test-simulated-gpu: .venv/simulated-gpu/ready
+	tests/hosts/install-sshd
 	.venv/bin/python -m pytest -q tests/simulated_gpu
 	$(SIMULATED),devices=2 -m pytest -q tests/gpu
 	$(SIMULATED),devices=8 -m pytest -q $(if $(ALL),,-m 'not thorough') $(DEVICES)
+
+test-gpu-hosts: .venv/simulated-gpu/ready
+	tests/hosts/install-sshd
+	.venv/bin/python -m pytest -q tests/simulated_gpu/test_gpu_hosts.py
+
+test-gpu-faults: .venv/simulated-gpu/ready
+	tests/hosts/install-sshd
+	$(SIMULATED) tests/simulated_gpu/gpu_faults.py
 
 # A state of its sources, and of torch, is compiled once. Where there can be none, its tests say why.
 .venv/simulated-gpu/ready: .venv/ready $(wildcard tests/simulated_gpu/device/*) tests/scenarios/fake_nvml.c

@@ -8,6 +8,7 @@ the real ones.
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -46,13 +47,18 @@ SCRIPT = """
 PATIENCE_S = 100
 
 
+def shares_a_gpu() -> bool:
+    """Return whether both ranks have one GPU."""
+    import torch
+
+    return torch.cuda.device_count() < 2
+
+
 def start(folder: Path, fault: str) -> list[subprocess.Popen[str]]:
     """Start two ranks, with a GPU each, or both with one."""
     (folder / "script.py").write_text(textwrap.dedent(SCRIPT))
-    import torch
-
     root = Path(__file__).parents[2]
-    shared = torch.cuda.device_count() < 2
+    shared = shares_a_gpu()
     given = {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(20000 + os.getpid() % 10000),
@@ -88,9 +94,20 @@ def test_the_other_rank_ends(tmp_path: Path, fault: str) -> None:
         if fault == "none":
             assert (code, *end(ranks[1])) == (0, 0, said), said
             return
-        assert code in (5, 6), said
-        assert "zrun_core: rank " in said
+        # Of a rank on its host it sees the process. Ranks that share a GPU are hosts to each other.
+        sees_it_end = fault == "kill" and not shares_a_gpu()
+        assert code == (5 if sees_it_end else 6), said
+        waits = (
+            "zrun_core: rank 0 has waited for more than 10 s (timeout_s of init()) for all_gather "
+        )
+        if sees_it_end:
+            waits = "zrun_core: rank 1 has ended, and this one waits for all_gather"
+        assert waits in said, said
+        if not shares_a_gpu():
+            assert "'model' (36.0 KiB), to which rank 1 has not come" in said
         assert "script.py:23, last = loss.item()" in said
+        if fault == "kill":
+            assert ranks[1].wait(PATIENCE_S) == -signal.SIGKILL
     finally:
         for rank in ranks:
             rank.kill()

@@ -65,7 +65,8 @@ class Outcome:
 
 def launch(folder: Path, fault: str, *, gpu: Mapping[str, Any] | None = None, **keys: Any) -> Any:
     """Train on GPUs of a machine until `fault` of faulty.py ends it."""
-    shutil.copy(HERE / "faulty.py", folder)
+    for name in ("faulty.py", "hungry_gpu.py"):
+        shutil.copy(HERE / name, folder)
     job = {
         "name": "faulty",
         "model": {"call": "faulty.py:Net", "args": {"fault": fault}},

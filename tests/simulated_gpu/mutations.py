@@ -2,6 +2,7 @@
 
     python tests/simulated_gpu/mutations.py                     all of them
     python tests/simulated_gpu/mutations.py zero/unit.py:393    those of a file, or of a line
+    python tests/simulated_gpu/mutations.py --write             all, and docs/gpu-waits.md
 
 Exits with 1 if a wait is noticed by nothing and there is no reason for that in
 `mutation/needless.py`, or if there is a reason and something notices.
@@ -26,14 +27,24 @@ DELAYS = {"delay_us": 300, "delay_share": 0.3}  # of kernels; the rest is in mut
 
 def main() -> int:
     """Print the table; return the exit code."""
+    from mutation import page
+    from mutation.scenarios import SCENARIOS
     from mutation.table import Row, Table
 
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("parts", nargs="*", default=[""], help="of a file's name, or of FILE:LINE")
+    parser.add_argument(
+        "--scenario", action="append", help="of the name, in place of all of them; may be repeated"
+    )
     parser.add_argument("--json", type=Path, help="file for the rows, by name of the wait")
+    parser.add_argument("--write", action="store_true", help="write docs/gpu-waits.md; of all")
     options = parser.parse_args()
+    if options.write and (options.parts != [""] or options.scenario):
+        parser.error("--write is about all waits and scenarios: leave out those that you name")
     rows: list[Row] = []
-    table = Table()
+    table = Table(options.scenario or SCENARIOS.keys())
     try:
         table.undisturbed()
         for row in table.rows(options.parts):
@@ -43,6 +54,9 @@ def main() -> int:
         table.close()
     if options.json is not None:
         options.json.write_text(json.dumps({row.site.name: row._asdict() for row in rows}))
+    if options.write:
+        page.PAGE.write_text(page.page(rows), encoding="utf-8")
+        print(f"written: {page.PAGE}")
     noticed = sum(bool(row.scenario) for row in rows)
     print(
         f"{noticed} of {len(rows)} waits are noticed; {len(rows) - noticed} have reasons, or none"

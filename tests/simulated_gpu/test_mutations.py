@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mutation import page
 from mutation.needless import NOT_NOTICED, NOT_REACHED
 from mutation.sites import Site, find
+from scripts import run
 
 SCRIPT = Path(__file__).with_name("mutations.py")
 TIMEOUT_S = 1800
@@ -51,3 +53,41 @@ def test_reasons_are_of_waits_that_there_are() -> None:
     names = {site.name for site in SITES}
     assert NOT_NOTICED.keys() <= names
     assert NOT_REACHED.keys() <= names | {site.file for site in SITES}
+
+
+def test_what_is_told_to_the_allocator_is_taken_out_too() -> None:
+    """`record_stream`, which no module calls now: here one that does is made up."""
+    said = run(
+        f"""
+        import sys
+        sys.path[:0] = {[str(SCRIPT.parent), str(SCRIPT.parents[2])]!r}
+        import simulated_gpu, torch
+        from mutation.disturbed import disturbed
+        from mutation.sites import ROOT, Site, _of_file
+        from zrun_core.hardware import accelerator
+
+        source = "def use(memory, stream):\\n    memory.record_stream(stream)\\n"
+        (site,) = _of_file("zero/made_up.py", source)
+        made_up = dict()
+        exec(compile(source, str(ROOT / site.file), "exec"), made_up)
+        device = torch.device("cuda", 0)
+        for taken_out in (None, site):
+            simulated_gpu.clear_races()
+            side = accelerator.new_stream(device)
+            with disturbed(taken_out, 1) as reached:
+                memory = torch.ones(1 << 12, device=device)
+                accelerator.wait_stream(side, accelerator.current_stream(device))
+                with accelerator.on_stream(side):
+                    total = memory.sum()
+                made_up["use"](memory, side)
+                del memory
+                print((site.file, 2) in reached.above, len(simulated_gpu.races()))
+        """,
+        races=1,
+    )
+    assert said.splitlines() == ["True 0", "True 1"]
+
+
+def test_the_page_has_the_waits_that_there_are() -> None:
+    told = page.named(page.PAGE.read_text(encoding="utf-8"))
+    assert told == set(map(page.key, SITES)), f"write it again: python {SCRIPT.name} --write"

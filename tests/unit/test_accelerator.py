@@ -6,7 +6,10 @@ import ast
 import re
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
+from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -124,3 +127,52 @@ def test_a_device_is_what_its_type_says() -> None:
 def test_backends_are_those_that_torch_names() -> None:
     assert accelerator.backend_name(torch.device("cpu")) == "gloo"
     assert accelerator.backend_name(accelerator.device_at(0)) == "nccl"
+
+
+class MadeEvent:
+    """As torch's, of which `asked` has the options, and what became of it."""
+
+    asked: ClassVar[list[dict[str, bool]]] = []
+    waited: ClassVar[list[int]] = []
+
+    def __init__(self, **options: bool) -> None:
+        self.number = len(MadeEvent.asked)
+        MadeEvent.asked.append(options)
+
+    def record(self, stream: object) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        MadeEvent.waited.append(self.number)
+
+
+def test_a_host_that_waits_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Events of CUDA spin unless they are asked not to: a thread would hold a core all the time."""
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setattr(MadeEvent, "asked", [])
+    monkeypatch.setattr(MadeEvent, "waited", [])
+    monkeypatch.setattr(accelerator, "_spare_events", defaultdict(list))
+    monkeypatch.setattr(torch.cuda, "Event", MadeEvent)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(device=gpu))
+    accelerator.Event(gpu).wait_on_host()
+    accelerator.TimingEvent(gpu).wait_on_host()
+    accelerator.synchronize_stream(gpu)
+    numbers = Fetched(torch.tensor([1.0, 2.0]))
+    monkeypatch.setattr(accelerator, "is_accelerator", lambda device: True)
+    assert accelerator.fetch(numbers).tolist() == [1.0, 2.0]  # type: ignore[arg-type]
+    assert MadeEvent.waited == [0, 1, 2, 3]
+    assert all(options.get("blocking") is True for options in MadeEvent.asked)
+
+
+class Fetched:
+    """Numbers on a device, which come down when the host does not wait for them."""
+
+    device = torch.device("cuda", 0)
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self._values = values
+
+    def to(self, device: str, *, non_blocking: bool) -> torch.Tensor:
+        assert device == "cpu"
+        assert non_blocking
+        return self._values

@@ -4,29 +4,32 @@
         train()
 
 What there is to wait for: an event, by a stream or by the host; another stream; work of NCCL; a
-task of the thread that updates; a transfer of the disk. Where one of these waits is begun below the
-call of `site`, it returns at once. Collectives, copies, updates and reads of the disk take some
-milliseconds now and then, and kernels the delays of the device, so that who does not wait computes
-with what was there before.
+task of the thread that updates; a transfer of the disk; a stream, by the allocator. Where one of
+these waits is begun below the call of `site`, it returns at once. Collectives, copies, updates and
+reads of the disk take some milliseconds now and then, and kernels the delays of the device, so that
+who does not wait computes with what was there before. Numbers that the host fetches are wrong until
+the device has sent them.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import random
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from simulated_gpu import python_kernels
 from simulated_gpu.nccl import communicator, process_group
 
-from mutation.sites import ROOT, Site
+from mutation.sites import ENDS, ROOT, Site
 from zrun_core.hardware import accelerator
 from zrun_core.tiers import swap_file, worker
 
@@ -34,6 +37,7 @@ LATE_S = 0.006  # the most that something is late by
 SHARE = 0.5  # of what is late at all
 KINDS = ("copy", "update", "disk", "message")  # each seed has one that is later than the others
 LATEST = 4  # times as late
+NOT_YET = 77  # about what numbers are that the device has not sent yet
 
 _WAITS: list[tuple[Any, str]] = [
     (accelerator, "wait_stream"),
@@ -41,10 +45,23 @@ _WAITS: list[tuple[Any, str]] = [
     (accelerator.Event, "wait"),
     (accelerator.Event, "wait_on_host"),
     (accelerator.TimingEvent, "wait_on_host"),
+    (torch.Tensor, "record_stream"),
     (process_group.Work, "wait"),
     (worker._Task, "wait"),
     (swap_file._BlockTransfer, "wait"),
 ]
+
+
+class Reached(NamedTuple):
+    """Lines of `zrun_core`: file below it, and number.
+
+    Attributes:
+        above: below which something was waited for.
+        innermost: of these, the ones that have asked for it themselves.
+    """
+
+    above: set[tuple[str, int]]
+    innermost: set[tuple[str, int]]
 
 
 class _Late:
@@ -92,10 +109,38 @@ class _Late:
         def wait_stream(stream: torch.Stream, other: torch.Stream) -> None:
             function(stream, other)
             with accelerator.on_stream(stream):
-                of_stream = torch.empty(1, device=stream.device)
-                python_kernels.launch(lambda _: self.sleep("copy"), writes=[of_stream], name="late")
+                self._hold_up(stream.device)
 
         return wait_stream
+
+    def fetching(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `fetch` whose numbers come late. It waits as `function` does, from this module.
+
+        Before they come there are others, on each rank and in each place: old ones may be right.
+        """
+        rank = dist.get_rank() if dist.is_initialized() else 0
+
+        @functools.wraps(function)
+        def fetch(values: torch.Tensor) -> torch.Tensor:
+            if not accelerator.is_accelerator(values.device):
+                return values
+            self._hold_up(values.device)
+            on_host = torch.empty_like(values, device="cpu", pin_memory=True)
+            if values.dtype is torch.bool:
+                on_host.fill_(True)
+            else:
+                not_yet = torch.arange(values.numel()) % 17 + NOT_YET + rank
+                on_host.copy_(not_yet.view(values.shape))
+            on_host.copy_(values, non_blocking=True)
+            accelerator.Event(values.device).wait_on_host()
+            return on_host
+
+        return fetch
+
+    def _hold_up(self, device: torch.device) -> None:
+        """Let the current stream be late."""
+        of_stream = torch.empty(1, device=device)
+        python_kernels.launch(lambda _: self.sleep("copy"), writes=[of_stream], name="late")
 
 
 def _above(frame: Any) -> Iterator[tuple[str, int]]:
@@ -108,11 +153,22 @@ def _above(frame: Any) -> Iterator[tuple[str, int]]:
         frame = frame.f_back
 
 
-def _unless(site: Site | None, wait: Callable[..., Any], reached: set[Any]) -> Callable[..., Any]:
+def _asker(frame: Any) -> Iterator[tuple[str, int]]:
+    """Yield the line that has called what waits, if it is one of the runtime."""
+    ends = {__file__, *(str(ROOT / end) for end in ENDS)}
+    while frame is not None and frame.f_code.co_filename in ends:
+        frame = frame.f_back
+    if frame is not None and frame.f_code.co_filename.startswith(str(ROOT)):
+        yield from itertools.islice(_above(frame), 1)
+
+
+def _unless(site: Site | None, wait: Callable[..., Any], reached: Reached) -> Callable[..., Any]:
     @functools.wraps(wait)
     def called(*args: Any, **kwargs: Any) -> Any:
-        lines = list(_above(sys._getframe(1)))
-        reached.update(lines)
+        frame = sys._getframe(1)
+        lines = list(_above(frame))
+        reached.above.update(lines)
+        reached.innermost.update(_asker(frame))
         if site is not None and any(
             file == site.file and site.first <= line <= site.last for file, line in lines
         ):
@@ -123,14 +179,14 @@ def _unless(site: Site | None, wait: Callable[..., Any], reached: set[Any]) -> C
 
 
 @contextmanager
-def disturbed(site: Site | None, seed: int) -> Iterator[set[tuple[str, int]]]:
+def disturbed(site: Site | None, seed: int) -> Iterator[Reached]:
     """Take out the waits below a call; None: none, and all else is the same.
 
     Yields:
-        The lines of `zrun_core` below which something was waited for, as they are reached.
+        Where something was waited for, as it happens.
     """
     late = _Late(seed)
-    reached: set[tuple[str, int]] = set()
+    reached = Reached(set(), set())
     with ExitStack() as stack:
 
         def put(owner: Any, name: str, function: Any) -> None:
@@ -142,6 +198,7 @@ def disturbed(site: Site | None, seed: int) -> Iterator[set[tuple[str, int]]]:
         launch = communicator.Communicator.launch
         put(communicator.Communicator, "launch", late.launching(launch))
         put(accelerator, "wait_stream", late.following(accelerator.wait_stream))
+        put(accelerator, "fetch", late.fetching(accelerator.fetch))
         for owner, name in _WAITS:
             put(owner, name, _unless(site, getattr(owner, name), reached))
         try:

@@ -5,30 +5,25 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import simulated_gpu
 import torch
 from runs import job, look, losses, run
-from simulated_gpu import python_kernels
 from test_pipelines import gpt
-from tiers_cases import a_model_goes_before_its_update
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from toys import build, data, own_device, split, world
+from toys import Block, Net, build, data, own_device, split, world
 
 import zrun_core
+from mutation import alone
 from mutation.disturbed import disturbed
 from mutation.sites import Site
-from zrun_core.activations.kept import HostKeeper
-from zrun_core.hardware.clock import Waits
-from zrun_core.memory.buffers import Buffer, Kind, Tier
-from zrun_core.memory.state_policy import SlotSizes
-from zrun_core.tiers.copies import StreamCopier
-from zrun_core.tiers.host_arena import HostArena
-from zrun_core.tiers.tiers import Tiers
-from zrun_core.zero.home_elsewhere import OnHost
+from zrun_core.memory.buffers import Kind
 
 STEPS = 3
+SLOW_S = 0.1
+USER_CODE = Path(__file__).with_name("user_code.py")
 
 
 class Scenario(NamedTuple):
@@ -70,9 +65,23 @@ def _job(size: int, dims: dict[str, int] | None = None, **keys: Any) -> Scenario
                 saved = look(given, folder, {}, dims)
         if found["error"]:
             raise RuntimeError(found["error"])
-        return losses(found), found["digest"], saved and (saved["error"], saved.get("digest"))
+        told = _told(found["events"])
+        return losses(found), found["digest"], told, saved and (saved["error"], saved.get("digest"))
 
     return Scenario(size, train)
+
+
+def _told(events: list[dict[str, Any]]) -> list[Any]:
+    """Return what a run tells of its steps: what moved between tiers, and what is no time."""
+    told: list[Any] = []
+    for event in events:
+        if event["type"] == "step":
+            told += [(tier, of["moved"]) for tier, of in event.get("tiers", {}).items()]
+        elif event["type"] in ("warning", "metrics"):
+            told.append(event)
+        elif event["type"] == "eval":
+            told.append(event["loss"])
+    return told
 
 
 def _loop(size: int, stage: int, *, drops: bool = False, **options: Any) -> Scenario:
@@ -115,52 +124,184 @@ def _loop(size: int, stage: int, *, drops: bool = False, **options: Any) -> Scen
     return Scenario(size, train)
 
 
-def _abandoned(folder: str) -> list[float]:
-    """Keep a tensor where one was that nobody has waited for."""
-    keeper = HostKeeper(StreamCopier(own_device()), HostArena(1 << 16, own_device()))
-    first = torch.ones(1 << 12, device=own_device())
-    kept = keeper.keep(first)
-    kept.settle()
-    kept.fetch()
-    kept.abandon()
-    second = torch.zeros(1 << 12, device=own_device())
-    other = keeper.keep(second)
-    other.settle()
-    return [float(other.get().sum())]
+def _of_toy(
+    size: int,
+    stage: int,
+    train: Callable[[Any, torch.nn.Module], Any],
+    factory: Any,
+    **options: Any,
+) -> Scenario:
+    """Return what `train` makes of a sharded model in a loop of its own: given the run, and it."""
+
+    def in_folder(folder: str) -> Any:
+        ours = zrun_core.init(threads=1, patience_s=30.0)
+        model = zrun_core.shard(factory, zero={"stage": stage, "bucket": 1 << 12}, **options)
+        return train(ours, model)
+
+    return Scenario(size, in_folder)
 
 
-def _home(folder: str) -> list[float]:
-    """Store and load what lives on the host, where nobody else waits."""
-    numel = 1 << 14
-    sizes = SlotSizes(down=4 * numel)
-    buffers = [Buffer("gradient", Kind.GRAD, 4 * numel, Tier.HOST), *sizes.buffers()]
-    home = OnHost(Tiers(own_device(), buffers, sizes, None), Kind.GRAD, numel, torch.float32)
-    ones, twos = (torch.full((numel,), value, device=own_device()) for value in (1.0, 2.0))
+def _part(ours: Any, number: int = 0) -> Any:
+    """Return this rank's part of a batch."""
+    return split(data(number + 1)[number], ours.rank, ours.world_size)
+
+
+class Idle(Net):
+    """Its last block is never called, but read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.zidle = Block(64)
+
+
+def idle() -> Idle:
+    torch.manual_seed(1)
+    return Idle()
+
+
+def _reads_idle(ours: Any, model: torch.nn.Module) -> Any:
+    """Read parameters that nobody has waited for: forward began to gather them."""
+    optimizer = zrun_core.optimizer(model, "adamw", lr=1e-2)
     found = []
-    home.store(ones)
-    found.append(float(home.at().sum()))
-    home.store(ones, accumulate=True)
-    home.store(twos)
-    home.settle()
-    found.append(float(home.at().sum()))
-    home.load(ones)
-    home.at().fill_(3.0)
-    return [*found, float(ones.sum())]
+    for number in range(2):
+        loss = model(*_part(ours, number))
+        loss.backward()
+        optimizer.step()
+        with zrun_core.evaluation(model):
+            answer = model(*_part(ours, number))
+        found += [_values(model), ours.mean(answer.item())]
+    return found
 
 
-def _times(folder: str) -> bool:
-    """Ask for the time that a device waits before it has done so."""
-    waits = Waits(own_device())
-    with waits.counting():
-        late = torch.ones(1, device=own_device())
-        for _ in range(20):
-            python_kernels.launch(lambda _: time.sleep(0.001), writes=[late], name="late")
-    return waits.seconds() > 0.01
+class Short(Net):
+    """It leaves after some of its blocks."""
+
+    num_used = 3
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks[: self.num_used]:
+            x = block(x)
+        return torch.nn.functional.mse_loss(x.float(), y.float().expand_as(x))
 
 
-def _goes_first(folder: str) -> None:
-    """Drop a model before its last update: nobody is left who waits for its copies."""
-    a_model_goes_before_its_update()
+def short() -> Short:
+    torch.manual_seed(1)
+    return Short(depth=4)
+
+
+def _leaves_early(ours: Any, model: Any) -> Any:
+    """Evaluate in passes of which one is shorter: what it began to gather, nobody uses."""
+    found = []
+    for number in range(6):
+        model.num_used = 4 - 2 * (number % 2)
+        with zrun_core.evaluation(model):
+            found.append(model(*_part(ours, number)).item())
+        room = torch.full((1 << 14,), 3.0, device=own_device())  # memory that was given up
+        found.append(float(room.sum()))
+    return [*found, _values(model)]
+
+
+class Peeking(Net):
+    """Its loss looks at a parameter, which stays whole from there to the end of the step."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = super().forward(x, y)
+        return loss + 1e-3 * self.blocks[0].up.weight.square().sum()
+
+
+def peeking() -> Peeking:
+    torch.manual_seed(1)
+    return Peeking()
+
+
+def _reads_between(ours: Any, model: torch.nn.Module) -> Any:
+    """Look at parameters between two backwards of one forward."""
+    optimizer = zrun_core.optimizer(model, "adamw", lr=1e-2)
+    found = []
+    for number in range(2):
+        loss = model(*_part(ours, number))
+        loss.backward(retain_graph=True)
+        found.append(_values(model))
+        loss.backward()
+        found.append(ours.mean(loss.item()))
+        optimizer.step()
+    return [*found, _values(model)]
+
+
+def _changes_rate(ours: Any, model: torch.nn.Module) -> Any:
+    """Change the learning rate where updates may run that have another one."""
+    optimizer = zrun_core.optimizer(model, "adamw", lr=1e-2)
+    found = []
+    for number in range(5):
+        loss = model(*_part(ours, number))
+        loss.backward()
+        found.append(ours.mean(loss.item()))
+        optimizer.param_groups[0]["lr"] *= 0.3
+        optimizer.step()
+    return [*found, _values(model)]
+
+
+def _looks_before_step(ours: Any, model: Any) -> Any:
+    """Evaluate between a backward and its update, for which the disk is being read."""
+    optimizer = zrun_core.optimizer(model, "adamw", lr=1e-2)
+    found = []
+    for number in range(4):
+        loss = model(*_part(ours, number))
+        loss.backward()
+        with zrun_core.evaluation(model):
+            found.append(model(*_part(ours)).item())
+        if number % 2:
+            found.append(_values(model))
+        optimizer.step()
+        sharded = model._zrun.sharded
+        sharded.updates.read_ahead()  # as when a backward begins
+        sharded.updates.settle()
+        time.sleep(alone.OVER_S)
+        found.append(sharded.tiers.slots[Kind.OPTIM].num_taken)
+    return [*found, _values(model)]
+
+
+def _counts_reads(ours: Any, model: Any) -> Any:
+    """Count what steps move to the disk and back, with a thread that updates slowly."""
+    optimizer = zrun_core.optimizer(model, "adamw", lr=1e-2, clip=0.1)
+    sharded = model._zrun.sharded
+    found: list[Any] = []
+    for number in range(3):
+        for _ in range(3):
+            loss = model(*_part(ours, number))
+            sharded.tiers.submit(lambda: time.sleep(SLOW_S))
+            loss.backward()
+        optimizer.step()
+        moved = sharded.updates.step_counts.moved
+        found.append(sorted((repr(move), num_bytes) for move, num_bytes in moved.items()))
+    return [*found, _values(model)]
+
+
+def frozen() -> Net:
+    made = build()
+    made.first.requires_grad_(False)
+    made.blocks[0].requires_grad_(False)
+    return made
+
+
+def _saves_frozen(folder: str) -> Any:
+    """Write parameters that nobody trains, and save them at once."""
+    ours = zrun_core.init(threads=1, patience_s=30.0)
+    zero = {"stage": 3, "bucket": 1 << 14}
+    model = zrun_core.shard(frozen, zero=zero, offload=ALL_ON_DISK)
+    zrun_core.optimizer(model, "adamw", lr=1e-2)
+    found = []
+    for number in range(3):
+        with zrun_core.gathered(model), torch.no_grad():
+            for param in model.parameters():
+                param.add_(0.25)
+        zrun_core.save(f"{folder}/saved", model, step=number)
+        zrun_core.load(f"{folder}/saved", model, step=number)
+        found.append(_values(model))
+        with zrun_core.evaluation(model):
+            found.append(model(*_part(ours)).item())
+    return found
 
 
 def _values(model: torch.nn.Module) -> str:
@@ -172,8 +313,10 @@ def _values(model: torch.nn.Module) -> str:
 
 
 PLAIN = {"call": "runs.py:Plain", "shuffle": True}
+LAMB = {"name": "lamb", "lr": 1e-2, "clip": 1.0}
 HOST = {"optimizer": "host", "grad": "host"}
 ALL_ON_HOST = {**HOST, "param": "host"}
+UPDATED_ON_DISK = {"optimizer": "disk", "grad": "disk"}
 ALL_ON_DISK = {"optimizer": "disk", "grad": "disk", "param": "disk"}
 
 SCENARIOS: dict[str, Scenario] = {
@@ -209,10 +352,15 @@ SCENARIOS: dict[str, Scenario] = {
     ),
     "serial": _job(1, zero=1, offload={**HOST, "schedule": "serial"}),
     "inputs on the host": _job(1, activations={"checkpoint": "full", "offload": "host"}),
-    "an abandoned input": Scenario(1, _abandoned),
-    "a home on the host": Scenario(1, _home),
-    "a model that goes first": Scenario(1, _goes_first),
-    "times": Scenario(1, _times),
+    "an abandoned input": Scenario(1, alone.abandoned),
+    "a home on the host": Scenario(1, alone.on_host),
+    "a home on the disk": Scenario(1, alone.on_disk),
+    "a sum that fails": Scenario(1, alone.failed_sum),
+    "tasks that fail": Scenario(1, alone.failed_tasks),
+    "a save that is cut": Scenario(1, alone.cut_save),
+    "meetings": Scenario(2, alone.meetings),
+    "a model that goes first": Scenario(1, alone.goes_first),
+    "times": Scenario(1, alone.times),
     "gradients too, one pass": _job(1, zero=2, offload=HOST, batch={"global": 1, "micro": 1}),
     "inputs on the disk": _job(
         1, model=DEEP, activations={"checkpoint": "full", "offload": "disk"}
@@ -241,6 +389,60 @@ SCENARIOS: dict[str, Scenario] = {
     "loop, all on the host": _loop(1, 3, offload=ALL_ON_HOST, precision="bf16"),
     "loop that drops gradients": _loop(1, 3, drops=True, offload=ALL_ON_HOST),
     "loop, all on the disk": _loop(1, 3, offload=ALL_ON_DISK),
+    "an idle module": _of_toy(2, 2, _reads_idle, idle),
+    "a short pass": _of_toy(2, 3, _leaves_early, short),
+    "read between backwards": _of_toy(2, 3, _reads_between, peeking),
+    "rates of delayed updates": _of_toy(
+        1,
+        2,
+        _changes_rate,
+        short,
+        offload={**HOST, "schedule": "delayed", "delay_after": 1},
+    ),
+    "read ahead in vain": _of_toy(
+        1, 3, _looks_before_step, short, offload=ALL_ON_DISK, precision="bf16"
+    ),
+    "norms in passing": _of_toy(1, 2, _counts_reads, short, offload=UPDATED_ON_DISK),
+    "reads ahead are counted": _of_toy(
+        1, 1, _counts_reads, short, offload={"optimizer": "disk", "grad": "device"}
+    ),
+    "frozen on the disk": Scenario(1, _saves_frozen),
+    "lamb on the host": _job(2, zero=2, optim=LAMB, offload={"optimizer": "host"}),
+    "lamb on the host, bf16": _job(
+        2, zero=1, optim=LAMB, offload={"optimizer": "host"}, precision="bf16"
+    ),
+    "replicas": _job(2, zero=1, guards={"replica_every": 1}),
+    "a spoiled gradient": _job(
+        2, zero=2, precision="bf16", model={"call": "runs.py:Spoiled", "args": {"passes": [3]}}
+    ),
+    "a spoiled loss": _job(2, zero=1, model={"call": "runs.py:Faulty", "args": {"fault": 4}}),
+    "hooks": _job(
+        2,
+        zero=1,
+        eval={"data": "runs.py:Tokens", "every": 1},
+        hooks={"on_step": f"{USER_CODE}:tells_mean", "on_eval": f"{USER_CODE}:ends"},
+    ),
+    "pipedream": _job(
+        4,
+        {"dp": 2, "pp": 2},
+        model=gpt(),
+        data=PLAIN,
+        parallel={"pp": 2, "schedule": "pipedream", "split": ["blocks.2"]},
+        optim={"name": "sgd", "lr": 0.02, "weight_decay": 0.0},
+        lr={"schedule": "constant"},
+        batch={"global": 4, "micro": 2},
+        zero=1,
+    ),
+    "translator": _job(
+        2,
+        {"dp": 1, "tp": 2},
+        model=f"{USER_CODE}:Translator",
+        steps=2,
+        guards={"check_values": False},
+        data=PLAIN,
+        parallel={"tp": 2},
+        zero=1,
+    ),
     "hybrid": _job(4, zero={"stage": 2, "shard_group": 2}),
 }
 
@@ -253,9 +455,8 @@ def play(name: str, site: tuple[Any, ...] | None, seed: int, folder: str) -> dic
         folder: shared by all ranks.
 
     Returns:
-        "result", a digest of what it comes to; "reached", lines of the runtime below which
-        something was waited for; "races" that the device has named; "error", why there is no
-        result.
+        "result", a digest of what it comes to; "reached", where something was waited for, as of
+        `Reached`; "races" that the device has named; "error", why there is no result.
     """
     torch.manual_seed(0)
     simulated_gpu.configure(seed=seed + world()[0])
@@ -269,7 +470,7 @@ def play(name: str, site: tuple[Any, ...] | None, seed: int, folder: str) -> dic
     digest = hashlib.sha256(result.encode()).hexdigest()
     return {
         "result": digest,
-        "reached": reached,
+        "reached": tuple(reached),
         "races": simulated_gpu.races(),
         "error": error,
     }

@@ -1,9 +1,10 @@
 """Where the runtime waits, found in its source: a wait that is added is a site by itself.
 
 A site is a call whose name says that it waits, or `settle`, which does so for all that is under
-way. Waits lie in one another: `unit.wait_for_unshard()` waits by `self._handle.wait()`, and that by
-`work.wait()`. Each of them is a site: what is called in one place may be needed there and not in
-another.
+way, or one by which the host reads numbers of the device: `accelerator.fetch`, and `read` of a
+`Comm`. Waits lie in one another: `unit.wait_for_unshard()` waits by `self._handle.wait()`, and that
+by `work.wait()`. Each of them is a site: what is called in one place may be needed there and not in
+another. `table.py` refuses a run in which something waits that is no site.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[3] / "zrun_core"
 # `wait_for_tier` is a context that tells others of a wait inside.
 _WAITS = re.compile(r"(?!wait_for_tier)(wait|synchronize)(_.*)?|record_stream|settle")
+_READS = re.compile(r"accelerator\.fetch|(.*\.)?_?comm\.read")
+_COMM = "distributed/comm.py"  # in which a `Comm` is `self`
 # The functions that a site ends in: what they do for their caller is taken out there.
-_ENDS = ("hardware/accelerator.py",)
+ENDS = ("hardware/accelerator.py",)
 
 
 class Site(NamedTuple):
@@ -55,7 +58,7 @@ def find() -> list[Site]:
     found: list[Site] = []
     for path in sorted(ROOT.rglob("*.py")):
         file = str(path.relative_to(ROOT))
-        if file not in _ENDS:
+        if file not in ENDS:
             found.extend(_of_file(file, path.read_text(encoding="utf-8")))
     return found
 
@@ -64,7 +67,8 @@ def find() -> list[Site]:
 def _of_file(file: str, source: str) -> list[Site]:
     seen: Counter[tuple[str, str]] = Counter()
     found = []
-    for function, call in _calls(ast.parse(source), ()):
+    own_reads = "self.read" if file == _COMM else ""
+    for function, call in _calls(ast.parse(source), (), own_reads):
         text = " ".join(ast.unparse(call).split())
         text = text if len(text) <= 60 else text[:57] + "..."
         seen[function, text] += 1
@@ -74,16 +78,26 @@ def _of_file(file: str, source: str) -> list[Site]:
     return found
 
 
-def _calls(node: ast.AST, within: tuple[str, ...]) -> Iterator[tuple[str, ast.Call]]:
+def _calls(
+    node: ast.AST, within: tuple[str, ...], own_reads: str
+) -> Iterator[tuple[str, ast.Call]]:
     """Yield the waits below a node, each with the function that it is in."""
     for child in ast.iter_child_nodes(node):
-        named = isinstance(child, ast.ClassDef | ast.FunctionDef)
-        yield from _calls(child, (*within, child.name) if named else within)  # type: ignore[attr-defined]
-        if isinstance(child, ast.Call) and _WAITS.fullmatch(_name(child.func)):
+        inner = within
+        if isinstance(child, ast.ClassDef | ast.FunctionDef):
+            inner = (*within, child.name)
+        yield from _calls(child, inner, own_reads)
+        if isinstance(child, ast.Call) and _is_wait(child.func, own_reads):
             yield ".".join(within), child
 
 
-def _name(function: ast.expr) -> str:
+def _is_wait(function: ast.expr, own_reads: str) -> bool:
+    name = ""
     if isinstance(function, ast.Attribute):
-        return function.attr
-    return function.id if isinstance(function, ast.Name) else ""
+        name = function.attr
+    elif isinstance(function, ast.Name):
+        name = function.id
+    if name in ("fetch", "read"):
+        text = ast.unparse(function)
+        return text == own_reads or _READS.fullmatch(text) is not None
+    return _WAITS.fullmatch(name) is not None

@@ -75,8 +75,9 @@ class Table:
         """Run all scenarios with all waits. They must come to the same in each run.
 
         Raises:
-            AssertionError: one does not, or has a race.
+            AssertionError: one does not, or has a race, or waits where no site is.
         """
+        known = {(s.file, line) for s in find() for line in range(s.first, s.last + 1)}
         for name in self._names:
             self._reached[name] = set()
             for seed in UNDISTURBED_SEEDS:
@@ -86,7 +87,11 @@ class Table:
                 for of_rank in found:
                     assert not of_rank["error"], f"{name}: {of_rank['error']}"
                     assert not of_rank["races"], f"{name}: {of_rank['races'][0]}"
-                    self._reached[name] |= of_rank["reached"]
+                    above, innermost = of_rank["reached"]
+                    self._reached[name] |= above
+                    assert not (unknown := innermost - known), (
+                        f"{name}: {sorted(unknown)} wait, and mutation/sites.py does not find them"
+                    )
                 results = [of_rank["result"] for of_rank in found]
                 assert results == self._results.setdefault(name, results), f"{name} varies"
 
@@ -120,7 +125,7 @@ class Table:
             return "no end" if "hang" in str(error) else f"an error: {_last_line(str(error))}"
         for of_rank in found:
             if of_rank["races"]:
-                return f"a race: {of_rank['races'][0].splitlines()[0]}"
+                return str(of_rank["races"][0].splitlines()[0])  # "a race: ..."
         for of_rank in found:
             if of_rank["error"]:
                 return f"an error: {of_rank['error']}"

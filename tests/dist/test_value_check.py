@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from runs import VOCAB, losses
+from runs import VOCAB, losses, run
 from test_pipelines import gpt
 from test_tensor_parallel import on_axes, small
 from torch import nn
@@ -335,3 +335,55 @@ def test_activations_that_take_too_much_end_the_forward() -> None:
     with pytest.raises(MemoryError), few:
         model(batch, batch)
     assert few.too_many
+
+
+def saved(folder: Path, function: str) -> dict[str, Any]:
+    """Write the weights of another model than the seed makes; return what begins with them."""
+    from safetensors.torch import save_file
+
+    torch.manual_seed(91)
+    path = folder / "weights.safetensors"
+    save_file(Model(function).state_dict(), path)
+    return {"path": str(path)}
+
+
+@pytest.mark.parametrize("init", ["factory", "meta"])
+@pytest.mark.parametrize("name", ["init_from", "init"])
+def test_values_of_files_and_of_meta_are_compared(
+    ranks, tmp_path: Path, init: str, name: str
+) -> None:
+    """A right model trains as on one rank; one whose halves are mixed is refused."""
+    keys: dict[str, Any] = {"init": init}
+    if name == "init_from":
+        keys["init_from"] = saved(tmp_path, "gelu")
+    if init == "meta":
+        keys["model"] = {"call": "test_value_check.py:Model", "args": {"function": "gelu"}}
+    right = on_axes({**keys_of("gelu"), **keys}, tmp_path / "right", ranks)
+    one = on_axes({**keys_of("gelu"), **keys, "parallel": {}}, tmp_path / "one", ranks)
+    assert notes(right) == []
+    assert losses(right[0]) == pytest.approx(losses(one[0]), rel=1e-6) != {}
+    keys.pop("model", None)
+    wrong = on_axes({**keys_of("flipped"), **keys}, tmp_path / "wrong", ranks)
+    assert [each["code"] for each in wrong] == [2, 2]
+    assert "blocks.2 computes something else than in the whole" in wrong[0]["error"]
+
+
+def test_what_is_compiled_is_compared_as_it_was(ranks, tmp_path: Path) -> None:
+    wrong = on_axes({**keys_of("flipped"), "compile": True}, tmp_path / "wrong", ranks)
+    assert [each["code"] for each in wrong] == [2, 2]
+    right = on_axes({**keys_of("gelu"), "compile": True}, tmp_path / "right", ranks)
+    assert notes(right) == []
+
+
+@pytest.mark.parametrize("function", ["gelu", "flipped"])
+def test_a_run_that_goes_on_at_tp_is_compared(ranks, tmp_path: Path, function: str) -> None:
+    """It was saved by one rank, where both models are right."""
+    keys = {**keys_of(function, steps=4), "checkpoint": {"every": 2}}
+    ranks(1).run(run, {**keys, "parallel": {}, "steps": 2}, str(tmp_path))
+    found = ranks(2).run(run, keys, str(tmp_path), {}, None, None, {"dp": 1, "tp": 2})
+    if function == "gelu":
+        assert notes(found) == []
+        assert sorted(losses(found[0])) == [3, 4]
+    else:
+        assert [each["code"] for each in found] == [2, 2]
+        assert "blocks.2 computes something else than in the whole" in found[0]["error"]

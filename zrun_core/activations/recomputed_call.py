@@ -24,7 +24,12 @@ from zrun_core.data.batch import map_tensors
 from zrun_core.errors import JobError
 from zrun_core.hardware.spans import NOTHING
 from zrun_core.sizes import format_size
-from zrun_core.user_code.trial import Attributes, AttributesCopy
+from zrun_core.user_code.trial import (
+    Attributes,
+    AttributesCopy,
+    first_written_tensor,
+    without_graphs,
+)
 
 _LARGEST = 1 << 20  # bytes of a buffer that is copied before it is known to change
 
@@ -117,7 +122,7 @@ class BlockState:
 
     def __init__(self, block: nn.Module) -> None:
         modules = list(block.modules())
-        self._attributes = Attributes(modules, None)
+        self._attributes = Attributes(modules, None, enters_modules=False)
         self._places = [(module, key) for module in modules for key in module._buffers]
         self._written = {
             place
@@ -132,7 +137,7 @@ class BlockState:
         """Return what it is now."""
         attributes = None
         if self._keeps_attributes:
-            attributes = [_without_graphs(own) for own in self._attributes.copy()]
+            attributes = without_graphs(self._attributes.copy())
         buffers = {}
         for place in self._written:
             buffer = self._buffer(place)
@@ -154,7 +159,16 @@ class BlockState:
         yield
         self._is_first = False
         assert begun.attributes is not None
-        self._keeps_attributes = any(self._attributes.changed(begun.attributes))
+        changed_attributes = self._attributes.changed(begun.attributes)
+        self._keeps_attributes = any(changed_attributes)
+        self._attributes.leave_out_steady(begun.attributes, changed_attributes)
+        written = first_written_tensor(changed_attributes, begun.attributes)
+        if written:
+            raise JobError(
+                f"activations.checkpoint: a recomputed block writes in place to {written}, a "
+                "tensor that is no buffer, and would write twice: make it a buffer "
+                "(self.register_buffer), or write checkpoint: none"
+            )
         self._draws = not _are_same(begun.numbers, _numbers())
         changed = {place for place, was in enumerate(versions) if self._version(place) != was}
         # Versions do not count what native code writes, as of running statistics.
@@ -207,23 +221,6 @@ class BlockState:
     def _set(self, place: int, buffer: torch.Tensor | None) -> None:
         module, key = self._places[place]
         module._buffers[key] = buffer
-
-
-def _without_graphs(attributes: dict[str, tuple[Any, Any]]) -> dict[str, tuple[Any, Any]]:
-    """Return attributes whose tensors hold no graph: that of one call would hold the one before."""
-
-    def leaf(value: Any) -> Any:
-        has_graph = isinstance(value, torch.Tensor) and value.grad_fn is not None
-        return value.detach() if has_graph else value
-
-    found = {}
-    for key, (value, content) in attributes.items():
-        if isinstance(content, dict):
-            content = {name: leaf(item) for name, item in content.items()}
-        elif content is not None:
-            content = type(content)(map(leaf, content))
-        found[key] = leaf(value), content
-    return found
 
 
 def _numbers() -> tuple[Any, Any]:

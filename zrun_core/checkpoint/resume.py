@@ -76,7 +76,7 @@ def load_newest(
         CheckpointError: none is valid, the named one is not, or it is of another model.
     """
     agree = partial(_agree, comm, world)
-    first = agree(lambda: _candidates(source) if world.index == 0 else "")[0]
+    first = agree(lambda: candidates(source) if world.index == 0 else "")[0]
     if first.startswith("!"):
         raise CheckpointError(first[1:])
     found = json.loads(first)
@@ -169,7 +169,7 @@ def _own_streams(
     return streams
 
 
-def _candidates(source: ResumeSpec) -> str:
+def candidates(source: ResumeSpec) -> str:
     """Return the steps worth trying, newest first, and those that are not, as JSON. For rank 0."""
     folder = CheckpointFolder(Path(source.folder))
     paths = []

@@ -52,12 +52,13 @@ class LeftNumbers:
     def noting_changes(self, node: nn.Module) -> Iterator[None]:
         """Note which lists and the like a call of a node changes, which runs inside."""
         modules = list(node.modules())
-        attributes = Attributes(modules, None)
+        attributes = Attributes(modules, None, enters_modules=False)
         before = attributes.copy()
         yield
-        for module, was, now in zip(modules, before, attributes.copy(), strict=True):
-            for name, (_, content) in now.items():
-                if content is not None and _differs(was.get(name, (None, None))[1], content):
+        changed = attributes.changed(before)[: len(modules)]
+        for module, now in zip(modules, changed, strict=True):
+            for name, (value, content) in now.items():
+                if content is not None and not isinstance(value, torch.Tensor):
                     self._written[module, name] = None
 
     @property
@@ -116,11 +117,3 @@ def _of_class(module: nn.Module, name: str) -> Any:
         if found is not None and not is_ours:
             return found
     return None
-
-
-def _differs(before: Any, now: Any) -> bool:
-    """Return whether a container has other values than before, as far as they can be compared."""
-    try:
-        return bool(before != now)
-    except (RuntimeError, TypeError, ValueError):  # of tensors, and of whatever compares otherwise
-        return True

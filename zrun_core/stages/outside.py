@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from zrun_core.errors import JobError
-from zrun_core.user_code.trial import Attributes, AttributesCopy, as_in, joined
+from zrun_core.user_code.trial import Attributes, AttributesCopy, as_in, goes_on, joined
 
 
 class OutsideState(NamedTuple):
@@ -48,7 +48,7 @@ class Outside:
         """
         inside = {id(module) for node in nodes for module in node.modules()}
         modules = [module for module in model.modules() if id(module) not in inside]
-        self._attributes = Attributes(modules, loss)
+        self._attributes = Attributes(modules, loss, enters_modules=False)  # nodes are inside
         self._buffers = [
             buffer
             for module in modules
@@ -57,6 +57,7 @@ class Outside:
         ]
         self._changing = set(range(len(self._buffers)))  # all of them, until a forward has run
         self._is_first = True
+        self._copies_all = True  # attributes, until a forward has come to its end
         self._begun: dict[int, OutsideState] = {}  # by micro-batch
 
     def _copied_buffers(self) -> dict[int, torch.Tensor]:
@@ -104,6 +105,9 @@ class Outside:
             yield
             changed = self._attributes.changed(begun)
             _refuse_numbers(state.after, changed)
+            if is_last and self._copies_all:
+                self._copies_all = False
+                self._attributes.leave_out_steady(begun, joined(state.after, changed))
             if not is_last:
                 new = [
                     {key: each for key, each in own.items() if key not in known}
@@ -141,10 +145,10 @@ class Outside:
 def _refuse_numbers(after: AttributesCopy, changed: AttributesCopy) -> None:
     """Refuse a number that both sides of a border change: the next micro-batch comes between."""
     for known, now in zip(after, changed, strict=True):
-        for name, (value, _) in now.items():
-            if name in known and isinstance(value, int | float) and known[name][0] != value:
+        for name, value in now.items():
+            if name in known and goes_on(value, known[name]):
                 raise JobError(
-                    f"parallel.schedule: interleaved: forward changes the number `{name}` before "
-                    "and after a border between stages, where other micro-batches come between: "
-                    "count in one place, or write schedule: 1f1b"
+                    f"parallel.schedule: interleaved: forward goes on with `{name}` (a number, a "
+                    "generator or a tensor) before and after a border between stages, where other "
+                    "micro-batches come between: do it in one place, or write schedule: 1f1b"
                 )

@@ -21,6 +21,11 @@ sequence, where that could be one; of other slices the norms of the group are ad
 Where the first ones make all tokens alike, as a mask drawn as 0 does, nothing that mixes them is
 seen. The forwards are then made with the next ones.
 
+[Note: a second forward]
+Where the first one leaves something behind, as a counter or a generator's position, a second one
+begins with that and is compared too: what a part of the model changes behind a border, another
+part in front of it may never see.
+
 Gradients are compared behind the forwards: see `gradient_check.py`.
 """
 
@@ -31,12 +36,14 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from zrun_core.activations.checkpoint import apply_checkpointing
+from zrun_core.checkpoint.whole_values import WholeValues
 from zrun_core.data.batch import MicroBatch, copied, digest
 from zrun_core.distributed.mesh import Mesh
 from zrun_core.distributed.rng import Streams
@@ -61,7 +68,7 @@ from zrun_core.train.micro_batches import MicroBatchRunner, share_of
 from zrun_core.train.tensor_sums import NUM_SUMS, distance, sums_of
 from zrun_core.user_code.build import Built
 from zrun_core.user_code.loss import LossFunction, compute_loss
-from zrun_core.user_code.trial import kept_attributes
+from zrun_core.user_code.trial import Attributes, kept_attributes
 from zrun_core.user_code.user import user_code
 from zrun_core.zero.auto_wrap import repeated_blocks, running_norm_params
 from zrun_core.zero.fakes import kept_buffers
@@ -153,6 +160,7 @@ class WholeForward:
         draw: which random numbers it has drawn.
         gradients: of the same micro-batch; None: they are not compared.
         why_no_gradients: in words for the user.
+        second: what the next forward has come to; None: this one leaves nothing behind.
     """
 
     loss: float | None = None
@@ -161,6 +169,7 @@ class WholeForward:
     draw: int = 0
     gradients: WholeGradients | None = None
     why_no_gradients: str = ""
+    second: WholeForward | None = None
 
     @property
     def is_telling(self) -> bool:
@@ -183,6 +192,8 @@ class ValueCheck:
         streams: Streams,
         mesh: Mesh,
         global_size: int,
+        *,
+        is_compiled: bool = False,
     ) -> None:
         """
         Args:
@@ -196,11 +207,24 @@ class ValueCheck:
         self._streams = streams
         self._mesh = mesh
         self._has_slices = mesh.tensor.size > 1
+        self._is_compiled = is_compiled
         self._widens = self._has_slices and precision.compute != torch.float32
+        self._path: Path | None = None  # of the values of the whole model
         self.whole = WholeForward()
 
-    def run_whole(self, built: Built, device: torch.device, free_bytes: int) -> None:
-        """Run the forward of the whole model; of all ranks, on rank 0."""
+    def run_whole(
+        self,
+        built: Built,
+        device: torch.device,
+        free_bytes: int,
+        open_values: Callable[[], WholeValues] | None,
+    ) -> None:
+        """Run the forward of the whole model; of all ranks, on rank 0.
+
+        Args:
+            open_values: returns the values that the run begins or goes on with; None: those that
+                the model was built with.
+        """
         if self._mesh.world.index:
             return
         numel = sum(param.numel() for param in built.module.parameters())
@@ -210,7 +234,9 @@ class ValueCheck:
             return
         why_no_gradients = why_not_told(built.module)
         try:
-            with _with_values(built, self._precision.compute, device):
+            values = None if open_values is None else open_values()
+            self._path = None if values is None else values.path
+            with _with_values(built, self._precision.compute, device, values):
                 for draw in range(_DRAWS):
                     whole = self._forward(built.module, device, draw)
                     if whole.is_telling:
@@ -235,11 +261,20 @@ class ValueCheck:
             accelerator.empty_cache()  # the shards need it
 
     def _forward(self, model: nn.Module, device: torch.device, draw: int) -> WholeForward:
-        watch = Watch(self._mesh.tensor.size)
-        draws = self._streams.forwards
+        """Return what a forward comes to, and the next one if it leaves something behind."""
         with ExitStack() as stack:
             for context in self._contexts(model):
                 stack.enter_context(context)
+            leaves_something = _watched_state(model, self._loss)
+            first = self._next_forward(model, device, draw)
+            if not leaves_something():
+                return first
+            return replace(first, second=self._next_forward(model, device, draw))
+
+    def _next_forward(self, model: nn.Module, device: torch.device, draw: int) -> WholeForward:
+        watch = Watch(self._mesh.tensor.size)
+        draws = self._streams.forwards
+        with ExitStack() as stack:
             stack.enter_context(self._precision.autocast(device))
             stack.enter_context(installed_nodes(model, repeated_blocks(model)))
             stack.enter_context(draws.of_micro(0, draw))
@@ -261,7 +296,7 @@ class ValueCheck:
             try:
                 with _recomputing(model):
                     return self._backward(model, device, saved, walk(draws))
-            except UserCodeError:  # of blocks that cannot be, as those that hand on a cache
+            except (UserCodeError, JobError):  # of blocks that cannot be, as with a cache
                 return self._backward(model, device, saved, walk(draws))
 
         try:
@@ -311,12 +346,14 @@ class ValueCheck:
     def _contexts(self, model: nn.Module) -> list[AbstractContextManager[Any]]:
         """Return what a forward runs in, from the outside in."""
         contexts: list[AbstractContextManager[Any]] = [
-            kept_attributes(model, self._loss),
+            kept_attributes(model, self._loss, self._batch.batch),
             kept_buffers(model),
         ]
         if self._has_slices:
             # Regions draw on each rank for itself, and a model in evaluation seldom draws at all.
             contexts.append(evaluation_mode(model))
+        if self._is_compiled:  # for the run's own passes: not for these few
+            contexts.append(torch.compiler.set_stance("force_eager"))
         return contexts
 
     def _loss_of(self, model: nn.Module) -> torch.Tensor:
@@ -327,12 +364,17 @@ class ValueCheck:
         return loss.value.detach()
 
     def compare(
-        self, runner: MicroBatchRunner, sharded: ShardedModel, regions: Regions | None
+        self,
+        runner: MicroBatchRunner,
+        sharded: ShardedModel,
+        regions: Regions | None,
+        goes_on_from: Path | None,
     ) -> list[str]:
         """Run the forward with what each rank has, and compare. Collective over all ranks.
 
         Args:
             sharded: what this rank has of the model.
+            goes_on_from: the step of which it has the values; None: the run begins.
             regions: where its activations are slices; None: nowhere.
 
         Returns:
@@ -342,49 +384,60 @@ class ValueCheck:
             JobError: the model computes something else than the whole one.
         """
         comm, model = sharded.comm, sharded.module
-        whole = self.whole
+        whole = self._whole_at(goes_on_from)
         gradients = whole.gradients
         of_gradients = None if gradients is None else [gradients.names, gradients.numels]
         why_no_gradients = whole.why_no_gradients
-        own = [whole.loss, whole.nodes, whole.why_not, whole.draw, of_gradients, why_no_gradients]
+        forwards = [(each.loss, each.nodes) for each in (whole, whole.second) if each is not None]
+        own = [forwards, whole.why_not, whole.draw, of_gradients, why_no_gradients]
         told = comm.all_gather_bytes(json.dumps(own).encode(), self._mesh.world, name="whole model")
-        whole_loss, whole_nodes, why_not, draw, of_gradients, why_no_gradients = json.loads(told[0])
+        forwards, why_not, draw, of_gradients, why_no_gradients = json.loads(told[0])
         if why_not:
             return [not_compared(why_not)]
-        watch = Watch()
+        seen = []
         with ExitStack() as stack:
             if self._widens:  # what gathers parameters within a forward keeps their format
                 stack.enter_context(sharded.gathered())
             for context in self._contexts(model):
                 stack.enter_context(context)
             has_drawn = stack.enter_context(_drawing_in(regions))
-            loss = runner.trial(lambda: self._loss_of(model), watch, draw)
-        seen = [
-            None if loss is None else float(loss),
-            watch.read(),
-            self._mesh.data.index,
-            has_drawn(),
-            digest(self._batch.batch),
-        ]
+            for _ in forwards:
+                watch = Watch()
+                loss = runner.trial(lambda: self._loss_of(model), watch, draw)
+                seen.append((None if loss is None else float(loss), watch.read()))
+        mine = [seen, self._mesh.data.index, has_drawn(), digest(self._batch.batch)]
         everyone = [
             json.loads(each)
             for each in comm.all_gather_bytes(
-                json.dumps(seen).encode(), self._mesh.world, name="divided model"
+                json.dumps(mine).encode(), self._mesh.world, name="divided model"
             )
         ]
         if any(drawn for *_, drawn, _ in everyone):
             return [not_compared("ranks draw their own random numbers inside of its layers")]
-        same = [each for each in everyone if each[2] == 0]  # they compute the batch of rank 0
+        same = [each for each in everyone if each[1] == 0]  # they compute the batch of rank 0
         if len({read for *_, read in same}) > 1:
             return [not_compared("ranks have read different batches")]  # the first step names them
-        found = _Found.of(same)
-        nodes = {int(number): Seen(*seen) for number, seen in whole_nodes.items()}
-        self._judge(nodes, whole_loss, found)
+        for number, (whole_loss, whole_nodes) in enumerate(forwards):
+            found = _Found.of([of_rank[number] for of_rank, *_ in same])
+            nodes = {int(call): Seen(*values) for call, values in whole_nodes.items()}
+            try:
+                self._judge(nodes, whole_loss, found)
+            except JobError as error:
+                if number == 0:
+                    raise
+                raise JobError(self._of_second(str(error))) from None
         if of_gradients is not None and not runner.makes_trial_steps:
             why_no_gradients = "this schedule makes no step on trial"
         if of_gradients is None or why_no_gradients:
             return [not_compared(why_no_gradients, _ITS_GRADIENTS)]
         return self._compare_gradients(runner, sharded, *of_gradients)
+
+    def _whole_at(self, goes_on_from: Path | None) -> WholeForward:
+        """Return what the whole model has come to, if it has the values of that step."""
+        is_other = goes_on_from is not None and self._path != goes_on_from
+        if is_other and not self.whole.why_not:
+            return WholeForward(why_not=f"the newest step is not the one read, {goes_on_from}")
+        return self.whole
 
     def _compare_gradients(
         self,
@@ -456,6 +509,19 @@ class ValueCheck:
                 "same"
             )
 
+    def _of_second(self, difference: str) -> str:
+        """Return what to say of a difference that the first forward does not have."""
+        what = difference.partition(" computes something else")[0]
+        if what == difference:
+            what = f"{self._axes}: the loss"
+        return (
+            f"{what} is another than in the whole model in the second forward, though not in the "
+            "first: something that forwards go on with (a counter, a generator of your own, a "
+            "tensor that is written in place) is changed by a part of the model that another rank "
+            "has; change it where it is read, within one block, draw from torch's generator, or "
+            f"write {self._one()}; {KEY}: false trains all the same"
+        )
+
     @property
     def _axes(self) -> str:
         sizes = {"tp": self._mesh.tensor.size, "pp": self._mesh.pipe.size}
@@ -500,9 +566,9 @@ class _Found(NamedTuple):
     @classmethod
     def of(cls, ranks: Sequence[Any]) -> _Found:
         """Put together what the ranks of one data-parallel place have told."""
-        losses = [loss for loss, *_ in ranks if loss is not None]
+        losses = [loss for loss, _ in ranks if loss is not None]
         nodes: dict[int, list[Seen]] = {}
-        for _, seen, *_ in ranks:
+        for _, seen in ranks:
             for number, values in seen.items():
                 nodes.setdefault(int(number), []).append(Seen(*values))
         return cls(losses[0] if losses else None, nodes)
@@ -538,6 +604,9 @@ def _has_slices_of_sequence(expected: Seen, found: Sequence[Seen]) -> bool:
 
 def _agree(whole: WholeForward, again: WholeForward) -> bool:
     """Return whether two forwards with the same random numbers have come to the same loss."""
+    seconds = (whole.second, again.second)
+    if seconds[0] is not None and seconds[1] is not None and not _agree(*seconds):  # type: ignore[arg-type]
+        return False
     first, second = whole.loss or 0.0, again.loss or 0.0
     return not math.isfinite(first) or math.isclose(first, second, rel_tol=_ROUNDING / 10)
 
@@ -547,9 +616,28 @@ def not_compared(why: str, what: str = "") -> str:
     return f"{what}not compared before training with what the whole model computes: {why}"
 
 
+def _watched_state(model: nn.Module, loss: object) -> Callable[[], bool]:
+    """Return what says whether forwards have changed attributes or buffers since now."""
+    attributes = Attributes(model.modules(), loss)
+    before = attributes.copy()
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+
+    def has_changed() -> bool:
+        if any(attributes.changed(before)):
+            return True
+        return not all(torch.equal(now, was) for now, was in buffers)
+
+    return has_changed
+
+
 @contextmanager
-def _with_values(built: Built, dtype: torch.dtype, device: torch.device) -> Iterator[None]:
-    """Give a built model its values, and its buffers, on the device inside."""
+def _with_values(
+    built: Built, dtype: torch.dtype, device: torch.device, values: WholeValues | None
+) -> Iterator[None]:
+    """Give a built model its values, and its buffers, on the device inside.
+
+    They are those of files, if `values` has them.
+    """
     model = built.module
     in_fp32 = running_norm_params(model)
     made: dict[int, nn.Parameter] = {}
@@ -558,15 +646,26 @@ def _with_values(built: Built, dtype: torch.dtype, device: torch.device) -> Iter
     ]
     for name, param in model.named_parameters():
         own = torch.float32 if id(param) in in_fp32 else dtype
-        value = built.read(name, param).detach().to(device, own)
+        read = None if values is None else values.read(name, param)
+        value = built.read(name, param) if read is None else read
+        value = value.detach().to(device, own)
         made[id(param)] = nn.Parameter(value, requires_grad=param.requires_grad)
+    saved: dict[int, torch.Tensor] = {}  # buffers in files
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if values is not None and id(tensor) not in made:
+            read = values.read(name, tensor)
+            if read is not None:
+                saved[id(tensor)] = read
     try:
         for module, params, buffers in before:
             module._parameters.update(
                 {key: None if p is None else made[id(p)] for key, p in params.items()}
             )
             module._buffers.update(
-                {key: None if b is None else b.to(device) for key, b in buffers.items()}
+                {
+                    key: None if b is None else saved.get(id(b), b).to(device)
+                    for key, b in buffers.items()
+                }
             )
         yield
     finally:

@@ -34,6 +34,7 @@ from zrun_core.checkpoint.initial_weights import load_weights
 from zrun_core.checkpoint.model_state import ModelState
 from zrun_core.checkpoint.rank_save import RunInfo
 from zrun_core.checkpoint.resume import Resumed, load_newest, restore_streams
+from zrun_core.checkpoint.whole_values import WholeValues, newest_step, weights_of
 from zrun_core.data.batch import MicroBatch, copied
 from zrun_core.data.loader import BatchLoader
 from zrun_core.distributed import rng
@@ -311,7 +312,7 @@ class Worker:
         )
         trainer.recorder.inputs = inputs
         trainer.recorder.stage = None if parts is None else parts.facts
-        notes += _end_value_check(check, trainer, divided)
+        notes += _end_value_check(check, trainer, divided, resumed)
         if resumed is not None:
             trainer.state.resume(resumed)
             restore_streams(resumed, streams)
@@ -447,7 +448,7 @@ class Worker:
             autocast = settings.precision.autocast(device)
             failing = user.user_code("forward failed")
             loss = data.functions.loss
-            with autocast, failing, kept_attributes(built.module, loss):
+            with autocast, failing, kept_attributes(built.module, loss, batch.batch):
                 return compute_loss(built.module, copied(batch.batch), loss, 1)
 
         return forward
@@ -471,27 +472,22 @@ class Worker:
             data.streams,
             mesh,
             self.spec.batch.global_size,
+            is_compiled=self.spec.job.compile,
         )
         device = torch.device(self.spec.plan.ranks[self.rank].device)
-        check.run_whole(built, device, self._free_bytes(device))
+        check.run_whole(built, device, self._free_bytes(device), self._stored_values(built))
         return check
 
-    def _why_not_compared(self) -> str:
-        """Return why the whole model's forward is not run; "" if it is.
-
-        It cannot be where values come from files, slice by slice; and blocks that are compiled
-        would be compiled for it too.
-        """
-        job = self.spec.job
-        if not job.guards.check_values:
-            return "guards.check_values is false"
+    def _stored_values(self, built: Built) -> Callable[[], WholeValues] | None:
+        """Return what opens the values that the run begins or goes on with, if files have them."""
         if self.spec.resume is not None:
-            return "the values are those of a checkpoint"
-        if job.init_from is not None:
-            return "the values are those of init_from"
-        if job.init == "meta":
-            return "init: meta never makes it whole"
-        return "compile: true" if job.compile else ""
+            return partial(newest_step, self.spec.resume)
+        init_from = self.spec.job.init_from
+        return None if init_from is None else partial(weights_of, init_from, built.module)
+
+    def _why_not_compared(self) -> str:
+        """Return why the whole model's forward is not run; "" if it is."""
+        return "" if self.spec.job.guards.check_values else "guards.check_values is false"
 
     def _free_bytes(self, device: torch.device) -> int:
         """Return how many bytes of the device a trial may take."""
@@ -650,7 +646,10 @@ class Worker:
 
 
 def _end_value_check(
-    check: ValueCheck | str | None, trainer: Trainer, divided: Divided | None
+    check: ValueCheck | str | None,
+    trainer: Trainer,
+    divided: Divided | None,
+    resumed: Resumed | None,
 ) -> list[str]:
     """Compare what this rank's part of the model computes; return notes for the user.
 
@@ -662,7 +661,8 @@ def _end_value_check(
     if isinstance(check, str):
         return [not_compared(check)]
     regions = None if divided is None else divided.regions
-    return check.compare(trainer.micro_batches, trainer.sharded, regions)
+    step = None if resumed is None else resumed.path
+    return check.compare(trainer.micro_batches, trainer.sharded, regions, step)
 
 
 def _first_batch(data: _Data) -> MicroBatch:

@@ -2,33 +2,42 @@
 
 from __future__ import annotations
 
-import copy
-from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from types import FunctionType, MethodType
 from typing import Any
 
 from torch import nn
 
-_CONTAINERS = (list, dict, set, deque)
-_PLAIN = (bool, int, float, str, bytes)
-_ABSENT: tuple[Any, Any] = (object(), None)  # of an attribute that is not there
-# By owner and name: the value, and a copy of it if it is a container.
-AttributesCopy = list[dict[str, tuple[Any, Any]]]
-_OF_MODULES = frozenset(vars(nn.Module())) - {"training"}  # parameters, buffers, hooks, modules
+from zrun_core.user_code.kept_content import (
+    OF_MODULES,
+    ClassVariables,
+    Content,
+    Walk,
+    is_same_value,
+    leaf,
+)
+
+_ABSENT: Attribute = (object(), None)  # of an attribute that is not there
+Attribute = tuple[Any, Content | None]  # the value, and what is inside of it
+AttributesCopy = list[dict[str, Attribute]]  # by owner and name
 
 
 @contextmanager
-def kept_attributes(model: nn.Module, loss: object = None) -> Iterator[None]:
-    """Put back what a forward inside does to attributes: counters, flags, lists of values.
+def kept_attributes(model: nn.Module, loss: object = None, batch: object = None) -> Iterator[None]:
+    """Put back what a forward inside does to attributes: counters, flags, lists, tensors.
 
     Parameters and buffers are not looked at.
 
     Args:
         model: whose modules may change.
         loss: the loss function, which may be an object with attributes.
+        batch: which the forward is given, or a copy of its tensors: objects in it may change.
+
+    Raises:
+        JobError: something has changed that cannot be put back.
     """
-    attributes = Attributes(model.modules(), loss)
+    attributes = Attributes(model.modules(), loss, batch)
     before = attributes.copy()
     try:
         yield
@@ -39,53 +48,89 @@ def kept_attributes(model: nn.Module, loss: object = None) -> Iterator[None]:
 class Attributes:
     """The attributes of modules and of a loss function, without parameters, buffers and hooks."""
 
-    def __init__(self, modules: Iterable[nn.Module], loss: object) -> None:
+    def __init__(
+        self,
+        modules: Iterable[nn.Module],
+        loss: object,
+        batch: object = None,
+        *,
+        enters_modules: bool = True,
+    ) -> None:
         """
         Args:
             modules: whose own attributes they are, not those of modules inside.
             loss: a function, a module, or an object with attributes.
+            batch: what is in it belongs to them.
+            enters_modules: modules in a plain list and the like belong to the attributes.
         """
-        self._owners = [vars(module) for module in modules]
+        own = list(modules)
+        self._owners = [vars(module) for module in own]
+        self._names = [type(module).__name__ for module in own]
         if isinstance(loss, nn.Module):
+            own += loss.modules()
             self._owners += map(vars, loss.modules())
         elif hasattr(loss, "__dict__"):
             self._owners.append(vars(loss))
+        self._names += ["loss"] * (len(self._owners) - len(self._names))
+        self._walk = Walk(own, enters_modules=enters_modules)
+        # What nobody has as an attribute.
+        others = {"batch": batch, "classes": ClassVariables.of([*own, loss])}
+        if isinstance(loss, FunctionType | MethodType):
+            others["loss"] = loss
+        self._owners.append(others)
+        self._names.append("")
 
     def copy(self) -> AttributesCopy:
         """Return what they are now."""
-        return [_attributes(owner) for owner in self._owners]
+        self._walk.begin()
+        return [self._attributes(owner) for owner in self._owners]
+
+    def _attributes(self, owner: dict[str, Any]) -> dict[str, Attribute]:
+        """Return attributes by name: the value, and a copy of what is inside of it."""
+        return {
+            key: (value, self._walk.content(value))
+            for key, value in list(owner.items())
+            if key not in OF_MODULES
+        }
 
     def changed(self, before: AttributesCopy) -> AttributesCopy:
         """Return those that are others than at a `copy`, as they are now."""
         found: AttributesCopy = []
-        for owner, was in zip(self._owners, before, strict=True):
-            now = _attributes(owner)
+        for now, was in zip(self.copy(), before, strict=True):
             own = {key: now.get(key, _ABSENT) for key in now.keys() | was.keys()}
             found.append(
                 {key: each for key, each in own.items() if not _is_same(each, was.get(key))}
             )
         return found
 
+    def leave_out_steady(self, before: AttributesCopy, changed: AttributesCopy) -> None:
+        """Copy no more of tensors that no forward between these two has written."""
+        for was, now in zip(before, changed, strict=True):
+            for key, (_, content) in was.items():
+                if key not in now and content is not None:
+                    self._walk.leave_out(content)
+
     def put_back_only(self, values: AttributesCopy) -> None:
         """Give some their values, as `changed` or `as_in` returned them."""
-        for owner, attributes in zip(self._owners, values, strict=True):
+        for owner, label, attributes in zip(self._owners, self._names, values, strict=True):
             for key, (value, content) in attributes.items():
                 if value is _ABSENT[0]:
                     owner.pop(key, None)
                     continue
                 owner[key] = value
                 if content is not None:
-                    _refill(value, content)
+                    content.put_back(f"{label}.{key}" if label else key)
 
     def put_back(self, values: AttributesCopy) -> None:
-        """Make them what they were at a `copy`."""
+        """Make them what they were at a `copy`.
+
+        Raises:
+            JobError: something has changed that cannot be put back.
+        """
         for owner, attributes in zip(self._owners, values, strict=True):
-            for key in _attributes(owner).keys() - attributes.keys():
+            for key in owner.keys() - attributes.keys() - OF_MODULES:
                 del owner[key]
-            for key, (value, content) in attributes.items():
-                owner[key] = value
-                if content is not None:
-                    _refill(value, content)
+        self.put_back_only(values)
 
 
 def as_in(values: AttributesCopy, keys: AttributesCopy) -> AttributesCopy:
@@ -101,39 +146,40 @@ def joined(first: AttributesCopy, second: AttributesCopy) -> AttributesCopy:
     return [one | other for one, other in zip(first, second, strict=True)]
 
 
-def _is_same(now: tuple[Any, Any], was: tuple[Any, Any] | None) -> bool:
+def goes_on(now: Attribute, before: Attribute) -> bool:
+    """Return whether an attribute has a number, a tensor or a generator that went on."""
+    value, content = now
+    if isinstance(value, int | float):
+        return bool(value != before[0])
+    return content is not None and before[1] is not None and content.counted_on(before[1])
+
+
+def without_graphs(values: AttributesCopy) -> AttributesCopy:
+    """Return values whose tensors hold no graph: that of one call would hold the one before."""
+    return [
+        {
+            key: (leaf(value), content.without_graphs() if content is not None else None)
+            for key, (value, content) in own.items()
+        }
+        for own in values
+    ]
+
+
+def first_written_tensor(changed: AttributesCopy, before: AttributesCopy) -> str:
+    """Return the attribute in which a tensor was written in place; "": there is none."""
+    for now, was in zip(changed, before, strict=True):
+        for key, (_, content) in now.items():
+            if content is not None and key in was and content.writes_tensors(was[key][1]):
+                return key
+    return ""
+
+
+def _is_same(now: Attribute, was: Attribute | None) -> bool:
     if was is None:
         return False
-    value, content = now
-    if value is not was[0]:
-        is_plain = type(value) is type(was[0]) and isinstance(value, _PLAIN)
-        return is_plain and bool(value == was[0])
-    if content is None:
-        return True
-    return len(content) == len(was[1]) and all(
-        each is other for each, other in zip(_items(content), _items(was[1]), strict=True)
-    )
-
-
-def _items(container: Any) -> list[Any]:
-    if isinstance(container, dict):
-        return [item for pair in container.items() for item in pair]
-    return list(container)
-
-
-def _attributes(owner: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return attributes by name: the value, and a copy of it if it is a container."""
-    return {
-        key: (value, copy.copy(value) if type(value) in _CONTAINERS else None)
-        for key, value in owner.items()
-        if key not in _OF_MODULES
-    }
-
-
-def _refill(container: Any, content: Any) -> None:
-    """Give a container the content that it had."""
-    container.clear()
-    if isinstance(container, dict | set):
-        container.update(content)
-    else:
-        container.extend(content)
+    (value, content), (before, content_before) = now, was
+    if value is not before:
+        return is_same_value(value, before)
+    if content is None or content_before is None:
+        return content is content_before
+    return content.is_same(content_before)

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from zrun_core.errors import JobError
-from zrun_core.user_code.trial import Attributes, AttributesCopy, as_in, joined
+from zrun_core.user_code.trial import Attributes, AttributesCopy, as_in, goes_on, joined
 
 
 class Turns:
@@ -31,14 +31,25 @@ class Turns:
         self.instead = instead
         self.has_changed = False  # something, in a turn of the first step
         self._is_first_step = True
+        self._begun: AttributesCopy = []  # the first turn
+        self._seen: AttributesCopy = []  # what has changed in the first step
 
     @property
     def are_watched(self) -> bool:
         """False if no forward of the first step has changed any."""
         return self._is_first_step or self.has_changed
 
+    def note(self, begun: AttributesCopy, changed: AttributesCopy) -> None:
+        """Note what a turn has changed, which began with `begun`."""
+        self.has_changed |= any(changed)
+        if self._is_first_step:
+            self._begun = self._begun or begun
+            self._seen = joined(self._seen, changed) if self._seen else changed
+
     def end_step(self) -> None:
-        """Know from now on whether forwards change any."""
+        """Know from now on whether forwards change any, and which."""
+        if self._is_first_step and self._begun:
+            self.attributes.leave_out_steady(self._begun, self._seen)
         self._is_first_step = False
 
 
@@ -78,14 +89,15 @@ class OwnAttributes:
             ]
             attributes.put_back_only(as_in(others, kept))
             self._own = mine
-        self._turns.has_changed |= any(changed)
+        self._turns.note(begun, changed)
 
     def _refuse_numbers(self, own: AttributesCopy, changed: AttributesCopy) -> None:
         for mine, now in zip(own, changed, strict=True):
-            for name, (value, _) in now.items():
-                if name in mine and isinstance(value, int | float):
+            for name, value in now.items():
+                if name in mine and goes_on(value, mine[name]):
                     raise JobError(
-                        f"{self._turns.key}: forward changes the number `{name}` of a module "
-                        "before and after a border, where other micro-batches come between: count "
-                        f"in one place, or {self._turns.instead}"
+                        f"{self._turns.key}: forward goes on with `{name}` (a number, a generator "
+                        "or a tensor) of a module before and after a border, where other "
+                        "micro-batches come between: do it in one place, or "
+                        f"{self._turns.instead}"
                     )

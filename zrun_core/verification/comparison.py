@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from zrun_core.data.batch import digest
+from zrun_core.errors import JobError
 from zrun_core.optim.lr import make_schedule
 from zrun_core.spine.sections.precision import LossScaleConfig
 from zrun_core.spine.sections.section import Ref
@@ -368,8 +369,9 @@ class _RunComparison:
             wide = self._wide.gradient(step, batches, numbers.scale)
         check = self._step_check(step, record, plain, wide)
         found = self._check_scale(step, numbers) or check.loss_and_gradients(self._values)
+        is_rounding = found is not None and self._repeats(step, batches, numbers.scale, plain)
         for nudge in range(_NUDGES):  # a branch is not taken otherwise by each of them
-            if found is None:
+            if found is None or not is_rounding:
                 break
             nudged = self._loop.nudged(step, nudge, batches, numbers.scale, self._values)
             check = self._step_check(step, record, plain, wide, nudged)
@@ -382,6 +384,28 @@ class _RunComparison:
         if found is None:
             self._end_step(step, overflows=not math.isfinite(numbers.norm))
         return found
+
+    def _repeats(
+        self,
+        step: int,
+        batches: Sequence[Sequence[tuple[Any, int]]],
+        scale: float,
+        plain: PlainGradient,
+    ) -> bool:
+        """Return whether the plain loop's step comes to the same again; tell it if it does not."""
+        try:
+            does = self._loop.repeats(step, batches, scale, self._values, plain)
+        except JobError as error:
+            reason = f": {error}"
+            does = False
+        else:
+            reason = ": it has state outside of the model, its loss and its batch"
+        if not does:
+            self._note(
+                "what rounding makes of this step is not known, and is not allowed for: the plain "
+                f"loop's own step differs when it is run again{reason}"
+            )
+        return does
 
     def _step_check(
         self,

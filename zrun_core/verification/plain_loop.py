@@ -11,6 +11,7 @@ step. The order of samples is the contract of `zrun_core/data/order.py`, written
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import islice
@@ -33,6 +34,7 @@ from zrun_core.verification.record import TensorShape
 from zrun_core.zero.auto_wrap import repeated_blocks
 
 _NUDGE = 2.0  # times the distance of neighbours in the format
+_ATOMICS = 1e-4  # of a gradient, what a device may add up in another order
 _NUDGES_OF_STEP = 100  # seeds of one, of which few are used
 
 
@@ -353,14 +355,54 @@ class PlainLoop:
             name: value * (1 + size * (2 * torch.rand(value.shape, generator=generator) - 1))
             for name, value in values.items()
         }
+        return self._again(step, batches, scale, moved, values)
+
+    def repeats(
+        self,
+        step: int,
+        batches: Sequence[Sequence[tuple[Any, int]]],
+        scale: float,
+        values: Mapping[str, Tensor],
+        found: PlainGradient,
+    ) -> bool:
+        """Return whether the last step, run once more as it was, comes to what it came to.
+
+        On a CPU to the bit. If not, its forwards change something that is not put back, and what
+        `nudged` returns says nothing of rounding.
+
+        Args:
+            step, batches, scale, values: as of `nudged`.
+            found: what the step came to.
+        """
+        again = self._again(step, batches, scale, values, values)
+        exact = 0.0 if self._device.type == "cpu" else _ATOMICS
+        if not math.isclose(again.loss, found.loss, rel_tol=exact):
+            return not math.isfinite(found.loss)
+        return again.grads.keys() == found.grads.keys() and all(
+            float((again.grads[name] - grad).norm()) <= exact * float(grad.norm())
+            for name, grad in found.grads.items()
+            if grad.isfinite().all()
+        )
+
+    def _again(
+        self,
+        step: int,
+        batches: Sequence[Sequence[tuple[Any, int]]],
+        scale: float,
+        begin: Mapping[str, Tensor],
+        end: Mapping[str, Tensor],
+    ) -> PlainGradient:
+        """Run the last step again, with values `begin`; leave what it left, and values `end`."""
+        begun = self._begun
         ended = [replica.state() for replica in self.replicas]
-        for replica, begun in zip(self.replicas, self._begun, strict=True):
-            replica.put_back(begun)
-            replica.load(moved)
+        for replica, state in zip(self.replicas, begun, strict=True):
+            replica.put_back(state)
+            replica.load(begin)
         found = self.gradient(step, batches, scale)
+        self._begun = begun
         for replica, state in zip(self.replicas, ended, strict=True):
             replica.put_back(state)
-            replica.load(values)
+            replica.load(end)
         return found
 
     def _micro(

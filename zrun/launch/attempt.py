@@ -64,6 +64,7 @@ from zrun.watch.ui import Ui
 from zrun_core.checkpoint.names import steps_in
 from zrun_core.errors import CheckpointError, ExitCode, StoppedError, ZrunError
 from zrun_core.spine.events import Event
+from zrun_core.spine.printable import printable
 from zrun_core.spine.spec import RunSpec, ScriptSpec, checkpoint_folder
 from zrun_core.spine.tracker_process import TrackerProcess
 
@@ -358,6 +359,7 @@ def _monitor(claimed: _ClaimedRun, agents: AgentGroup) -> _Observed:
 
     def on_event(event: Event, line: bytes | None) -> None:
         follower.event(event, line)
+        _tell_not_compared(request, event)
         if gate is not None:
             compare(gate.see, event, follower.event)
         find_slow(stragglers.see, event, follower.event)
@@ -470,6 +472,18 @@ def _conclude(
     else:
         _report(claimed, observed)
     return code, None
+
+
+def _tell_not_compared(request: LaunchRequest, event: Event) -> None:
+    """Say, whatever the screen, which checks before the first step were left out.
+
+    Ranks may then train something else, and nobody would see. Other screens tell all notes.
+    """
+    if event["type"] != "start" or request.ui not in (Ui.none, Ui.json) or not request.command:
+        return
+    for note in event.get("notes") or ():
+        if "not compared before training" in str(note):
+            say(f"note: {printable(str(note))}", sys.stderr)
 
 
 def _report(claimed: _ClaimedRun, observed: _Observed) -> None:

@@ -159,3 +159,53 @@ def test_a_signal_ends_it_with_the_steps_that_were_begun(folder: Path) -> None:
     done = zrun(folder, "--resume", "auto", f"steps={last + 20}")
     assert done.returncode == 0, done.stderr
     assert is_whole(folder, last + 20)
+
+
+PACED = '''
+import os, time
+import torch
+from small_job import Net
+
+
+class Paced(Net):
+    """Every forward takes a while; on the last rank one of them does not end."""
+
+    def __init__(self, pause: float, hangs_in: int = 0) -> None:
+        super().__init__()
+        self.pause, self.count = pause, 0
+        self.hangs_in = hangs_in if os.environ["RANK"] == "1" else 0
+
+    def forward(self, x, y):
+        self.count += 1
+        time.sleep(60 if self.count == self.hangs_in else self.pause)
+        return super().forward(x, y)
+'''
+
+
+def paced(folder: Path, limit_s: float, **args: float) -> list[str]:
+    """Options of a job of two ranks and two micro-batches each, whose ranks wait for so long."""
+    (folder / "paced.py").write_text(PACED)
+    model = json.dumps({"call": "paced.py:Paced", "args": args})
+    sizes = ["slots=2", "batch={global: 8, micro: 2}", "checkpoint=null", "hooks={}"]
+    return [f"model={model}", *sizes, f"limits.collective_s={limit_s}"]
+
+
+@pytest.mark.parametrize("staleness", ["0", "any"])
+def test_a_share_may_take_longer_than_a_wait(folder: Path, staleness: str) -> None:
+    """Nobody waits for long: both ranks compute for as long."""
+    done = zrun(folder, *paced(folder, 4, pause=2.3), "steps=2", f"staleness={staleness}")
+    assert done.returncode == 0, done.stderr
+    assert is_counted(folder, [8, 16])
+
+
+def test_a_rank_that_hangs_is_named(folder: Path) -> None:
+    done = zrun(folder, *paced(folder, 3, pause=0.0, hangs_in=5), "steps=8")
+    assert done.returncode == ExitCode.HANG, done.stderr
+    assert "others have waited for a push of rank 1 for more than 3 s" in " ".join(
+        done.stderr.split()
+    )
+    assert not left(folder)
+
+
+def is_counted(folder: Path, samples: list[int]) -> bool:
+    return [event["total_samples"] for _, event in sorted(steps(folder).items())] == samples

@@ -22,6 +22,7 @@ def test_a_slow_rank_takes_fewer_and_each_share_is_taken_once() -> None:
     assert shares.take(0) is None
     assert not shares.is_pushed
     assert shares.lead(0) == 3
+    assert shares.slowest == 1
     shares.push(1)
     assert shares.take(1) is None
     assert shares.is_pushed

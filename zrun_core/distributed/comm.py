@@ -248,13 +248,14 @@ class Comm:
         if self._is_waiting:
             yield
             return
-        self._tell_waiting(True)
+        self.tell_waiting(True)
         try:
             yield
         finally:
-            self._tell_waiting(False)
+            self.tell_waiting(False)
 
-    def _tell_waiting(self, is_waiting: bool) -> None:
+    def tell_waiting(self, is_waiting: bool) -> None:
+        """Tell others that this rank waits for them from now on, or no longer does."""
         self._is_waiting = is_waiting
         if self._flight_recorder is not None:
             self._flight_recorder.waiting(is_waiting)
@@ -534,15 +535,30 @@ class Comm:
 
     # Through a line of one thread: see `line.py`
 
-    @contextmanager
-    def waiting_at(self, line: Line, kind: str, name: str, num_bytes: int) -> Iterator[None]:
-        """Wait inside for what `line` moves, in the thread that trains, and count it.
+    def issue_at(self, line: Line, kind: str, name: str, num_bytes: int) -> None:
+        """Record a message of `line` in flight. Its thread calls it before it sends or receives.
+
+        It is one of two ranks: each makes as many as it needs, and nobody compares them with those
+        of a third.
 
         Args:
-            kind: of traffic, as of `TrafficKey`; for the flight recorder.
+            kind: send or receive.
         """
-        if self._flight_recorder is not None:
-            self._flight_recorder.issue(kind, line.group, name, num_bytes, in_order=False)
+        if self._flight_recorder is None:
+            return
+        group = line.group
+        own, other = group.ranks[group.index], group.ranks[line.peer]
+        pair = _Pair(group.axis, (own, other) if kind == "send" else (other, own))
+        self._flight_recorder.issue(kind, pair, name, num_bytes)
+
+    @contextmanager
+    def waiting_at(self, line: Line, kind: str, name: str, num_bytes: int) -> Iterator[None]:
+        """Wait inside for a message of `line`, in the thread that trains, and count it.
+
+        Args:
+            kind: send or receive.
+        """
+        self.issue_at(line, kind, name, num_bytes)
         with self._named_wait(self.in_words), self.waiting(), self.waits.counting():
             yield
         self.count(line)

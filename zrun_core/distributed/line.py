@@ -7,18 +7,39 @@
 What ranks send each other otherwise is issued by the thread that trains, and counted by `Comm`. A
 line may belong to another thread, so it takes torch's process group, which is safe there, and
 counts by itself; `Comm.count` adds that up later.
+
+Lines have a process group of their own (`with_limit`): whoever serves others listens while they
+compute, for as long as that takes, where a wait of the thread that trains has a limit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from zrun_core.distributed.transport import Group, ProcessGroupTransport
 from zrun_core.errors import PEER_IS_GONE, PeerError
+
+NO_LIMIT = timedelta(days=365)
+
+
+def with_limit(group: Group, limit: timedelta) -> Group:
+    """Return the same ranks with a process group of their own. Collective of all ranks.
+
+    Args:
+        limit: of this rank's waits there; others may have another one.
+    """
+    if group.size == 1:
+        return group
+    return replace(
+        group, process_group=dist.new_group(list(group.ranks), limit, group_desc="lines")
+    )
 
 
 class Moved(NamedTuple):
@@ -33,6 +54,7 @@ class Line:
 
     Attributes:
         group: of both ranks.
+        peer: place of the other one.
     """
 
     def __init__(self, group: Group, peer: int) -> None:
@@ -41,7 +63,7 @@ class Line:
             peer: place of the other one.
         """
         self.group = group
-        self._peer = peer
+        self.peer = peer
         self._transport = ProcessGroupTransport()
         self._moved: dict[tuple[str, bool], Moved] = {}
 
@@ -53,7 +75,7 @@ class Line:
         """
         with telling_of_peers():
             works = [
-                self._transport.send(tensor, self.group, self._peer, tag)
+                self._transport.send(tensor, self.group, self.peer, tag)
                 for tag, tensor in tensors.items()
             ]
             for work in works:
@@ -68,7 +90,7 @@ class Line:
         """
         with telling_of_peers():
             works = [
-                self._transport.receive(tensor, self.group, self._peer, tag)
+                self._transport.receive(tensor, self.group, self.peer, tag)
                 for tag, tensor in tensors.items()
             ]
             for work in works:

@@ -198,6 +198,21 @@ class ForwardStreams:
             yield
 
     @contextmanager
+    def apart(self, number: int) -> Iterator[None]:
+        """Let equal micro-batches inside draw apart from those within another number.
+
+        Args:
+            number: 0 changes nothing.
+        """
+        before = self.key
+        if number:
+            self.key = _key("apart", before, number)
+        try:
+            yield
+        finally:
+            self.key = before
+
+    @contextmanager
     def of_hook(self, step: int, number: int) -> Iterator[None]:
         """Draw what a hook draws that calls the model; afterwards the model's stream goes on.
 

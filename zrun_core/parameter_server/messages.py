@@ -61,12 +61,16 @@ class Push(NamedTuple):
         return torch.empty(len(Push._fields) - 1 + num_params, dtype=torch.float64)
 
 
+OVER, OVERDUE = -1, -2
+
+
 class Reply(NamedTuple):
     """The server's answer to a push.
 
     Attributes:
-        step, part: the share to compute next; -1: the window is over, and these parameters are its
-            result.
+        step, part: the share to compute next; step -1: the window is over, and these parameters
+            are its result; step -2: no parameters follow, since the rank of number `part` does not
+            push.
         num_steps: of the window that were made, once it is over.
         was_skipped: the update that had this push was not made.
     """

@@ -37,6 +37,7 @@ class Shares:
     Attributes:
         clocks: by rank, its pushes.
         num_steps: of the window; fewer once it is to end early.
+        at_work: ranks that have a share and have not pushed it.
     """
 
     def __init__(self, num_steps: int, num_ranks: int, staleness: int | None) -> None:
@@ -46,6 +47,7 @@ class Shares:
         """
         self.clocks = [0] * num_ranks
         self.num_steps = num_steps
+        self.at_work: set[int] = set()
         self._left = [set(range(num_ranks)) for _ in range(num_steps)]
         self._num_ranks = num_ranks
         self._staleness = staleness
@@ -56,16 +58,23 @@ class Shares:
             if left:
                 part = rank if rank in left else min(left)
                 left.remove(part)
+                self.at_work.add(rank)
                 return Share(step, part)
         return None
 
     def push(self, rank: int) -> None:
         """Count a push."""
         self.clocks[rank] += 1
+        self.at_work.discard(rank)
 
     def lead(self, rank: int) -> int:
         """Return how many pushes `rank` is ahead of the slowest."""
         return self.clocks[rank] - min(self.clocks)
+
+    @property
+    def slowest(self) -> int:
+        """The rank that others wait for, if any do: of those at work, that with the least clock."""
+        return min(self.at_work, key=lambda rank: (self.clocks[rank], rank), default=0)
 
     def may_go_on(self, rank: int) -> bool:
         """Return whether `rank` may begin another share, or need not wait for one.

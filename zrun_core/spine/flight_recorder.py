@@ -11,12 +11,13 @@ it issues a collective, its kind, its group and the unit's name, numbered per ki
 
 Ranks that wait for each other compare these records, and the host's agent reads the same pages to
 find ranks that no longer move: see `flight_view.py`. Writing costs two microseconds and
-synchronises nothing.
+synchronises nothing. Any thread of the rank may write.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -70,6 +71,7 @@ class FlightRecorder(FlightRecorderView):
         self._page.clear()
         self._world_size = world_size
         self._own: dict[tuple[str, tuple[int, ...]], _OwnRecord] = {}
+        self._lock = threading.RLock()  # a signal's handler may write within a write
         self._step = 0
         self._first = 0
         self._num_waits = 0
@@ -81,16 +83,17 @@ class FlightRecorder(FlightRecorderView):
         self._write_header()
 
     def _write_header(self) -> None:
-        self._progress += 1
-        self._page.write_progress(
-            self._step,
-            self._waiting,
-            self._num_waits,
-            self._progress,
-            self._phase,
-            self._pid,
-            self._first,
-        )
+        with self._lock:  # or what another thread has read before might be written after
+            self._progress += 1
+            self._page.write_progress(
+                self._step,
+                self._waiting,
+                self._num_waits,
+                self._progress,
+                self._phase,
+                self._pid,
+                self._first,
+            )
 
     def disagreement(self) -> str | None:
         """Return the first collective on which this rank and another differ, in words."""
@@ -130,16 +133,18 @@ class FlightRecorder(FlightRecorderView):
             num_bytes: that this rank sends, or only receives.
             in_order: as of `FlightRecord`; the same for all of a kind and group.
         """
-        record = self._own.get((kind, group.ranks))
-        if record is None:
-            over = self._group_in_words(kind, group)
-            at = self._page.begin_record(len(self._own), kind, group.ranks, over, in_order=in_order)
-            record = self._own[kind, group.ranks] = _OwnRecord(at)
-        self._order += 1
-        record.number += 1
-        if record.at is not None:
-            self._page.write_op(record.at, record.number, self._order, num_bytes, name)
-        self._write_header()
+        with self._lock:
+            record = self._own.get((kind, group.ranks))
+            if record is None:
+                over = self._group_in_words(kind, group)
+                place = len(self._own)
+                at = self._page.begin_record(place, kind, group.ranks, over, in_order=in_order)
+                record = self._own[kind, group.ranks] = _OwnRecord(at)
+            self._order += 1
+            record.number += 1
+            if record.at is not None:
+                self._page.write_op(record.at, record.number, self._order, num_bytes, name)
+            self._write_header()
 
     def _group_in_words(self, kind: str, group: RankSet) -> str:
         """Return the group as messages name it; nothing where it is all ranks."""

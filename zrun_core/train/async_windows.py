@@ -11,8 +11,10 @@ and ends the window with the steps that were begun.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from itertools import accumulate
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -22,11 +24,12 @@ from zrun_core.data.loader import BatchLoader
 from zrun_core.distributed.named_vector import NamedVector
 from zrun_core.hardware.clock import Waits
 from zrun_core.parameter_server.messages import Push
-from zrun_core.parameter_server.server import WindowPlan, WindowRecord, make_channel
+from zrun_core.parameter_server.server import LeftOut, WindowPlan, WindowRecord, make_channel
 from zrun_core.parameter_server.shares import Share
 from zrun_core.spine.events import Emitter
 from zrun_core.telemetry.metrics import StepClock, StepMarks, StepPhase
 from zrun_core.telemetry.recorder import IssuedStep
+from zrun_core.telemetry.step_totals import StepTotals
 from zrun_core.train.micro_batches import MicroBatchRunner, RunnerContext
 from zrun_core.train.windows import EndedStep, ReadStep, steps_until_due, totals_of
 from zrun_core.zero.push_pull import PushPull
@@ -90,7 +93,9 @@ class AsyncWindows:
             self._comm,
             None if bound == "any" else bound,
             context.spec.batch.global_size,
+            context.spec.job.limits.collective_s,
         )
+        self._draws = context.draws
         loader.coming(0)
 
     def length(self, steps: int) -> int:
@@ -127,30 +132,38 @@ class AsyncWindows:
         num_steps = done.num_steps
         if record is not None:
             self._add_updates(record, rows[:num_steps])
-            self._tell(record, first + num_steps - 1, num_steps)
+            self._tell(record, steps, first, num_steps)
         wishes = wishes_of()
         message = torch.cat([table[:num_steps].view(-1), wishes.values])
         message = self._comm.all_reduce_small(message, self._sharded.mesh.world, name="window")
         all_totals = totals_of(self._comm.read(message), _COLUMNS, num_steps, wishes.names)
         self._runner.waited[StepPhase.OPTIM] += self._comm.waits.take()
         self._loader.seek(steps[num_steps - 1].samples.stop)
-        norms = {} if record is None else record.skipped
-        all_issued = self._issued(first, done, lr_of)
-        ended = []
-        for number in range(num_steps):
-            totals = all_totals[number]
-            # Without a sample that counts there is no update.
-            skipped = float(totals.skipped > 0 or not totals.weight)
-            ended.append(
-                EndedStep(
-                    steps[number],
-                    all_issued[number],
-                    totals._replace(skipped=skipped),
-                    norms.get(number, []),
-                    done.losses.get(number, []),
-                )
+        # Without a sample that counts there is no update.
+        all_totals = [
+            totals._replace(skipped=float(totals.skipped > 0 or not totals.weight))
+            for totals in all_totals
+        ]
+        all_issued = self._issued(first, done, self._rates(all_totals, lr_of))
+        return [
+            EndedStep(
+                steps[number],
+                all_issued[number],
+                totals,
+                (record and record.skipped(number)) or [],
+                done.losses.get(number, []),
             )
-        return ended
+            for number, totals in enumerate(all_totals)
+        ]
+
+    def _rates(
+        self, all_totals: Sequence[StepTotals], lr_of: Callable[[int], float]
+    ) -> list[float]:
+        """Return the learning rate of each step, as the server had it."""
+        if self._job.staleness != 0:
+            return [lr_of(number) for number in range(len(all_totals))]
+        made = accumulate((not totals.skipped for totals in all_totals), initial=0)
+        return [lr_of(number) for number in made]
 
     def _compute_shares(
         self,
@@ -170,7 +183,9 @@ class AsyncWindows:
         flops = 0.0
         while True:
             batches = self._read(steps[share.step], share.part)
-            push, of_share = self._compute(share, batches, first, rows[share.step])
+            # A rank's own share draws what it does elsewhere, each other one of the step apart.
+            with self._draws.apart((share.part - self._group.index) % self._group.size):
+                push, of_share = self._compute(share, batches, first, rows[share.step])
             if share.part == self._group.index:
                 losses[share.step] = of_share
             micro_batches += len(batches)
@@ -216,29 +231,54 @@ class AsyncWindows:
     def _add_updates(record: WindowRecord, rows: Sequence[NamedVector]) -> None:
         """Add what the server knows of the steps."""
         for step, row in enumerate(rows):
-            row.add(grad_norm=record.grad_norm(step), skipped=float(step in record.skipped))
+            is_skipped = record.skipped(step) is not None
+            row.add(grad_norm=record.grad_norm(step), skipped=float(is_skipped))
 
-    def _tell(self, record: WindowRecord, step: int, num_steps: int) -> None:
-        """Emit how late the gradients of the window came."""
+    def _tell(
+        self, record: WindowRecord, steps: Sequence[ReadStep], first: int, num_steps: int
+    ) -> None:
+        """Emit how late the gradients of the window came, and which were left out."""
+        for step, left_out in sorted(record.left_out.items()):
+            if record.skipped(step) is None:  # else the step's own warning says why
+                for each in left_out:
+                    self._warn_of(each, first + step, steps[step].samples)
         self._emitter.emit(
             "pushes",
-            step=step,
+            step=first + num_steps - 1,
             steps=num_steps,
             bound=self._job.staleness,
             staleness={str(late): count for late, count in sorted(record.staleness.items())},
             by_rank=record.pushes_of(self._group.size),
             most_ahead=max(each.lead for each in record.made),
+            left_out=record.num_left_out,
+        )
+
+    def _warn_of(self, left_out: LeftOut, step: int, positions: range) -> None:
+        """Warn of a push that was left out of a step of which others were made use of."""
+        spoiled = [
+            unit.name
+            for units, norms in left_out.norms
+            for unit, norm in zip(units, norms.tolist(), strict=True)
+            if not math.isfinite(norm)
+        ]
+        what = f"a gradient in {spoiled[-1]} is" if spoiled else "its loss or gradient is"
+        samples = self._loader.samples_of(positions, left_out.parts[0])
+        self._emitter.emit(
+            "warning",
+            message=f"step {step}: a push of rank {left_out.ranks[0]} was left out, since {what} "
+            f"not finite ({samples}); other updates of the step were made",
         )
 
     def _issued(
         self,
         first: int,
         done: _Done,
-        lr_of: Callable[[int], float],
+        rates: Sequence[float],
     ) -> list[IssuedStep]:
         """Return what this rank knows of each step: its part of the window, divided evenly.
 
-        `done` is what this rank has computed; `first` is the number of the first step.
+        `done` is what this rank has computed; `first` is the number of the first step, and `rates`
+        has the learning rate of each.
         """
         num_steps = done.num_steps
         clocks = _divided(self._clock.restart(), self._runner.waited, num_steps)
@@ -247,7 +287,7 @@ class AsyncWindows:
         return [
             IssuedStep(
                 step=first + number,
-                lr=lr_of(number),
+                lr=rates[number],
                 clock=clocks,
                 waited={},
                 sent=sent[number],

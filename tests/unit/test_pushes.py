@@ -6,6 +6,7 @@ import io
 from collections import Counter
 from typing import Any
 
+import pytest
 from rich.console import Console
 
 from zrun.pages.run_tables import staleness
@@ -14,6 +15,7 @@ from zrun.watch.panel_layout import Facts
 from zrun.watch.pushes import Pushes, histogram, pushes_in_words
 from zrun.watch.report import report_rows
 from zrun.watch.run_state import RunState, fold
+from zrun_core.spine.config import JobConfig
 
 
 def window(**fields: Any) -> dict[str, Any]:
@@ -55,6 +57,39 @@ def test_windows_add_up() -> None:
     out = io.StringIO()
     Console(file=out, width=120).print(panel(state, Facts("job", "run", ("a", "a")), 120))
     assert "mean 1.25 updates" in out.getvalue()
+
+
+def test_what_was_left_out_is_told() -> None:
+    state = folded(window(left_out=2), window(step=8, left_out=1))
+    assert pushes_in_words(state.pushes)[-1] == "3 left out"
+
+
+def test_the_label_is_told_wherever_a_run_is() -> None:
+    what = "sync: async_server, staleness 3"
+    start = {"type": "start", "rank": 0, "time": 0.0, "total_steps": 8, "changes_numerics": what}
+    for events in ([start], [start, window()]):
+        state = folded(*events)
+        out = io.StringIO()
+        Console(file=out, width=120).print(panel(state, Facts("job", "run", ("a", "a")), 120))
+        assert f"changes numerics ({what})" in out.getvalue()
+        assert ("numerics", f"changes numerics ({what})") in report_rows(state)
+    assert not any(name == "numerics" for name, _ in report_rows(folded(window())))
+
+
+@pytest.mark.parametrize(
+    ("keys", "label"),
+    [
+        ({"sync": "async_server", "staleness": 3}, "sync: async_server, staleness 3"),
+        ({"sync": "async_server", "staleness": "any"}, "sync: async_server, staleness any"),
+        ({"sync": "async_server"}, ""),
+        ({"sync": "server"}, ""),
+        ({"parallel": {"pp": 2, "schedule": "pipedream"}}, "parallel.schedule: pipedream"),
+        ({"parallel": {"pp": 2}}, ""),
+    ],
+)
+def test_the_label_names_the_key(keys: dict[str, Any], label: str) -> None:
+    job = {"name": "a", "model": "a.py:b", "data": "a.py:c", "steps": 4, "batch": 8, "zero": 0}
+    assert JobConfig.model_validate({**job, **keys}).changes_numerics == label
 
 
 def test_a_histogram_has_few_bars_of_one_width() -> None:

@@ -233,12 +233,14 @@ def _head(found: Answer) -> list[str]:
             homes += f" (offload.fraction: auto = {placement.fraction:g}, the least that fits)"
     tokens = f" of {found.tokens_per_sample:,} tokens" if found.tokens_per_sample else ""
     share = "a rank's share of memory" if hardware.shares_memory else hardware.device.name
+    late = question.job.changes_numerics
     return [
         f"{question.title}: {count(found.num_params)} parameters, {ranks} on {hardware.name} "
         f"({share}: {format_size(chosen.capacity)})",
         f"batch: {question.batch}{tokens}; {question.job.precision.compute}, "
         f"{question.job.optim.name}, checkpoint {chosen.candidate.checkpoint}; "
         f"activations: {chosen.source}{homes}",
+        *([f"changes numerics ({late})"] if late else []),
     ]
 
 
@@ -290,6 +292,7 @@ def to_json(found: Answer, tokens: str | None, price: float | None) -> dict[str,
         "hardware": as_data(found.question.hardware),
         "parameters": found.num_params,
         "batch": found.question.batch.model_dump(),
+        "changes_numerics": found.question.job.changes_numerics or None,
         "steps": found.num_steps,
         "estimate": as_data(found.chosen),
         "fits": found.fits,

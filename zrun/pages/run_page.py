@@ -29,6 +29,7 @@ from zrun.pages.run_job import job_keys
 from zrun.runs.launches import read_launches
 from zrun.watch import formatting
 from zrun.watch.panel_layout import Facts
+from zrun.watch.pushes import numerics_in_words
 from zrun.watch.report import report_rows
 from zrun.watch.run_record import RunRecord
 from zrun.watch.run_state import RunState
@@ -120,6 +121,7 @@ def _what_ran(facts: Facts, state: RunState) -> str:
         words += [str(start["precision"])] if start.get("precision") else []
         if isinstance(start.get("params"), int):
             words.append(f"{formatting.count(start['params'])} parameters")
+        words += filter(None, [numerics_in_words(start)])
     return " · ".join(words)
 
 

@@ -33,7 +33,7 @@ def notes_on_late_gradients(job: JobConfig, batch: BatchPlan) -> Iterator[str]:
             "for each other after each step"
         )
         return
-    ahead = "any number of pushes"
+    ahead = "any number of pushes until all meet, after 32 steps at most"
     if job.staleness != "any":
         ahead = f"up to {job.staleness} of its pushes"
     share = batch.global_size // batch.ranks

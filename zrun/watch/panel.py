@@ -22,7 +22,7 @@ from rich.text import Text
 from zrun.hosts.cluster import several
 from zrun.watch import formatting
 from zrun.watch.panel_layout import ALERT, GAP, GOOD, LABEL, QUIET, Facts, PanelSpace, packed
-from zrun.watch.pushes import pushes_in_words
+from zrun.watch.pushes import numerics_in_words, pushes_in_words
 from zrun.watch.ranks_table import ranks_table
 from zrun.watch.remaining import remaining
 from zrun.watch.run_state import SPLIT, RunState
@@ -247,8 +247,9 @@ def _updates(state: RunState, facts: Facts, room: PanelSpace) -> list[Text]:
 
 
 def _late(state: RunState, facts: Facts, room: PanelSpace) -> list[Text]:
-    """Say how late gradients come to an asynchronous server."""
-    return packed(pushes_in_words(state.pushes), room.width)
+    """Say that gradients are of older parameters, and how late they come to a server."""
+    label = numerics_in_words(state.start)
+    return packed([*([label] if label else []), *pushes_in_words(state.pushes)], room.width)
 
 
 def _stages(state: RunState, facts: Facts, room: PanelSpace) -> list[Text]:

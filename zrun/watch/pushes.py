@@ -19,14 +19,16 @@ class Pushes:
     Attributes:
         staleness: by updates between pull and push, how many pushes.
         by_rank: how many each rank has made.
-        most_ahead: pushes that a rank was ahead of the slowest, at most.
+        most_ahead: pushes that a rank was ahead of the slowest when it began a share, at most.
         bound: of that; None: there is none.
+        left_out: those that were not finite.
     """
 
     staleness: Counter[int]
     by_rank: tuple[int, ...]
     most_ahead: int
     bound: int | None
+    left_out: int = 0
 
     @property
     def count(self) -> int:
@@ -56,11 +58,14 @@ def fold_pushes(before: Pushes | None, event: Event) -> Pushes:
     by_rank = tuple(int(number) for number in event["by_rank"])
     most_ahead = int(event["most_ahead"])
     bound = event.get("bound")
+    left_out = int(event.get("left_out", 0))
     if before is not None:
         staleness += before.staleness
         by_rank = tuple(a + b for a, b in zip(before.by_rank, by_rank, strict=True))
         most_ahead = max(before.most_ahead, most_ahead)
-    return Pushes(staleness, by_rank, most_ahead, bound if isinstance(bound, int) else None)
+        left_out += before.left_out
+    known = bound if isinstance(bound, int) else None
+    return Pushes(staleness, by_rank, most_ahead, known, left_out)
 
 
 def histogram(pushes: Pushes) -> Sequence[Bin]:
@@ -86,4 +91,11 @@ def pushes_in_words(pushes: Pushes | None) -> list[str]:
         f"most {max(pushes.staleness)}",
         f"pushes by rank {' '.join(map(str, pushes.by_rank))}",
         f"up to {pushes.most_ahead} ahead of the slowest ({bound})",
+        *([f"{pushes.left_out} left out"] if pushes.left_out else []),
     ]
+
+
+def numerics_in_words(start: Event | None) -> str:
+    """Return the label of a run whose gradients are of older parameters; "" for any other."""
+    what = (start or {}).get("changes_numerics")
+    return f"changes numerics ({what})" if what else ""

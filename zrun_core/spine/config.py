@@ -103,7 +103,7 @@ class JobConfig(Section):
     staleness: Annotated[int, Field(ge=0, le=10**6)] | Literal["any"] = Field(
         default=0,
         description="sync: async_server: pushes that a rank may be ahead of the slowest; 0 has the "
-        "numbers of sync: server; any: no bound",
+        "numbers of sync: server; any: no bound but that all ranks meet after 32 steps at most",
     )
     seed: int = Field(
         default=0,
@@ -255,6 +255,15 @@ class JobConfig(Section):
                     f"takes at most {_MAX_VARIABLE_BYTES}: write it to a file, and give its path"
                 )
         return env
+
+    @property
+    def changes_numerics(self) -> str:
+        """The key by which updates are by gradients of older parameters; "" : none is."""
+        if self.sync == "async_server" and self.staleness != 0:
+            return f"sync: async_server, staleness {self.staleness}"
+        if self.parallel.facts.updates_each:
+            return f"parallel.schedule: {self.parallel.schedule}"
+        return ""
 
     @property
     def uses_disk(self) -> bool:

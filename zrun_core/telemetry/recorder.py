@@ -206,6 +206,9 @@ class Recorder:
         if self._sharded.tiers is not None:
             notes = [*notes, *self._sharded.tiers.notes]
             elsewhere["planned_tiers"] = memory_by_tier(planned)
+        label = {}
+        if self.job.changes_numerics:
+            label["changes_numerics"] = self.job.changes_numerics
         self._emitter.emit(
             "start",
             job=self.job.name,
@@ -218,6 +221,7 @@ class Recorder:
             pauses=_pauses(self.job),
             planned_bytes={kind.value: size for kind, size in planned.by_kind.items()},
             **elsewhere,
+            **label,
             units=len(self._sharded.layouts),
             versions={
                 "zrun": own_release(),

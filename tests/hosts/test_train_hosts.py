@@ -15,6 +15,7 @@ import faults
 import pytest
 from rig import Rig
 
+from zrun_core.errors import ExitCode
 from zrun_core.spine.stop_signals import SAVE
 
 
@@ -124,3 +125,36 @@ def test_an_asynchronous_server_misses_who_is_killed(rig: Rig, tmp_path: Path, n
     )
     assert (found.code, found.left) == (fault.code, {}), found.report
     assert found.cause, found.report
+
+
+ASYNC: dict[str, Any] = {"sync": "async_server", "staleness": "any", "checkpoint": {"every": 5}}
+
+
+def is_counted_once(launch: faults.Launch) -> bool:
+    """Of six samples per step, each in one step that stayed."""
+    steps = {event["step"]: event["total_samples"] for event in launch.events("step")}
+    return steps == {step: 6 * step for step in range(1, max(steps) + 1)}
+
+
+def test_a_run_goes_on_after_its_asynchronous_server_is_killed(rig: Rig, tmp_path: Path) -> None:
+    """Rank 0, from another host's point of view; by itself, and by hand after a signal."""
+    hosts = ["node1", "node2"]
+    launch = faults.start(rig, tmp_path / "job", **ASYNC, hosts=hosts, steps=300, restarts=1)
+    launch.wait_for(lambda: len(launch.events("step")) > 6, "step 7")
+    os.kill(launch.pids("node1", "zrun_core")[0], signal.SIGKILL)
+    launch.wait_for(lambda: launch.events("step")[-1]["step"] > 60, "step 61")
+    launch.launcher.send_signal(signal.SIGTERM)
+    code, report = end(launch)
+    assert "rank 0 of 2 (node1, cpu) was killed by SIGKILL" in report
+    assert "restart 1 of 1" in report
+    assert code == ExitCode.STOPPED, report
+    last = launch.events("step")[-1]["step"]
+    assert f"stopped after step {last}" in report
+    assert rig.leftovers() == {}
+    rest = {**ASYNC, "hosts": hosts, "steps": last + 20}
+    rest_of = faults.start(rig, tmp_path / "job", "--resume", "auto", **rest)
+    code, report = end(rest_of)
+    assert code == 0, report
+    assert f"continues after step {last}" in report
+    assert max(event["step"] for event in rest_of.events("step")) == last + 20
+    assert is_counted_once(rest_of)

@@ -104,7 +104,11 @@ def test_it_tells_how_late_its_gradients_are(folder: Path) -> None:
     assert report["pull"].endswith("sent by rank 0, equal to theory")
     assert report["memory"].endswith("in buffers of rank 0, equal to plan")
     assert "of the slowest (no bound)" in report["staleness"]
+    label = "changes numerics (sync: async_server, staleness any)"
+    assert report["numerics"] == label
+    assert [event["changes_numerics"] for event in events(folder, "start")] == [label[18:-1]]
     page = (folder / "run" / "report.html").read_text()
+    assert label in page
     assert "<h2>Staleness of pushes</h2>" in page
     assert "0 updates late" in page or "0 to " in page
 

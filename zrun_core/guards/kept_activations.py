@@ -16,6 +16,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch import nn
 
 _RAW = "_raw_saved_"
@@ -48,7 +49,8 @@ def kept_for_backward(model: nn.Module, device_type: str, known: set[int]) -> Co
             about = _about(node, nodes, owners)
             nodes[node] = about
             for tensor in _saved(node):
-                if tensor.device.type != device_type or tensor.layout is not torch.strided:
+                is_elsewhere = tensor.device.type != device_type or isinstance(tensor, FakeTensor)
+                if is_elsewhere or tensor.layout is not torch.strided:
                     continue
                 storage = tensor.untyped_storage()
                 if storage.nbytes() and storage.data_ptr() not in known:

@@ -175,42 +175,47 @@ WIDTH, HEIGHT, MARGIN = 420, 240, 46  # of a picture, and around its axes
 
 
 def picture(records: dict[Case, dict[str, Any]]) -> str:
-    """Held-out loss over seconds of training, a picture for each number of ranks and slowness."""
+    """Held-out loss over steps, and beside it over seconds of training, a row for each setup."""
     setups = list(dict.fromkeys((case.ranks, case.slowed) for case in records))
-    most = max(record["curve"][-1][1] for record in records.values())
     losses = [loss for record in records.values() for _, _, loss in record["curve"]]
     low, high = min(losses), max(losses)
     shapes = []
-    for number, (ranks, slowed) in enumerate(setups):
-        left, top = (number % 2) * WIDTH + MARGIN, (number // 2) * HEIGHT + MARGIN
-        wide, tall = WIDTH - 2 * MARGIN, HEIGHT - 2 * MARGIN
+    for row, (ranks, slowed) in enumerate(setups):
+        of_setup = {
+            case.method: record["curve"]
+            for case, record in records.items()
+            if (case.ranks, case.slowed) == (ranks, slowed)
+        }
         title = f"{ranks} ranks" + (f", one slowed {slowed:g}x" if slowed > 1 else "")
-        shapes += [
-            f'<rect x="{left}" y="{top}" width="{wide}" height="{tall}" fill="none" '
-            'stroke="#999999"/>',
-            f'<text x="{left}" y="{top - 8}" font-weight="600">{title}</text>',
-            f'<text x="{left - 4}" y="{top + 10}" text-anchor="end">{high:.1f}</text>',
-            f'<text x="{left - 4}" y="{top + tall}" text-anchor="end">{low:.1f}</text>',
-            f'<text x="{left + wide}" y="{top + tall + 14}" text-anchor="end">{most:.0f} s</text>',
-        ]
-        for case, record in records.items():
-            if (case.ranks, case.slowed) != (ranks, slowed):
-                continue
-            points = " ".join(
-                f"{left + wide * second / most:.1f},{top + tall * (high - loss) / (high - low):.1f}"
-                for _, second, loss in record["curve"]
-            )
-            shapes.append(
-                f'<polyline points="{points}" fill="none" stroke="{COLORS[case.method]}" '
-                'stroke-width="1.5"/>'
-            )
-    rows = (len(setups) + 1) // 2
+        for column, unit in enumerate(("steps of 16 samples", "s")):
+            most = max(point[column] for curve in of_setup.values() for point in curve)
+            left, top = column * WIDTH + MARGIN, row * HEIGHT + MARGIN
+            wide, tall = WIDTH - 2 * MARGIN, HEIGHT - 2 * MARGIN
+            shapes += [
+                f'<rect x="{left}" y="{top}" width="{wide}" height="{tall}" fill="none" '
+                'stroke="#999999"/>',
+                f'<text x="{left}" y="{top - 8}" font-weight="600">{title}</text>',
+                f'<text x="{left - 4}" y="{top + 10}" text-anchor="end">{high:.1f}</text>',
+                f'<text x="{left - 4}" y="{top + tall}" text-anchor="end">{low:.1f}</text>',
+                f'<text x="{left + wide}" y="{top + tall + 14}" text-anchor="end">'
+                f"{most:.0f} {unit}</text>",
+            ]
+            for method, curve in of_setup.items():
+                points = " ".join(
+                    f"{left + wide * point[column] / most:.1f},"
+                    f"{top + tall * (high - point[2]) / (high - low):.1f}"
+                    for point in curve
+                )
+                shapes.append(
+                    f'<polyline points="{points}" fill="none" stroke="{COLORS[method]}" '
+                    'stroke-width="1.5"/>'
+                )
     for number, (name, color) in enumerate(COLORS.items()):
         at = MARGIN + number * 110
-        y = rows * HEIGHT + 8
+        y = len(setups) * HEIGHT + 8
         shapes.append(f'<rect x="{at}" y="{y - 9}" width="10" height="10" fill="{color}"/>')
         shapes.append(f'<text x="{at + 15}" y="{y}">{name}</text>')
-    size = f'viewBox="0 0 {2 * WIDTH} {rows * HEIGHT + 20}"'
+    size = f'viewBox="0 0 {2 * WIDTH} {len(setups) * HEIGHT + 20}"'
     style = 'font-family="system-ui, sans-serif" font-size="12"'
     back = '<rect width="100%" height="100%" fill="#fff"/>'
     shown = "\n".join([back, *shapes])

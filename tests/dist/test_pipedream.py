@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import signal
 from collections.abc import Callable
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -17,6 +18,7 @@ from test_pipelines import GPT, Tensors, assert_equal, gpt, whole
 from torch import nn
 from toys import world
 
+from zrun_core.checkpoint.checkpointer import Checkpointer, SaveConsensus
 from zrun_core.models.gpt import gpt as make_gpt
 from zrun_core.pipeline.actions import Action
 from zrun_core.train.pipedream import PipeDreamRunner
@@ -287,6 +289,64 @@ def test_skips(ranks, tmp_path: Path) -> None:
     ]
     for values in whole(found).values():
         assert np.isfinite(values).all()
+
+
+def rated(keys: dict[str, Any], run_dir: str, dims: dict[str, int]) -> dict[str, Any]:
+    """Run a job; return also the learning rates that this rank's updates were given."""
+    rates: list[float] = []
+    step = StageSteps.step
+
+    def seen(self: StageSteps, lr: float) -> StageUpdate:
+        rates.append(lr)
+        return step(self, lr)
+
+    with patch.object(StageSteps, "step", seen):
+        return {**run(keys, run_dir, None, None, None, dims), "rates": rates}
+
+
+def test_a_skipped_step_moves_the_rate_from_the_next_window_on(ranks, tmp_path: Path) -> None:
+    keys = keys_of(
+        2,
+        "pipedream",
+        steps=10,
+        lr={"schedule": "constant", "warmup": 8},
+        parallel={"pp": 2, "schedule": "pipedream"},
+        optim={**SGD, "lr": 0.08},
+        batch={"global": 4, "micro": 4},
+        eval={"data": {"call": "test_pipedream.py:Odd"}, "every": 4},
+        model="test_pipedream.py:Sick",
+        data={"call": "test_pipedream.py:Odd"},
+    )
+    found = ranks(2).run(rated, keys, str(tmp_path), {"dp": 1, "pp": 2})
+    steps = [e for e in found[0]["events"] if e["type"] == "step"]
+    assert [e["step"] for e in steps if e["skipped"]] == [2]
+    expected = [0.01, 0.02, 0.03, 0.04, 0.04, 0.05, 0.06, 0.07, 0.08, 0.08]
+    assert np.allclose([e["lr"] for e in steps], expected, rtol=1e-12)
+    for each in found:
+        assert each["rates"] == [e["lr"] for e in steps]
+
+
+def written(keys: dict[str, Any], run_dir: str, dims: dict[str, int]) -> dict[str, Any]:
+    """Run a job whose files of a save are on the disk by the end of the next window."""
+    contribution = Checkpointer.contribution
+
+    def late(self: Checkpointer, asked: bool = False) -> SaveConsensus:
+        if self._current is not None:
+            wait([self._current.writing])
+        return contribution(self, asked)
+
+    with patch.object(Checkpointer, "contribution", late):
+        return run(keys, run_dir, None, None, None, dims)
+
+
+def test_a_save_that_is_written_makes_no_later_one_wait_or_go(ranks, tmp_path: Path) -> None:
+    """Its manifest is written where ranks meet next, not one window later still."""
+    checkpoint = {"every": 8, "async": True, "busy": "skip", "keep": 9}
+    keys = keys_of(2, "pipedream", steps=24, checkpoint=checkpoint)
+    found = ranks(2).run(written, keys, str(tmp_path), {"dp": 1, "pp": 2})
+    events = found[0]["events"]
+    assert [e["message"] for e in events if e["type"] == "warning"] == []
+    assert [e["step"] for e in events if e["type"] == "save"] == [8, 16, 24]
 
 
 class Sick(nn.Module):

@@ -20,8 +20,11 @@
 Ranks agree on each turn through numbers that they add to the step's one message (`SaveConsensus`),
 so no rank waits for another's disk unless it was asked to. Where it was, they ask each other again
 and again whether all are ready: one may then take `limits.save_s`, and not only the time that one
-message may. The threads never talk to other ranks, and never look at the model: a look at a
-parameter in the middle of a step unshards it, which other ranks have to take part in.
+message may. Where ranks meet once in many steps, the turn that finds all files written waits for
+the manifest too: the next turn may be as far away as the next save.
+
+The threads never talk to other ranks, and never look at the model: a look at a parameter in the
+middle of a step unshards it, which other ranks have to take part in.
 """
 
 from __future__ import annotations
@@ -110,6 +113,7 @@ class Checkpointer:
     Attributes:
         last_step: the newest step that is committed, or under way.
         prunes: whether a save that begins now makes older steps go.
+        has_rare_turns: many steps lie between two messages of all ranks.
         on_commit: called on every rank, in the middle of a turn, with a step that is committed.
     """
 
@@ -138,6 +142,7 @@ class Checkpointer:
         self.config = config
         self.last_step: int | None = None
         self.prunes = True
+        self.has_rare_turns = False
         self.on_commit: Callable[[int], object] = lambda step: None
         self._streams = streams
         self._comm = comm
@@ -314,9 +319,12 @@ class Checkpointer:
     def advance(self, consensus: SaveConsensus) -> None:
         """Move the save under way on, as far as it takes no waiting, says the consensus of a step.
 
+        With `has_rare_turns` it waits for the manifest, once the files are written.
+
         Raises:
             SaveError: this rank could not save, and the job says to stop then.
             PeerError: another rank could not.
+            HangError: rank 0's disk took longer than it may.
         """
         self._consensus = SaveConsensus()
         current = self._current
@@ -325,6 +333,9 @@ class Checkpointer:
         start = time.monotonic()
         if not current.is_written:
             if consensus.written == self._world.size:
+                if self.has_rare_turns:
+                    self.finish()
+                    return
                 self._gather_reports(current)
                 current.stall_s += time.monotonic() - start
         elif consensus.settled > 0:

@@ -7,6 +7,10 @@
 A step is so many samples as everywhere: its totals are those of its shares, whoever computed them,
 and its times are those of the window, divided evenly. What a signal asks for travels with a push,
 and ends the window with the steps that were begun.
+
+A save beside training becomes a step where ranks meet, so windows are short until it is one: after
+a save of step S they end at S+1, S+2, S+4, S+8, ... It is there after at most twice the steps that
+writing it has taken.
 """
 
 from __future__ import annotations
@@ -67,10 +71,12 @@ class AsyncWindows:
         emitter: Emitter,
         runner: MicroBatchRunner,
         asked_to_stop: Callable[[], bool],
+        saving: Callable[[], int | None],
     ) -> None:
         """
         Args:
             loader: of the data; a rank reads whatever share it computes.
+            saving: returns the step that is being saved beside training; the same on all ranks.
 
         Raises:
             JobError: the dataset has no indices.
@@ -84,6 +90,7 @@ class AsyncWindows:
         self._emitter = emitter
         self._runner = runner
         self._asked_to_stop = asked_to_stop
+        self._saving = saving
         self._memory = PushPull(context.sharded)
         self._group = context.sharded.mesh.replicate
         bound = context.spec.job.staleness
@@ -99,7 +106,9 @@ class AsyncWindows:
         loader.coming(0)
 
     def length(self, steps: int) -> int:
-        return steps_until_due(self._job, steps, _MOST_STEPS)
+        saving = self._saving()
+        most = _MOST_STEPS if saving is None else min(_MOST_STEPS, max(1, steps - saving))
+        return steps_until_due(self._job, steps, most)
 
     def read(self, steps: int) -> list[ReadStep]:
         """Return the steps of the next window, and have the newest parameters on all ranks.

@@ -59,6 +59,11 @@ class RunSaves:
         if checkpointer is not None:
             checkpointer.on_commit = self._committed.append
 
+    @property
+    def under_way(self) -> int | None:
+        """The step that is being saved beside training; the same on every rank."""
+        return None if self._checkpointer is None else self._checkpointer.under_way
+
     # In the middle of a step
 
     def contribution(self, asked: bool) -> SaveConsensus:

@@ -44,12 +44,17 @@ def make_windows(
     emitter: Emitter,
     runner: MicroBatchRunner,
     asked_to_stop: Callable[[], bool],
+    saving: Callable[[], int | None],
 ) -> Windows | None:
-    """Return what runs the steps of a job, where ranks do not meet after each; None: they do."""
+    """Return what runs the steps of a job, where ranks do not meet after each; None: they do.
+
+    Args:
+        saving: returns the step that is being saved beside training.
+    """
     if isinstance(runner, PipeDreamRunner):
         sharded = context.sharded
         stages = sharded.mesh.pipe.size
         return PipeDreamWindows(context.spec.job, stages, sharded, loader, runner, context.clock)
     if context.spec.job.sync == "async_server":
-        return AsyncWindows(context, loader, emitter, runner, asked_to_stop)
+        return AsyncWindows(context, loader, emitter, runner, asked_to_stop, saving)
     return None

@@ -162,9 +162,6 @@ class Trainer:
             pauses=partial(phase.enter, "profile"),
             goes_on=self._clock.restart,
         )
-        self._windows = make_windows(
-            context, loader, emitter, self.micro_batches, self.ending.asked_to_stop
-        )
         evaluator = None
         if functions.held_out is not None:
             evaluator = Evaluator(
@@ -206,6 +203,16 @@ class Trainer:
             phase,
             self._clock,
         )
+        self._windows = make_windows(
+            context,
+            loader,
+            emitter,
+            self.micro_batches,
+            self.ending.asked_to_stop,
+            lambda: self.saves.under_way,
+        )
+        if checkpointer is not None:
+            checkpointer.has_rare_turns = self._windows is not None
 
         self._replicas = ReplicaGuard(sharded, spec.plan)
         self._batches = BatchGuard(sharded.mesh, self.comm, spec.plan)

@@ -9,11 +9,14 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from zrun_core.distributed import comm
+from zrun_core.distributed.line import Line
 from zrun_core.distributed.transport import Group
 from zrun_core.errors import PeerError, ZrunError
 from zrun_core.guards.watchdog import Watchdog
@@ -433,6 +436,71 @@ def test_more_groups_than_a_page_has_lines_are_not_compared_but_counted_as_progr
     before = recorders[0].state(0).progress
     recorders[0].issue("small", over(0, 1, 109), "more")
     assert recorders[0].state(0).progress > before
+
+
+NUM_SERVED = 100  # ranks with two lines each: many more than a page has other records
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> list[FlightRecorder]:
+    """The pages of a server and its ranks, of which each has pushed and pulled 50 times."""
+    ranks = range(NUM_SERVED + 1)
+    found = [FlightRecorder(tmp_path / "served", rank, ranks, len(ranks)) for rank in ranks]
+    group = over(*ranks)
+    for rank in ranks[1:]:
+        here, there = Line(replace(group, index=rank), 0), Line(group, rank)
+        for _ in range(50):
+            talk(found[rank], here, "send", "gradients")
+            talk(found[0], there, "receive", "gradients")
+            talk(found[rank], here, "receive", "parameters")
+            talk(found[0], there, "send", "parameters")
+    return found
+
+
+def talk(recorder: FlightRecorder, line: Line, kind: str, name: str) -> None:
+    """Issue a message of a line, as its thread does before it sends or receives."""
+    own = comm.Comm(torch.device("cpu"), flight_recorder=recorder)
+    own.issue_at(line, kind, name, 8)
+
+
+def test_a_server_of_many_ranks_has_room_for_its_own_collectives(served):
+    for recorder in served:
+        for number in range(20):  # of groups that are made after the first window
+            for kind in ("all_gather", "small"):
+                named = "other" if recorder is served[7] and number == 19 else "unit"
+                recorder.issue(kind, over(*range(NUM_SERVED + 1), 1000 + number), named)
+    records = served[1].records(0)
+    assert len(records) == 40 + 2 * NUM_SERVED
+    assert "rank 0 is at 'unit'" in (served[0].disagreement() or "")
+    assert "rank 7 at 'other'" in (served[0].disagreement() or "")
+
+
+def test_of_each_line_the_newest_message_is_known(served):
+    records = served[1].records(0)
+    kinds = [record.kind for record in records.values()]
+    assert (kinds.count("send"), kinds.count("receive")) == (NUM_SERVED, NUM_SERVED)
+    assert {number for record in records.values() for number in record.ops} == {50}
+    assert [recorder.stalemate() for recorder in (served[0], served[-1])] == [None, None]
+    line = Line(replace(over(*range(NUM_SERVED + 1)), index=99), 0)
+    talk(served[99], line, "send", "gradients")
+    talk(served[99], line, "receive", "parameters")
+    told = served[1].awaits_in_words(99)
+    assert told == "for receive 51 from rank 0, 'parameters' (8 B), which rank 0 has not sent"
+    there = Line(over(*range(NUM_SERVED + 1)), 98)
+    talk(served[0], there, "receive", "gradients")
+    told = served[1].awaits_in_words(0)
+    assert told == "for receive 51 from rank 98, 'gradients' (8 B), which rank 98 has not sent"
+
+
+def test_more_lines_than_a_page_has_room_for_leave_the_others_alone(recorders):
+    for rank in range(1, 400):
+        for kind in ("send", "receive"):
+            recorders[0].issue(kind, over(0, 1000 + rank), "unit", is_line=True)
+    recorders[0].issue("small", WORLD, "step")
+    assert len(recorders[1].records(0)) == 512 + 1
+    with recorders[0].wait_for_tier("its disk"):
+        assert recorders[1].tier_wait(0).what == "its disk"
+    assert recorders[2].records(1) == {}
 
 
 def test_ranks_of_other_hosts_are_members_that_nobody_here_can_see(tmp_path):

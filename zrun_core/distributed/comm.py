@@ -549,7 +549,7 @@ class Comm:
         group = line.group
         own, other = group.ranks[group.index], group.ranks[line.peer]
         pair = _Pair(group.axis, (own, other) if kind == "send" else (other, own))
-        self._flight_recorder.issue(kind, pair, name, num_bytes)
+        self._flight_recorder.issue(kind, pair, name, num_bytes, is_line=True)
 
     @contextmanager
     def waiting_at(self, line: Line, kind: str, name: str, num_bytes: int) -> Iterator[None]:

@@ -31,9 +31,12 @@ PHASES = (  # in the order in which they come
     *("data", "forward", "backward", "update", "hook", "evaluation", "save", "profile", "end"),
     "script",  # of the user's own: it tells no more
 )
-_PAGE_BYTES = 1 << 17
+_PAGE_BYTES = 1 << 18
 _NUM_RECORDS = 40  # of a page; operations of more kinds and groups are not recorded
 _HISTORY = 32  # last operations of a record
+# Records of lines: one for each direction of each of 256 ranks that are served. They have the last
+# message alone, since nobody sends the next one before it was answered.
+_NUM_LINES = 512
 _NAME_BYTES = 72
 _MEMBERS_BYTES = 32  # a bit for each rank of the host
 _OVER_BYTES = 96
@@ -49,7 +52,9 @@ _ENTRIES_AT = _KIND.size + _GROUP.size
 _RECORD_BYTES = _ENTRIES_AT + _HISTORY * _ENTRY.size
 _TIER_WAIT = struct.Struct("<Q256s")  # since when, 0 where there is none; for what
 _TIER_WAIT_AT = _HEADER.size + _NUM_RECORDS * _RECORD_BYTES
-assert _TIER_WAIT_AT + _TIER_WAIT.size <= _PAGE_BYTES
+_LINES_AT = _TIER_WAIT_AT + _TIER_WAIT.size
+_LINE_BYTES = _ENTRIES_AT + _ENTRY.size
+assert _LINES_AT + _NUM_LINES * _LINE_BYTES <= _PAGE_BYTES
 
 
 def host_file(run_dir: Path, name: str, first_rank: int) -> Path:
@@ -161,6 +166,18 @@ class FlightRecord(NamedTuple):
     in_order: bool
 
 
+class OpsRoom(NamedTuple):
+    """Where a page has the operations of a record.
+
+    Attributes:
+        at: in the map of the file.
+        history: how many it has; the next one takes the place of the oldest.
+    """
+
+    at: int
+    history: int
+
+
 class Page:
     """The page of one rank, in a map of the file of its host."""
 
@@ -193,29 +210,39 @@ class Page:
         return {(record.kind, record.key): record for record in found}
 
     def _read_records(self) -> Iterator[FlightRecord]:
-        for place in range(_NUM_RECORDS):
-            at = self._record_at(place)
-            (number,) = _KIND.unpack_from(self._map, at)
-            if not number:
-                return
-            in_order = bool(number & _IN_ORDER)
-            kind = KINDS[number % _IN_ORDER - 1]
-            key, member_bits, words = _GROUP.unpack_from(self._map, at + _KIND.size)
-            bits = int.from_bytes(member_bits, "little")
-            members = tuple(each for index, each in enumerate(self._ranks) if bits >> index & 1)
-            ops = self._read_ops(at + _ENTRIES_AT, kind, _text(words))
-            yield FlightRecord(kind, key, members, ops, in_order)
+        for is_line, num_places in ((False, _NUM_RECORDS), (True, _NUM_LINES)):
+            for place in range(num_places):
+                found = self._read_record(place, is_line=is_line)
+                if found is None:
+                    break
+                yield found
 
-    def _read_ops(self, at: int, kind: str, over: str) -> dict[int, IssuedOp]:
+    def _read_record(self, place: int, *, is_line: bool) -> FlightRecord | None:
+        """Return the record of a place; None: there is none, nor in those behind it."""
+        at = self._record_at(place, is_line=is_line)
+        (number,) = _KIND.unpack_from(self._map, at)
+        if not number:
+            return None
+        in_order = bool(number & _IN_ORDER)
+        kind = KINDS[number % _IN_ORDER - 1]
+        key, member_bits, words = _GROUP.unpack_from(self._map, at + _KIND.size)
+        bits = int.from_bytes(member_bits, "little")
+        members = tuple(each for index, each in enumerate(self._ranks) if bits >> index & 1)
+        ops = self._read_ops(_ops_room(at, is_line=is_line), kind, _text(words))
+        return FlightRecord(kind, key, members, ops, in_order)
+
+    def _read_ops(self, room: OpsRoom, kind: str, over: str) -> dict[int, IssuedOp]:
         found = {}
-        for place in range(_HISTORY):
-            entry = _ENTRY.unpack_from(self._map, at + place * _ENTRY.size)
+        for place in range(room.history):
+            entry = _ENTRY.unpack_from(self._map, room.at + place * _ENTRY.size)
             number, order, num_bytes, name = entry
             if number:
                 found[number] = IssuedOp(kind, number, over, order, num_bytes, _text(name))
         return found
 
-    def _record_at(self, place: int) -> int:
+    def _record_at(self, place: int, *, is_line: bool) -> int:
+        if is_line:
+            return self._base + _LINES_AT + place * _LINE_BYTES
         return self._base + _HEADER.size + place * _RECORD_BYTES
 
     # Writing
@@ -240,23 +267,31 @@ class Page:
         )
 
     def begin_record(
-        self, place: int, kind: str, ranks: tuple[int, ...], over: str, *, in_order: bool
-    ) -> int | None:
+        self,
+        place: int,
+        kind: str,
+        ranks: tuple[int, ...],
+        over: str,
+        *,
+        in_order: bool,
+        is_line: bool,
+    ) -> OpsRoom | None:
         """Begin the record of operations of one kind over one group.
 
         Args:
-            place: among the records of this page, from 0.
+            place: among the records of this page that are of lines, or that are not, from 0.
             kind: one of `KINDS`.
             ranks: of the group, on all hosts.
             over: the group in words.
             in_order: as of `FlightRecord`.
+            is_line: its operations are messages of a line, of which each is answered.
 
         Returns:
             Where `write_op` finds it; None: the page has no room for it.
         """
-        if place >= _NUM_RECORDS:
+        if place >= (_NUM_LINES if is_line else _NUM_RECORDS):
             return None
-        at = self._record_at(place)
+        at = self._record_at(place, is_line=is_line)
         bits = sum(1 << index for index, rank in enumerate(self._ranks) if rank in ranks)
         bits %= 1 << 8 * _MEMBERS_BYTES
         member_bits = bits.to_bytes(_MEMBERS_BYTES, "little")
@@ -265,22 +300,26 @@ class Page:
         _GROUP.pack_into(self._map, at + _KIND.size, key, member_bits, words)
         number = KINDS.index(kind) + 1 + in_order * _IN_ORDER
         _KIND.pack_into(self._map, at, number)  # last: now others read it
-        return at + _ENTRIES_AT
+        return _ops_room(at, is_line=is_line)
 
-    def write_op(self, record: int, number: int, order: int, num_bytes: int, name: str) -> None:
+    def write_op(self, record: OpsRoom, number: int, order: int, num_bytes: int, name: str) -> None:
         """Write an operation over the oldest one of its record.
 
         Args:
             record: as `begin_record` returned it.
             number: and the rest, as of `IssuedOp`.
         """
-        at = record + number % _HISTORY * _ENTRY.size
+        at = record.at + number % record.history * _ENTRY.size
         short = name.encode()[:_NAME_BYTES]
         _ENTRY.pack_into(self._map, at, number, order, num_bytes, short)
 
     def write_tier_wait(self, since: int, what: str) -> None:
         """Write what the rank waits for, since when on the monotonic clock; 0: for nothing."""
         _TIER_WAIT.pack_into(self._map, self._base + _TIER_WAIT_AT, since, what.encode())
+
+
+def _ops_room(record_at: int, *, is_line: bool) -> OpsRoom:
+    return OpsRoom(record_at + _ENTRIES_AT, 1 if is_line else _HISTORY)
 
 
 def map_pages(path: Path, ranks: range) -> mmap.mmap:

@@ -8,6 +8,8 @@ it issues a collective, its kind, its group and the unit's name, numbered per ki
     record: all_gather over ranks 0, 1          7 'blocks.0'   8 'blocks.1'   9 'head'
     record: send to rank 2                      3 'hidden of 2'
     ...                                         up to 40 records of the last 32 operations
+    record of a line: receive from rank 2       81 'gradients'
+    ...                                         up to 512 records of the last message
 
 Ranks that wait for each other compare these records, and the host's agent reads the same pages to
 find ranks that no longer move: see `flight_view.py`. Writing costs two microseconds and
@@ -25,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from zrun_core.spine.flight_page import PHASES
+from zrun_core.spine.flight_page import PHASES, OpsRoom
 from zrun_core.spine.flight_view import LEAF_ADVICE, FlightRecorderView
 
 
@@ -44,11 +46,11 @@ class _OwnRecord:
     """A record of this rank.
 
     Attributes:
-        at: where the page has it; None: it has no room for it.
+        room: where the page has its operations; None: it has no room for it.
         number: of the last operation.
     """
 
-    at: int | None
+    room: OpsRoom | None
     number: int = 0
 
 
@@ -71,6 +73,7 @@ class FlightRecorder(FlightRecorderView):
         self._page.clear()
         self._world_size = world_size
         self._own: dict[tuple[str, tuple[int, ...]], _OwnRecord] = {}
+        self._num_records = {False: 0, True: 0}  # of lines, and others
         self._lock = threading.RLock()  # a signal's handler may write within a write
         self._step = 0
         self._first = 0
@@ -123,6 +126,7 @@ class FlightRecorder(FlightRecorderView):
         num_bytes: int = 0,
         *,
         in_order: bool = False,
+        is_line: bool = False,
     ) -> None:
         """Record what is issued next.
 
@@ -132,18 +136,27 @@ class FlightRecorder(FlightRecorderView):
             name: what it is about, the same on all ranks of `group`.
             num_bytes: that this rank sends, or only receives.
             in_order: as of `FlightRecord`; the same for all of a kind and group.
+            is_line: it is a message of a line: a rank may have many, and they take no room from
+                what else is issued.
         """
         with self._lock:
             record = self._own.get((kind, group.ranks))
             if record is None:
                 over = self._group_in_words(kind, group)
-                place = len(self._own)
-                at = self._page.begin_record(place, kind, group.ranks, over, in_order=in_order)
-                record = self._own[kind, group.ranks] = _OwnRecord(at)
+                room = self._page.begin_record(
+                    self._num_records[is_line],
+                    kind,
+                    group.ranks,
+                    over,
+                    in_order=in_order,
+                    is_line=is_line,
+                )
+                self._num_records[is_line] += 1
+                record = self._own[kind, group.ranks] = _OwnRecord(room)
             self._order += 1
             record.number += 1
-            if record.at is not None:
-                self._page.write_op(record.at, record.number, self._order, num_bytes, name)
+            if record.room is not None:
+                self._page.write_op(record.room, record.number, self._order, num_bytes, name)
             self._write_header()
 
     def _group_in_words(self, kind: str, group: RankSet) -> str:

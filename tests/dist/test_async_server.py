@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import wait
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -22,6 +23,7 @@ import torch.distributed as dist
 from runs import Plain, PoolWorker, job, look, losses, make_spec, run
 from test_pipelines import GPT, Tensors, assert_equal, gpt, whole
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from toys import world
 
 from zrun_core.checkpoint.checkpointer import Checkpointer, SaveConsensus
@@ -249,6 +251,64 @@ def test_delayed_pushes(
     assert list(told) == list(expected)
     rtol = 1e-5 if "clip" in optim else 1e-12
     assert np.allclose(list(told.values()), list(expected.values()), rtol=rtol)
+
+
+def compiled(keys: dict[str, Any], run_dir: str, slow: int | None) -> dict[str, Any]:
+    """As `recorded`, with all of torch's compiler but the part that writes C++; return also how
+    many graphs this rank has compiled.
+    """
+    backend = CompileCounterWithBackend("aot_eager_decomp_partition")
+    with patch.object(torch, "compile", partial(torch.compile, backend=backend)):
+        found = recorded(keys, run_dir, slow)
+    return {**found, "graphs": backend.frame_count}
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "staleness", "slow", "activations"),
+    [(2, "any", 1, "none"), (3, 2, 0, "full")],
+)
+def test_compiled_blocks_compute_with_the_version_that_was_pulled(
+    ranks, tmp_path: Path, num_ranks: int, staleness: int | str, slow: int, activations: str
+) -> None:
+    keys = keys_of(staleness, optim=SGD, lr={"schedule": "constant", "warmup": 10}, compile=True)
+    keys["activations"] = activations
+    plain = {**keys, "sync": "ring", "staleness": 0, "compile": False}
+    initial = whole([ranks(1).run(look, plain, str(tmp_path / "0"), None)[0]])
+    found = ranks(num_ranks).run(compiled, keys, str(tmp_path / "run"), slow)
+    assert [each["error"] for each in found] == [""] * num_ranks
+    assert all(each["graphs"] for each in found)
+    windows = found[0]["made"]
+    assert max(each.staleness for window in windows for each in window) > 0
+    expected, final = simulate(keys, initial, windows, num_ranks)
+    got = params_of(whole(found))
+    assert got.keys() == final.keys()
+    for key, values in final.items():
+        np.testing.assert_allclose(got[key], values, rtol=1e-4, atol=1e-5, err_msg=str(key))
+    told = losses(found[0])
+    assert list(told) == list(expected)
+    assert np.allclose(list(told.values()), list(expected.values()), rtol=1e-5)
+
+
+def test_compiled_without_staleness_trains_as_the_synchronous_server_does(
+    ranks, tmp_path: Path
+) -> None:
+    late = keys_of(0, optim=SGD, compile=True, eval={"data": {"call": "runs.py:Plain"}, "every": 7})
+    early = {**late, "sync": "server"}
+    found, expected, plain = (
+        ranks(2).run(how, keys, str(tmp_path / name), None)
+        for how, keys, name in (
+            (compiled, late, "late"),
+            (compiled, early, "early"),
+            (run, {**late, "compile": False}, "plain"),
+        )
+    )
+    assert [each["error"] for each in (*found, *expected, *plain)] == [""] * 6
+    graphs = [[each["graphs"] for each in ranks_of] for ranks_of in (found, expected)]
+    assert all(graphs[0])
+    assert graphs[0] == graphs[1], "two versions of the parameters take no graph more"
+    assert [each["digest"] for each in found] == [each["digest"] for each in expected]
+    told = [list(losses(each[0]).values()) for each in (found, plain)]
+    assert np.allclose(*told, rtol=1e-5)
 
 
 def counted(keys: dict[str, Any], run_dir: str) -> dict[str, Any]:

@@ -5,6 +5,7 @@ Its keys, its measurements, and the times that it scales.
 
 from __future__ import annotations
 
+import html
 import json
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 from zrun.estimate.answer import Answer, answer
 from zrun.estimate.plan_tables import fullest
 from zrun.estimate.question import of_shape
-from zrun.estimate.screens import print_answer, to_json
+from zrun.estimate.screens import print_answer, to_json, write_page
 from zrun.estimate.trial import Trial, read_trial, trial_overrides, with_trial
 from zrun.job.document import Document
 from zrun.job.overrides import apply
@@ -108,6 +109,34 @@ def test_all_times_are_scaled_by_the_jobs_own(predicted: Answer) -> None:
         assert new.time.tokens_per_s is not None
         assert old.time.tokens_per_s is not None
         assert new.time.tokens_per_s == pytest.approx(old.time.tokens_per_s / 2.5)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "label"),
+    [
+        (("sync=async_server", "staleness=3"), "sync: async_server, staleness 3"),
+        (("parallel.pp=2", "parallel.schedule=pipedream"), "parallel.schedule: pipedream"),
+        (("sync=async_server",), None),
+        (("parallel.pp=2",), None),
+    ],
+)
+def test_a_job_whose_gradients_are_late_is_labelled(
+    overrides: tuple[str, ...],
+    label: str | None,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    found = answer(of_shape("100M", parse_simulate("2xA100-80G"), overrides), "best")
+    print_answer(found, None, None)
+    lines = capsys.readouterr().out.splitlines()
+    told = [line.strip() for line in lines if "changes numerics" in line]
+    assert told == ([] if label is None else [f"changes numerics ({label})"])
+    data = json.loads(json.dumps(to_json(found, None, None)))
+    assert data["changes_numerics"] == label
+    write_page(found, tmp_path / "page.html")
+    page = html.unescape((tmp_path / "page.html").read_text())
+    assert (f"changes numerics ({label})" in page) is (label is not None)
+    assert ("changes numerics" in page) is (label is not None)
 
 
 def test_what_was_measured_is_told_beside_the_prediction(

@@ -438,6 +438,24 @@ def test_more_groups_than_a_page_has_lines_are_not_compared_but_counted_as_progr
     assert recorders[0].state(0).progress > before
 
 
+def test_what_a_full_page_does_not_say_is_not_held_against_its_rank(recorders):
+    """Rank 0 has come to what the others wait for; its page has no room to say so."""
+    for number in range(40):
+        recorders[0].issue("small", over(0, 10 + number), "of another host")
+    for recorder in recorders:
+        recorder.issue("all_gather", WORLD, "unit")
+    recorders[0].issue("send", over(0, 1), "hidden")
+    recorders[1].issue("receive", over(0, 1), "hidden")
+    for recorder in recorders:
+        recorder.waiting(True)
+    assert [recorder.stalemate() for recorder in recorders] == [None] * 3
+    assert recorders[2].awaited() == {}
+    assert recorders[2].awaits_in_words(1).startswith("for other ranks, last: receive 1 from rank")
+    recorders[1].issue("all_gather", WORLD, "more")
+    told = recorders[0].stalemate() or ""
+    assert "rank 1 for all_gather 2, 'more', to which rank 2 does not come" in told
+
+
 NUM_SERVED = 100  # ranks with two lines each: many more than a page has other records
 
 

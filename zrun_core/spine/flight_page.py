@@ -50,6 +50,7 @@ _GROUP = struct.Struct(f"<Q{_MEMBERS_BYTES}s{_OVER_BYTES}s")
 _ENTRY = struct.Struct(f"<QQQ{_NAME_BYTES}s")  # number in the record, number over all, bytes, name
 _ENTRIES_AT = _KIND.size + _GROUP.size
 _RECORD_BYTES = _ENTRIES_AT + _HISTORY * _ENTRY.size
+_PLACES = ((False, _NUM_RECORDS), (True, _NUM_LINES))  # whether of lines, and how many
 _TIER_WAIT = struct.Struct("<Q256s")  # since when, 0 where there is none; for what
 _TIER_WAIT_AT = _HEADER.size + _NUM_RECORDS * _RECORD_BYTES
 _LINES_AT = _TIER_WAIT_AT + _TIER_WAIT.size
@@ -166,6 +167,16 @@ class FlightRecord(NamedTuple):
     in_order: bool
 
 
+class Records(dict[tuple[str, int], FlightRecord]):
+    """What a rank has issued, by kind and key of the group, in the order of kinds.
+
+    Attributes:
+        is_full: the page has no room for more of them: the rank may have issued others, too.
+    """
+
+    is_full = False
+
+
 class OpsRoom(NamedTuple):
     """Where a page has the operations of a record.
 
@@ -204,13 +215,17 @@ class Page:
             return None
         return TierWait(_text(what), max(0, time.monotonic_ns() - since) / 1e9)
 
-    def records(self) -> dict[tuple[str, int], FlightRecord]:
-        """Return what the rank has issued, by kind and key of the group, in the order of kinds."""
+    def records(self) -> Records:
+        """Return what the rank has issued."""
         found = sorted(self._read_records(), key=lambda record: KINDS.index(record.kind))
-        return {(record.kind, record.key): record for record in found}
+        records = Records({(record.kind, record.key): record for record in found})
+        records.is_full = any(
+            self._is_used(num_places - 1, is_line=is_line) for is_line, num_places in _PLACES
+        )
+        return records
 
     def _read_records(self) -> Iterator[FlightRecord]:
-        for is_line, num_places in ((False, _NUM_RECORDS), (True, _NUM_LINES)):
+        for is_line, num_places in _PLACES:
             for place in range(num_places):
                 found = self._read_record(place, is_line=is_line)
                 if found is None:
@@ -239,6 +254,9 @@ class Page:
             if number:
                 found[number] = IssuedOp(kind, number, over, order, num_bytes, _text(name))
         return found
+
+    def _is_used(self, place: int, *, is_line: bool) -> bool:
+        return any(_KIND.unpack_from(self._map, self._record_at(place, is_line=is_line)))
 
     def _record_at(self, place: int, *, is_line: bool) -> int:
         if is_line:

@@ -24,6 +24,7 @@ from zrun_core.spine.flight_page import (
     IssuedOp,
     Page,
     RankProgress,
+    Records,
     TierWait,
     map_pages,
 )
@@ -48,7 +49,7 @@ class Awaited(NamedTuple):
     ranks: tuple[int, ...]
 
 
-_Records = dict[int, dict[tuple[str, int], FlightRecord]]  # of each rank, by kind and group
+_Records = dict[int, Records]  # of each rank
 
 
 class FlightRecorderView:
@@ -73,8 +74,8 @@ class FlightRecorderView:
         """Return what `rank` waits for that is no other rank; None: it does not."""
         return self._pages[rank].tier_wait()
 
-    def records(self, rank: int) -> dict[tuple[str, int], FlightRecord]:
-        """Return what `rank` has issued, by kind and key of the group, in the order of kinds."""
+    def records(self, rank: int) -> Records:
+        """Return what `rank` has issued."""
         return self._pages[rank].records()
 
     def last(self, rank: int) -> IssuedOp | None:
@@ -196,14 +197,31 @@ class FlightRecorderView:
         return HOOK_ADVICE if is_of_hook else self.advice
 
 
-def _last_number(record: FlightRecord | None) -> int:
-    """Return the number of what was issued last."""
-    return 0 if record is None else max(record.ops, default=0)
+def _last_number(of_rank: Records, at: tuple[str, int]) -> int | None:
+    """Return the number of what a rank has issued last of a kind in a group.
+
+    Returns:
+        0 if that is nothing; None where its page had no room for it: nobody knows.
+    """
+    record = of_rank.get(at)
+    if record is None:
+        return None if of_rank.is_full else 0
+    return max(record.ops, default=0)
 
 
-def _in_order(
-    of_rank: dict[tuple[str, int], FlightRecord], key: int
-) -> list[tuple[IssuedOp, tuple[int, ...]]]:
+def _last_of_members(
+    record: FlightRecord, records: _Records, at: tuple[str, int]
+) -> dict[int, int]:
+    """Return the last number of each rank in the group of `record`, as far as it is known."""
+    found = {}
+    for peer in record.members:
+        number = _last_number(records[peer], at)
+        if number is not None:
+            found[peer] = number
+    return found
+
+
+def _in_order(of_rank: Records, key: int) -> list[tuple[IssuedOp, tuple[int, ...]]]:
     """Return what a rank has issued in a group, in order, with the members of the group."""
     found = [
         (op, record.members)
@@ -262,9 +280,9 @@ def _missing_message(rank: int, records: _Records) -> Awaited | None:
         if record.kind != "receive":
             continue
         for sender in set(record.members) - {rank}:
-            number = _last_number(records[sender].get(("send", record.key))) + 1
-            if number in record.ops:
-                found.append(Awaited(record.ops[number], (sender,)))
+            sent = _last_number(records[sender], ("send", record.key))
+            if sent is not None and sent + 1 in record.ops:
+                found.append(Awaited(record.ops[sent + 1], (sender,)))
     return min(found, key=lambda each: each.op.order, default=None)
 
 
@@ -276,7 +294,8 @@ def _awaited_message(rank: int, records: _Records) -> Awaited | None:
         return None
     if last.peer in records:
         own = next(record for record in records[rank].values() if last in record.ops.values())
-        if _last_number(records[last.peer].get(("send", own.key))) >= last.number:
+        sent = _last_number(records[last.peer], ("send", own.key))
+        if sent is None or sent >= last.number:
             return None
     return Awaited(last, (last.peer,))
 
@@ -287,7 +306,7 @@ def _awaited_collective(rank: int, records: _Records) -> Awaited | None:
     for at, record in records[rank].items():
         if record.kind not in COLLECTIVES:
             continue
-        last = {peer: _last_number(records[peer].get(at)) for peer in record.members}
+        last = _last_of_members(record, records, at)
         op = record.ops.get(min(last.values(), default=0) + 1)
         if op is not None:
             found.append(Awaited(op, tuple(peer for peer in last if last[peer] < op.number)))
@@ -300,7 +319,7 @@ def _missed_collectives(records: _Records) -> Iterator[tuple[IssuedOp, int, int]
     for at, record in sorted(found.items(), key=lambda each: KINDS.index(each[1].kind)):
         if record.kind not in COLLECTIVES:
             continue
-        last = {rank: _last_number(records[rank].get(at)) for rank in record.members}
+        last = _last_of_members(record, records, at)
         ahead = max(last, key=last.__getitem__)
         behind = min(last, key=last.__getitem__)
         if last[ahead] != last[behind]:
@@ -315,6 +334,6 @@ def _missed_messages(records: _Records) -> Iterator[tuple[IssuedOp, int, int]]:
                 continue
             answer = (ANSWERS[record.kind], record.key)
             for other in set(record.members) - {rank}:
-                number = _last_number(records[other].get(answer)) + 1
-                if number in record.ops:
-                    yield record.ops[number], rank, other
+                answered = _last_number(records[other], answer)
+                if answered is not None and answered + 1 in record.ops:
+                    yield record.ops[answered + 1], rank, other

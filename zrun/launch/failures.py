@@ -474,10 +474,14 @@ class Hang:
                 start = number  # the last one: faulthandler begins with the newest thread
         return lines[start:]
 
+    def _doing(self, told: dict[str, Any]) -> str:
+        """Return what a rank does, in words."""
+        return _doing(self.plan, told)
+
     def describe(self) -> str:
         """Return the last words on the terminal."""
         ranks = [
-            f"  {_named(self.plan, told['rank'])} {_doing(self.plan, told)}"
+            f"  {_named(self.plan, told['rank'])} {self._doing(told)}"
             for told in self.frame["ranks"]
         ]
         stack = [line for line in self.stack if line.strip()][:_SHOWN_LINES]

@@ -16,8 +16,8 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 _RAW = "_raw_saved_"
 

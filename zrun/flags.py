@@ -223,24 +223,24 @@ def _key_meant(option: str) -> tuple[str, bool] | None:
 
     Also whether it is true or false, so that the option alone says so.
     """
-    from zrun.job.other_words import key_called
+    from zrun.job.other_words import key_meant
     from zrun.job.schema import find_key
 
     if not option.startswith("--"):
         return None
     path: tuple[str | int, ...] = tuple(option.removeprefix("--").replace("-", "_").split("."))
     if find_key(path) is None:
-        path = key_called(option.removeprefix("--")) or path
+        path = key_meant(option.removeprefix("--")) or path
     key = find_key(path)
     return None if key is None else (".".join(map(str, path)), key.takes == "true | false")
 
 
 def _answer(option: str, equals: str, value: str, following: str | None) -> str | None:
-    """Return what to write for an option of others that no key is by itself; None: nobody has it.
+    """Return what to write for an option that no key of ours is for sure; None: nobody has it.
 
     Its value is `value`, behind `equals`, if there is one; else `following` may be it.
     """
-    from zrun.job.other_words import SHORT, advice, value_called
+    from zrun.job.other_words import SHORT, advice, key_called, value_called
     from zrun.job.scalars import write
 
     name = option.removeprefix("--")
@@ -250,11 +250,17 @@ def _answer(option: str, equals: str, value: str, following: str | None) -> str 
         if not equals and following is not None and not following.startswith("-"):
             given = True if "=" in following else following
         found = value_called(name, given)
-        if found is None:
+        called = key_called(name)
+        path = found.path if found is not None else called
+        if path is None:
             return None
-        key = ".".join(map(str, found.path))
-        instead = f"leave it out: without {key} it is off"
-        if found.value is not None:
+        key = ".".join(map(str, path))
+        if found is None:
+            example = "VALUE" if given is True else str(given)
+            instead = f"if the job's {key} is meant, write {shlex.quote(f'{key}={example}')}"
+        elif found.value is None:
+            instead = f"leave it out: without {key} it is off"
+        else:
             example = "" if found.is_exact else "for example "
             instead = f"write {example}{shlex.quote(f'{key}={write(found.value)}')}"
     return None if instead is None else f"there is no such option; {instead}"

@@ -193,10 +193,46 @@ def test_what_is_no_key_is_answered(job: Path, name: str) -> None:
         (["--compile=false"], ["compile=false"]),
         (["--", "--steps", "100"], ["--", "--steps", "100"]),
         (["--fooo", "100"], ["--fooo", "100"]),
+        (["--training.warmup_steps", "5"], ["lr.warmup=5"]),
+        (["--trainer.max-steps=5"], ["steps=5"]),
+        (["--optimizer.learning_rate=1e-3"], ["optim.lr=1e-3"]),
+        (["--scheduler.params.warmup_num_steps=5"], ["lr.warmup=5"]),
+        (["--metrics.log_freq=5"], ["log.every=5"]),
+        (["--optimizer.params.lr=1e-3"], ["optim.lr=1e-3"]),
     ],
 )
 def test_keys_may_be_written_like_options(job: Path, words: list[str], expected: list[str]) -> None:
     assert with_keys(words, {}) == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "written"),
+    [
+        (["--eval.max_steps", "10"], "steps=10"),
+        (["--sampler.num_steps=50"], "steps=50"),
+        (["--val.batch_size", "4"], "batch.global=4"),
+        (["--critic.weight_decay", "0.1"], "optim.weight_decay=0.1"),
+        (["--teacher.learning_rate=1e-3"], "optim.lr=1e-3"),
+        (["--model.dtype", "bf16"], "precision=bf16"),
+        (["--model.torch_compile"], "compile=VALUE"),
+        (["--trainer.model.dtype", "bf16"], "precision=bf16"),
+        (["--my.training.steps", "5"], "steps=5"),
+        (["--scheduler.num_steps", "50"], "steps=50"),
+        (["--optimizer.dtype=bf16"], "precision=bf16"),
+        (["--checkpoint.num_workers", "4"], "data.workers=4"),
+    ],
+)
+def test_options_of_other_sections_are_told_and_not_taken(
+    job: Path, words: list[str], written: str
+) -> None:
+    name = words[0].partition("=")[0]
+    key = written.partition("=")[0]
+    told = f"{name}: there is no such option; if the job's {key} is meant, write {written}"
+    with pytest.raises(JobError) as caught:
+        with_keys([str(job), *words], {})
+    assert str(caught.value) == told
+    found = CliRunner().invoke(app, ["run", "--dry-run", *words, "train.py"])
+    assert str(found.exception) == told
 
 
 def test_they_may_stand_anywhere_on_the_command_line(job: Path) -> None:

@@ -25,8 +25,10 @@ words is refused with the same answer, in one line, which keeps the value where 
 Some are taken as they are: `lr: 1e-3`, `optim: {name: torch.optim.AdamW}`, `optim: adamw_torch`,
 `activations: full`, `precision: bf16-mixed`, `steps: 1e4`; and each key may be written like an
 option, by its own name or by that of [the first table](#the-same-key): `--optim.lr 1e-3`,
-`--max-steps 100`, `--trainer.devices 2`. [All keys](job-file.md) have a page of their own, and the
-tools [one side by side](coming-from.md). This one is written by `python tests/unit/words_page.py`.
+`--max-steps 100`, `--trainer.devices 2`. Of a section about something else it is not taken:
+`--model.dtype bf16` ends with what to write if the job's `precision` is meant. [All
+keys](job-file.md) have a page of their own, and the tools [one side by side](coming-from.md). This
+one is written by `python tests/unit/words_page.py`.
 """
 
 

@@ -146,18 +146,22 @@ _WORDS: dict[str, dict[str, Any]] = {
         "hybrid_shard": {"stage": 3, "shard_group": "node"},
     },
 }
-_SECTIONS = (
-    *(
-        "activation_checkpoint",
-        "bf16",
-        "checkpoint",
-        "fp16",
-        "fsdp_config",
-        "lr_scheduler",
-        "metrics",
-    ),
-    *("optimizer", "parallelism", "scheduler", "trainer", "training", "zero_optimization"),
-)
+# Of sections of others: our keys and sections that those inside may mean; None: any.
+_SECTIONS: dict[str, tuple[str, ...] | None] = {
+    "activation_checkpoint": ("activations",),
+    "bf16": ("precision",),
+    "checkpoint": ("checkpoint",),
+    "fp16": ("precision",),
+    "fsdp_config": ("zero",),
+    "lr_scheduler": ("lr",),
+    "metrics": ("log",),
+    "optimizer": ("optim",),
+    "parallelism": ("parallel",),
+    "scheduler": ("lr",),
+    "trainer": None,
+    "training": None,
+    "zero_optimization": ("offload", "zero"),
+}
 _OFF = ("false", "none", "null", "no", "0")
 # Inside a section of others: what says whether it is on, and how.
 _CHOICES = ("enabled", "enable", "stage", "device", "mode")
@@ -395,8 +399,27 @@ def command_called(words: Sequence[str]) -> str | None:
 
 
 def key_called(name: str) -> KeyPath | None:
-    """Return our key that others call `name`, which may have dots; None: there is none."""
+    """Return our key that others probably call `name`, which may have dots; None: there is none.
+
+    The last name alone may tell, whatever section it is of: good for a hint. `key_meant` is sure.
+    """
     key = _found(KEYS, name)
+    return None if key is None else tuple(key.split("."))
+
+
+def key_meant(name: str) -> KeyPath | None:
+    """Return our key that others mean by `name` beyond doubt; None: there is none.
+
+    It is the whole name, or is in a section of theirs that is about this key: `model.dtype` and
+    `scheduler.num_steps` are neither the job's precision nor its length.
+    """
+    section, dot, below = _plain(name).partition(".")
+    key = KEYS.get(_plain(name))
+    if key is None and dot and section in _SECTIONS:
+        ours = _SECTIONS[section]
+        key = KEYS.get(below.removeprefix("params."))  # DeepSpeed's: scheduler.params
+        if key is not None and ours is not None and key.partition(".")[0] not in ours:
+            key = None
     return None if key is None else tuple(key.split("."))
 
 

@@ -87,6 +87,28 @@ def test_length_can_be_changed(path: Path) -> None:
         assert (job.steps, job.epochs) == (None, 2)
 
 
+def test_arguments_of_the_users_own_leave_the_length_alone(path: Path) -> None:
+    path.write_text(JOB.replace("data: a.py:g", "data: {call: a.py:g}"))
+    for override in (
+        "model.args.num_steps=50",
+        "data.args.max_steps=50",
+        "data.args.max_epochs=50",
+        "env.train_steps='50'",
+        "model.args.training.steps=50",
+    ):
+        assert _load(path, override).steps == 10, override
+    assert _load(path, "model.args.num_steps=50").model.args == {"num_steps": 50}
+
+
+@pytest.mark.parametrize("name", ["max_steps", "trainer.max_steps", "training.steps"])
+def test_a_length_of_others_is_answered_alone(path: Path, name: str) -> None:
+    """The file's own is not told beside it."""
+    path.write_text(JOB.replace("steps: 10", "epochs: 1"))
+    assert _problem(path, f"{name}=5") == (
+        f'override {name}=5: {name}: unknown key; did you mean "steps"? write steps=5'
+    )
+
+
 def test_value_may_hold_equals_signs_and_colons(path: Path) -> None:
     assert _load(path, "env.X=a=b:c").env == {"X": "a=b:c"}
 

@@ -57,10 +57,18 @@ def apply(document: Document, overrides: Iterable[str], environ: Mapping[str, st
         )
         if is_rate(path, parsed.value):
             path = RATE
-        meant = key_called(".".join(path)) or path
-        if len(meant) == 1 and meant[0] in LENGTHS:
+        if _is_length(path):
             _forget_lengths(document)
         _merge(document, origin, path, parsed.value)
+
+
+def _is_length(path: tuple[str, ...]) -> bool:
+    """Return whether a key says how long to train, in our words or in those of others.
+
+    Below another key none does: `model.args.num_steps` is the model's, `trainer.max_steps` unknown.
+    """
+    meant = key_called(path[0]) or path
+    return len(path) == 1 and meant in [(name,) for name in LENGTHS]
 
 
 def _forget_lengths(document: Document) -> None:

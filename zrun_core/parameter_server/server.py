@@ -10,7 +10,7 @@ With 0 the rate follows the updates that were made, as everywhere; else all upda
 one rate, which does not depend on which others were left out meanwhile.
 
 Threads listen to their ranks without a limit: how long a share takes to compute is nobody's wait.
-Who waits for it, here or for an answer from here, does so for `limits.collective_s` at most.
+Who waits for it here does so for `limits.collective_s` at most; an answer may take two such waits.
 
 The threads live for a window: between two of them there is nothing to serve, however long a save
 or an evaluation takes.
@@ -48,6 +48,7 @@ from zrun_core.zero.nonfinite import UnitNorms
 from zrun_core.zero.push_pull import PushPull
 
 _MARGIN_S = 15.0  # for the server to say who is late, before others stop waiting for it
+_MOST_WAITS = 2  # of an answer: until its rank may go on, and at a window's end until all pushed
 
 
 class WindowPlan(NamedTuple):
@@ -179,8 +180,9 @@ class Client:
             group: of all ranks that compute; the first one serves.
             limit_s: seconds that the server waits for any rank while this one waits for it.
         """
+        longest_s = min(_MOST_WAITS * limit_s + _MARGIN_S, NO_LIMIT.total_seconds())
         self._memory = memory
-        self._line = Line(with_limit(group, timedelta(seconds=limit_s + _MARGIN_S)), 0)
+        self._line = Line(with_limit(group, timedelta(seconds=longest_s)), 0)
         self._comm = comm
         self._rank = group.index
         self._limit_s = limit_s
@@ -327,7 +329,7 @@ class Server:
         """
         with self._waiting():
             for rank, thread in enumerate(self._threads, start=1):
-                thread.join(self._limit_s)
+                thread.join(min(self._limit_s, threading.TIMEOUT_MAX))
                 if thread.is_alive():
                     raise HangError(
                         f"rank {rank} has not taken the newest parameters within "

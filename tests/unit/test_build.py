@@ -5,17 +5,20 @@ Meta` bit-equal between calls, and refused where it would be wrong.
 
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from zrun_core.distributed.comm import Comm
+from zrun_core.distributed.rng import mix
 from zrun_core.distributed.transport import Group
 from zrun_core.errors import JobError, PreflightError, UserCodeError
 from zrun_core.models.bert import bert
@@ -160,6 +163,56 @@ def test_meta_values_have_the_modules_own_distribution():
     buffers = values(build_on_meta(Tied, 3))
     assert torch.equal(buffers["blocks.0.1.running_var"], torch.ones(4))
     assert buffers["blocks.0.1.num_batches_tracked"] == 0
+
+
+class Draws(nn.Module):
+    """Draws its value from where a test says, and a number of torch."""
+
+    def __init__(self, draw: Callable[[], float]) -> None:
+        super().__init__()
+        self.draw = draw
+        self.drawn = nn.Parameter(torch.empty(3))
+        self.of_torch = nn.Parameter(torch.empty(3))
+        self.register_buffer("kept", torch.empty(2))
+
+    def reset_parameters(self) -> None:
+        with torch.no_grad():
+            nn.init.normal_(self.of_torch)
+            for owned in (self.drawn, self.kept):
+                owned.copy_(torch.tensor([self.draw() for _ in owned]))
+
+
+@pytest.mark.parametrize(
+    "draw", [random.random, np.random.rand, lambda: random.gauss(0, 1), np.random.standard_normal]
+)
+def test_meta_makes_the_same_values_whatever_draws_them(draw: Callable[[], float]) -> None:
+    def factory() -> nn.Module:
+        return nn.Sequential(Draws(draw), Draws(draw))
+
+    random.seed(1)
+    np.random.seed(1)
+    built = build_on_meta(factory, 3)
+    first, second = values(built), values(built)
+    assert same(first, second)
+    draw()  # another rank has drawn more
+    assert same(first, values(build_on_meta(factory, 3)))
+    assert not same(first, values(build_on_meta(factory, 4)))
+    assert not torch.equal(first["0.drawn"], first["1.drawn"]), "each module has its own"
+    torch.manual_seed(mix(3, 1))  # the numbers of torch are those that it alone decides
+    assert torch.equal(first["0.of_torch"], torch.randn(3))
+
+
+def test_reading_values_of_meta_leaves_all_generators_where_they_were() -> None:
+    built = build_on_meta(lambda: Draws(lambda: random.random() + np.random.rand()), 3)
+    random.seed(1)
+    np.random.seed(1)
+    torch.manual_seed(1)
+    expected = random.random(), np.random.rand(), torch.rand(())
+    random.seed(1)
+    np.random.seed(1)
+    torch.manual_seed(1)
+    values(built)
+    assert (random.random(), np.random.rand(), torch.rand(())) == expected
 
 
 class NoReset(nn.Module):

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from zrun_core.distributed.rng import mix
+from zrun_core.distributed.rng import kept_position, mix
+from zrun_core.distributed.rng import seed as begin_stream
 from zrun_core.errors import JobError, UserCodeError
 from zrun_core.memory.arena import byte_buffer
 from zrun_core.user_code.build import Built, Factory, check, no_value
@@ -178,12 +179,11 @@ def _has_nan(tensor: torch.Tensor) -> bool:
 
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    state = torch.get_rng_state()
-    torch.manual_seed(seed)
-    try:
+    """Draw the same numbers inside whenever it is entered, also from Python and from numpy."""
+    with kept_position(torch.device("cpu")):
+        begin_stream(seed)
+        torch.manual_seed(seed)  # accelerators, too
         yield
-    finally:
-        torch.set_rng_state(state)
 
 
 class _ResetOnDemand:

@@ -11,6 +11,8 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing.connection import Listener, arbitrary_address
+from multiprocessing.process import current_process
 from pathlib import Path
 
 import pytest
@@ -152,11 +154,30 @@ def test_what_a_keeper_killed_with_its_agent_left_goes_later(
     assert (link / reaper_module.SOCKET).exists()
 
 
-@pytest.mark.parametrize(("length", "is_own"), [(70, True), (71, False), (300, False)])
+@pytest.mark.parametrize(("length", "is_own"), [(67, True), (68, False), (300, False)])
 def test_a_long_folder_of_temporary_files_holds_no_socket(monkeypatch, length, is_own):
-    """An agent could not bind it, and its ranks could not reach it."""
+    """An agent could not bind it, and its ranks could not reach it; so with loader processes."""
     folder = "/".ljust(length, "x")
     monkeypatch.setattr(tempfile, "tempdir", folder)
     private = reaper_module.private_folder()
     assert str(private.parent) == (folder if is_own else "/tmp")
     assert len(str(private / reaper_module.SOCKET)) <= 107  # see unix(7)
+    monkeypatch.setitem(current_process()._config, "tempdir", str(private))
+    assert len(arbitrary_address("AF_UNIX")) <= 107
+
+
+def test_loader_processes_can_listen_in_the_longest_folder(
+    short_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last one in which an agent makes its folder."""
+    for length in range(60, 80):
+        parent = short_path / ("x" * (length - len(str(short_path)) - 1))
+        monkeypatch.setattr(tempfile, "tempdir", str(parent))
+        private = reaper_module.private_folder()
+        if private.parent != parent:
+            break
+        private.mkdir(parents=True)
+        config = current_process()._config  # type: ignore[attr-defined]
+        monkeypatch.setitem(config, "tempdir", str(private))
+        Listener(family="AF_UNIX").close()
+    assert length == 68

@@ -27,6 +27,7 @@ from zrun.system import processes
 from zrun.transport.frames import GRACE_S
 
 SOCKET = "telemetry.sock"  # of an agent, in its folder
+_OF_LOADERS = "listener-xxxxxxxx"  # as multiprocessing names those of loader processes, there too
 ABANDONED = signal.SIGRTMIN  # the agent gets it when this process was killed
 _NAME = re.compile(r"zrun-[0-9a-f]{16}")
 _LONGEST_PATH = 107  # bytes of a socket's path: see unix(7)
@@ -52,7 +53,8 @@ def _temporary() -> str:
     Schedulers name TMPDIR after jobs, containers and users.
     """
     found = tempfile.gettempdir()
-    longest = os.path.join(found, f"zrun-{'0' * 16}", SOCKET)
+    socket_name = max(SOCKET, _OF_LOADERS, key=len)
+    longest = os.path.join(found, f"zrun-{'0' * 16}", socket_name)
     return found if len(os.fsencode(longest)) <= _LONGEST_PATH else "/tmp"
 
 

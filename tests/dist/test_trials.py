@@ -51,6 +51,7 @@ class Writer(nn.Module):
         self.calls = 0
         self.seen: dict[str, int] = {}
         self.register_buffer("count", torch.zeros(()))
+        self.counts = [self.count]
 
     def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         self.calls += 1
@@ -64,7 +65,7 @@ class Writer(nn.Module):
             batch["labels"] = batch.pop("input_ids").flip(1) + 0 * batch.pop("labels")
             batch["input_ids"] = batch["labels"]
         x = self.embed(batch["input_ids"]) * min(1.0, 0.3 * self.calls) * self.seen["calls"]
-        x = x * (1 + self.count)
+        x = x * (1 + self.counts[0])
         for block in self.blocks:
             x = block(x)
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1), batch["labels"].flatten())

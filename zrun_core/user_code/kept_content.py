@@ -5,12 +5,18 @@
     self.rng = np.random.default_rng(3)   a generator, by its position
     self.counter = Counter()              an object of the user's own: what its `__dict__` holds
 
-Objects stay the same ones, whoever else holds them; each is kept once. Parameters are left out, and
-what shares their memory; so are objects of Python's library and of torch's.
+Objects stay the same ones, whoever else holds them; each is kept once. Left out are
+
+- parameters and buffers, and what shares their memory: others look after them
+- objects of Python's library and of torch's
+- data: memory maps, datasets, samplers, loaders, and trainers of other packages, which hold them
+- threads and processes, objects that hold one, and deques beside one: they fill meanwhile
+- what cannot be read
 
 [Note: how much is copied]
-Tensors up to `_MOST_BYTES` in all. Of those beyond it is seen whether they were written, which
-nothing can undo then: that is an error. So is an iterator that was advanced.
+Tensors and arrays up to `_MOST_BYTES` in all. Of those beyond it is seen whether they were written,
+which nothing can undo then: that is an error. So is an iterator that was advanced. Of one attribute
+the `_MOST_OBJECTS` objects that are nearest are kept: data lies deep, counters do not.
 """
 
 from __future__ import annotations
@@ -18,29 +24,46 @@ from __future__ import annotations
 import argparse
 import io
 import itertools
+import mmap
+import operator
 import random
 import sys
 import types
 import warnings
+import zlib
 from collections import OrderedDict, UserDict, UserList, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from concurrent.futures import Executor
 from enum import Enum
+from multiprocessing.process import BaseProcess
+from threading import Thread
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from zrun_core.errors import JobError
 from zrun_core.sizes import format_size
 
 PLAIN = (bool, int, float, str, bytes)
 OF_MODULES = frozenset(vars(nn.Module())) - {"training"}  # parameters, buffers, hooks, modules
+WORKERS = (Thread, Executor, BaseProcess)
 _IN_HIDDEN_MODULES = frozenset({"_buffers", "_modules", "training"})  # of what nobody trains
 _ATOMS = (*PLAIN, type(None), complex, torch.dtype, torch.device, torch.Size, Enum, type)
+_ATOM_TYPES = frozenset({*PLAIN, type(None), complex})
 _MOST_BYTES = 256 << 20
-_MOST_OBJECTS = 1_000_000
+_MOST_OBJECTS = 50_000  # of one attribute
+_MOST_ITEMS = 1_000_000  # of one list or dict
+_MANY = 1_000  # objects or items of an attribute that takes time to go through
+_MOST_READ = 64 << 20  # bytes of an array that is not copied, by which it is known again
 _OTHERS = sys.stdlib_module_names | {"torch", "numpy", "zrun_core"}  # whose objects are left alone
+_OF_TRAINERS = frozenset(
+    {"lightning", "pytorch_lightning", "lightning_fabric", "accelerate", "deepspeed"}
+    | {"datasets", "wandb"}
+)
+_DATA = (Dataset, Sampler, DataLoader)
 _DEEPEST = 8
 _EMPTY: tuple[Iterable[Any], ...] = ([], (), "", range(0), {}, set())
 _REDUCED: tuple[Any, ...] = (  # iterators that tell where they are
@@ -49,7 +72,7 @@ _REDUCED: tuple[Any, ...] = (  # iterators that tell where they are
     *(itertools.count, itertools.cycle, itertools.repeat, itertools.chain, itertools.islice),
     *(itertools.product, itertools.permutations, itertools.combinations, itertools.accumulate),
 )
-_BASES = (dict, list, set, deque)
+_BASES: tuple[Any, ...] = (dict, list, set, deque)
 _ABSENT = object()
 
 
@@ -93,18 +116,26 @@ class Part(NamedTuple):
     Attributes:
         value: itself.
         kind: how it is kept.
-        state: what it was.
-        version: of a tensor.
+        mark: what is another once it was written, as far as that is seen without a copy.
+        state: a copy of what it holds; None: there is none.
     """
 
     value: Any
     kind: _Kind
+    mark: Any
     state: Any
-    version: int = 0
+
+    def is_same(self, was: Part) -> bool:
+        """Return whether the object is what it was."""
+        if self.mark != was.mark:
+            return False
+        if self.state is None or was.state is None:
+            return True
+        return self.kind.are_equal(self.state, was.state)
 
 
 class Content(NamedTuple):
-    """What is inside of an attribute: the objects in it, in order."""
+    """What is inside of an attribute: the objects in it, those nearest first."""
 
     parts: tuple[Part, ...]
 
@@ -117,15 +148,29 @@ class Content(NamedTuple):
         Raises:
             JobError: one was written of which there is no copy.
         """
-        for part in self.parts:
-            part.kind.put_back(part, name)
+        for value, kind, mark, state in self.parts:
+            if state is not None:
+                kind.set(value, state)
+            elif kind.mark(value) != mark:
+                raise JobError(kind.refusal(value, name))
 
     def is_same(self, other: Content) -> bool:
         """Return whether these are the same objects as then, with the same in them."""
         return len(self.parts) == len(other.parts) and all(
-            now.value is was.value and now.kind.is_same(now, was)
+            now.value is was.value and now.is_same(was)
             for now, was in zip(self.parts, other.parts, strict=True)
         )
+
+    @property
+    def items(self) -> int:
+        """How many objects there are, and items in them."""
+        sizes = (part.mark for part in self.parts if isinstance(part.kind, _Container))
+        return len(self.parts) + sum(size or 0 for size in sizes)
+
+    def marked(self) -> Content:
+        """Return the same objects as they are now, of which none is copied."""
+        parts = self.parts
+        return Content(tuple(Part(v, kind, kind.mark(v), None) for v, kind, *_ in parts))
 
     def without_graphs(self) -> Content:
         """Return the same, with tensors that hold no graph."""
@@ -133,21 +178,17 @@ class Content(NamedTuple):
 
     def writes_tensors(self, before: Content | None) -> bool:
         """Return whether a tensor in it was written in place since `before`."""
-        known = {id(part.value): part for part in (before.parts if before is not None else ())}
-        return any(
-            part.kind is _TENSOR and not part.kind.is_same(part, known[id(part.value)])
-            for part in self.parts
-            if id(part.value) in known
-        )
+        return any(now.kind is _TENSOR and not now.is_same(was) for now, was in self._since(before))
 
     def counted_on(self, before: Content) -> bool:
         """Return whether a number, a tensor or a generator in it went on since `before`."""
-        known = {id(part.value): part for part in before.parts}
-        return any(
-            part.kind.counts(part, known[id(part.value)])
-            for part in self.parts
-            if id(part.value) in known
-        )
+        return any(now.kind.counts(now, was) for now, was in self._since(before))
+
+    def _since(self, before: Content | None) -> Iterator[tuple[Part, Part]]:
+        known = {id(part.value): part for part in (before.parts if before is not None else ())}
+        for part in self.parts:
+            if id(part.value) in known:
+                yield part, known[id(part.value)]
 
 
 class Walk:
@@ -156,60 +197,82 @@ class Walk:
     Each object is part of the first attribute that holds it.
     """
 
-    def __init__(self, modules: Iterable[nn.Module], *, enters_modules: bool) -> None:
+    def __init__(
+        self, modules: Iterable[nn.Module], *, enters_modules: bool, most_bytes: int | None
+    ) -> None:
         """
         Args:
             modules: whose attributes are kept; whoever holds one of them holds nothing by that.
             enters_modules: modules that are not among these are looked into, as in a plain list.
+            most_bytes: of tensors and arrays that are copied; None: `_MOST_BYTES`.
         """
         self._modules = list(modules)
         self._known = {id(module) for module in self._modules}
         self._enters_modules = enters_modules
-        self._storages: set[int] | None = None  # of parameters
+        self._most_bytes = most_bytes
+        self._storages: set[int] | None = None  # of parameters and buffers
         self._bytes = 0
-        # By id, tensors that are not copied: forwards do not write them.
+        self._seen: set[int] = set()
+        # By id, of what forwards do not write: tensors that are not copied, and attributes of many
+        # objects, which are not gone through.
         self._steady: dict[int, torch.Tensor] = {}
+        self._left: dict[int, tuple[Any, Content]] = {}
 
     def begin(self) -> None:
         """Begin a copy of all attributes."""
-        self._seen: dict[int, Any] = {}
         self._bytes = 0
         self._storages = None
+        self._seen = {id(part.value) for _, left in self._left.values() for part in left.parts}
+
+    def end(self) -> None:
+        """Forget what the copy has gone through."""
+        self._seen = set()
 
     def content(self, value: Any) -> Content | None:
         """Return what is inside of a value; None: nothing."""
-        if isinstance(value, _ATOMS):
+        if type(value) in _ATOM_TYPES:
             return None
+        if id(value) in self._left:
+            return self._left[id(value)][1].marked()
         with _disable_current_modes():
             parts = tuple(self._parts(value))
         return Content(parts) if parts else None
 
     def _parts(self, value: Any) -> Iterator[Part]:
-        waiting = [value]
-        while waiting:
-            each = waiting.pop()
-            if isinstance(each, _ATOMS) or id(each) in self._seen:
+        waiting = deque([value])  # those nearest first
+        last = len(self._seen) + _MOST_OBJECTS
+        while waiting and len(self._seen) < last:
+            each = waiting.popleft()
+            if id(each) in self._seen or type(each) in _ATOM_TYPES:
                 continue
-            if len(self._seen) >= _MOST_OBJECTS:
-                raise JobError(
-                    f"attributes of the model hold more than {_MOST_OBJECTS:,} objects, which "
-                    "forwards before training may change: keep data in the dataset, not the model"
-                )
-            self._seen[id(each)] = each
-            kind = self._kind_of(each)
-            if kind is None:
-                if isinstance(each, tuple | frozenset):
-                    waiting += reversed(list(each))
-                elif isinstance(each, types.MethodType):
-                    waiting.append(each.__self__)
+            self._seen.add(id(each))
+            if type(each) is tuple:
+                _add(waiting, each)
                 continue
-            part = kind.keep(each, self)
-            if part is None:
+            try:
+                part = self._part(each, waiting)
+            except Exception:  # as of a dead weak reference, and of whatever users' classes do
                 continue
-            yield part
-            waiting += reversed(list(kind.inside(part)))
-            if isinstance(each, _BASES) and getattr(each, "__dict__", None) is not None:
-                waiting.append(each.__dict__)  # of a class of the user's own
+            if part is not None:
+                yield part
+
+    def _part(self, value: Any, waiting: deque[Any]) -> Part | None:
+        """Return an object as it is now; None: it is not kept. What is in it waits."""
+        if isinstance(value, _ATOMS):
+            return None
+        kind = self._kind_of(value)
+        if kind is None:
+            if isinstance(value, tuple | frozenset):
+                _add(waiting, value)
+            elif isinstance(value, types.MethodType):
+                waiting.append(value.__self__)
+            return None
+        part = kind.keep(value, self)
+        if part is not None:
+            _add(waiting, kind.inside(part))
+            if isinstance(value, _BASES) and getattr(value, "__dict__", None) is not None:
+                waiting.append(value.__dict__)  # of a class of the user's own
+        return part
 
     def _kind_of(self, value: Any) -> _Kind | None:
         if isinstance(value, torch.Tensor):
@@ -217,53 +280,109 @@ class Walk:
         if isinstance(value, nn.Module):
             enters = self._enters_modules and id(value) not in self._known
             return _MODULE if enters else None
+        if isinstance(value, (*_DATA, *WORKERS)):
+            return None
         for types_of, kind in _KINDS:
             if isinstance(value, types_of):
                 return kind
         numpy = sys.modules.get("numpy")
         if numpy is not None:
             if isinstance(value, numpy.ndarray):
-                return _ARRAY if value.dtype != object else None
+                return None if value.dtype.hasobject or _is_mapped(value) else _ARRAY
             if isinstance(value, numpy.random.Generator):
                 return _NUMPY_GENERATOR
             if isinstance(value, numpy.random.BitGenerator | numpy.random.RandomState):
                 return _NUMPY_STATE
         if not _is_users(type(value)):
             return _ITERATOR if is_iterator(value) else None
+        if any(_is_of_trainers(each) for each in type(value).__mro__):
+            return None
         has_state = hasattr(value, "__dict__") or any(True for _ in _slots(value))
         return _OBJECT if has_state else None
 
-    def leave_out(self, content: Content) -> None:
-        """Copy the tensors of a content no more: forwards do not write them."""
+    def leave_out(self, value: Any, content: Content) -> None:
+        """Keep of an attribute only marks, as far as that saves time: forwards do not write it."""
         for part in content.parts:
-            if part.kind is _TENSOR:
+            if part.kind in (_TENSOR, _ARRAY):
                 self._steady[id(part.value)] = part.value
+        if content.items > _MANY:
+            tensors = [each for each in content.parts if each.kind is _TENSOR]
+            others = [each for each in content.parts if isinstance(each.kind, _Container)]
+            marked = Content((*tensors, *others[:_MANY])).marked()  # which holds no copies
+            self._left[id(value)] = (value, marked)
 
-    def may_copy(self, tensor: torch.Tensor) -> bool:
-        """Return whether there is room for a copy of a tensor, and count it."""
-        if id(tensor) in self._steady or self._bytes + tensor.nbytes > _MOST_BYTES:
+    def is_steady(self, value: Any) -> bool:
+        """Return whether forwards do not write a tensor or an array."""
+        return id(value) in self._steady
+
+    def may_copy(self, size: int) -> bool:
+        """Return whether there is room for a copy of so many bytes, and count it."""
+        most = _MOST_BYTES if self._most_bytes is None else self._most_bytes
+        if self._bytes + size > most:
             return False
-        self._bytes += tensor.nbytes
+        self._bytes += size
         return True
 
-    def is_of_parameters(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor shares its memory with a parameter."""
+    def is_of_modules(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor shares its memory with a parameter or a buffer."""
         if self._storages is None:
             self._storages = {
-                param.untyped_storage()._cdata
+                memory_of(each)
                 for module in self._modules
-                for param in dict.values(module._parameters)  # without unsharding it
-                if param is not None
+                # Without unsharding any.
+                for each in (*dict.values(module._parameters), *module._buffers.values())
             }
-        return tensor.untyped_storage()._cdata in self._storages
+        return memory_of(tensor) in self._storages
+
+
+def memory_of(tensor: torch.Tensor | None) -> int:
+    """Return what tensors that share their memory have in common; 0: it has none."""
+    try:
+        return 0 if tensor is None else tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):  # as of a sparse one
+        return 0
+
+
+def _add(waiting: deque[Any], items: Collection[Any]) -> None:
+    """Have objects wait, if there are any among these."""
+    if not _are_atoms(items):
+        waiting.extend(items)
+
+
+def _are_atoms(items: Iterable[Any]) -> bool:
+    return _ATOM_TYPES.issuperset(map(type, items))
+
+
+def _is_of_trainers(cls: type) -> bool:
+    name = cls.__module__
+    return name.partition(".")[0] in _OF_TRAINERS or name == "transformers.trainer"
+
+
+def _is_mapped(array: Any) -> bool:
+    """Return whether an array, or that of which it is a view, lies in a file."""
+    while array is not None:
+        if isinstance(array, mmap.mmap):
+            return True
+        array = getattr(array, "base", getattr(array, "obj", None))  # `obj`: of a memory view
+    return False
 
 
 class _Kind:
-    """How a kind of object is kept; this one is kept by its state alone."""
+    """How a kind of object is kept; this one is copied whatever its size.
+
+    Attributes:
+        instead: what the user may do about one that is not copied.
+    """
+
+    instead = "write it in the first forward too, or not at all"
 
     def keep(self, value: Any, walk: Walk) -> Part | None:
         """Return the object as it is now; None: it is not kept."""
-        return Part(value, self, self.state(value))
+        return Part(value, self, self.mark(value), self.state(value))
+
+    def mark(self, value: Any) -> Any:
+        """Return what is another once it was written; None: nothing is known."""
+        return None
 
     def state(self, value: Any) -> Any:
         """Return a copy of what it holds."""
@@ -273,17 +392,18 @@ class _Kind:
         """Make it hold what `state` has."""
         raise NotImplementedError
 
-    def inside(self, part: Part) -> Iterable[Any]:
+    def are_equal(self, now: Any, was: Any) -> bool:
+        """Return whether two copies are."""
+        return bool(now == was)
+
+    def inside(self, part: Part) -> Collection[Any]:
         """Return the objects that it holds."""
         return ()
 
-    def put_back(self, part: Part, name: str) -> None:
-        """Make it what it was. `name` is the attribute's that holds it."""
-        self.set(part.value, part.state)
-
-    def is_same(self, now: Part, was: Part) -> bool:
-        """Return whether it is what it was."""
-        return bool(now.state == was.state)
+    def held(self, part: Part) -> Iterator[tuple[Any, Any, Any]]:
+        """Return each object in it, where another can take its place, and by which key."""
+        for each in self.inside(part):
+            yield None, None, each
 
     def without_graphs(self, part: Part) -> Part:
         """Return the same, with tensors that hold no graph."""
@@ -291,11 +411,26 @@ class _Kind:
 
     def counts(self, now: Part, was: Part) -> bool:
         """Return whether it went on from what it was, so that who comes next begins elsewhere."""
-        return not self.is_same(now, was)
+        return not now.is_same(was)
+
+    def refusal(self, value: Any, name: str) -> str:
+        """Say that it was written and cannot be put back. `name` is the attribute's."""
+        return (
+            f"a forward writes in place to {name}, {self.words(value)}, which cannot be put back "
+            "after a forward that is no part of training: of attributes "
+            f"{format_size(_MOST_BYTES)} are copied, and of those only what the first forward "
+            f"writes; {self.instead}"
+        )
+
+    def words(self, value: Any) -> str:
+        """Return what it is, for the user."""
+        return f"a {type(value).__name__}"
 
 
 class _Container(_Kind):
     """A list, dict, set or deque, of whatever class: its items, by identity."""
+
+    instead = "change it in the first forward too, or keep data in the dataset, not the model"
 
     def __init__(
         self, items: Callable[[Any], Any], refill: Callable[[Any, Any], None] | None = None
@@ -303,11 +438,22 @@ class _Container(_Kind):
         self._items = items
         self._refill = refill
 
+    def keep(self, value: Any, walk: Walk) -> Part | None:
+        mark = self.mark(value)
+        is_huge = mark is not None and mark > _MOST_ITEMS
+        return Part(value, self, mark, None if is_huge else self.state(value))
+
+    def mark(self, value: Any) -> Any:
+        for base in _BASES:
+            if isinstance(value, base):
+                return base.__len__(value)
+        return None
+
     def state(self, value: Any) -> Any:
         return self._items(value)
 
     def set(self, value: Any, state: Any) -> None:
-        if _are_same(self._items(value), state):
+        if self.are_equal(self._items(value), state):
             return  # a subclass may do more when it is filled
         if self._refill is not None:
             self._refill(value, state)
@@ -326,38 +472,62 @@ class _Container(_Kind):
             base.clear(value)
             base.extend(value, state)
 
-    def inside(self, part: Part) -> Iterable[Any]:
+    def inside(self, part: Part) -> Collection[Any]:
+        if part.state is None:
+            return ()
         return part.state.values() if isinstance(part.state, Mapping) else part.state
 
-    def is_same(self, now: Part, was: Part) -> bool:
-        return _are_same(now.state, was.state)
+    def are_equal(self, now: Any, was: Any) -> bool:
+        if isinstance(now, set):
+            return bool(now == was)
+        if isinstance(now, Mapping):
+            return _are_same(now, was) and _are_same(now.values(), was.values())
+        return _are_same(now, was)
+
+    def held(self, part: Part) -> Iterator[tuple[Any, Any, Any]]:
+        value, state = part.value, part.state
+        if isinstance(value, list | deque) and state is not None:
+            yield from ((value, place, each) for place, each in enumerate(state))
+        elif isinstance(value, dict) and state is not None:
+            yield from ((value, key, each) for key, each in state.items())
+        elif isinstance(state, Mapping) and hasattr(value, "__dict__"):
+            own = vars(value)
+            for key, each in state.items():
+                yield (own if key in own else None), key, each
+        else:
+            yield from super().held(part)
 
     def without_graphs(self, part: Part) -> Part:
         state = part.state
+        if state is None or _are_atoms(self.inside(part)):
+            return part
         if isinstance(state, Mapping):
             return part._replace(state={key: leaf(value) for key, value in state.items()})
         return part._replace(state=type(state)(map(leaf, state)))
 
     def counts(self, now: Part, was: Part) -> bool:
-        if not isinstance(now.state, Mapping):
+        if not (isinstance(now.state, Mapping) and isinstance(was.state, Mapping)):
             return False
         return any(
-            isinstance(value, int | float) and value != was.state[key]
+            is_a(value, int, float) and value != was.state[key]
             for key, value in now.state.items()
-            if isinstance(was.state.get(key), int | float)
+            if is_a(was.state.get(key), int, float)
         )
 
+    def words(self, value: Any) -> str:
+        return f"a {type(value).__name__} of {len(value):,} items"
 
-def _are_same(now: Any, was: Any) -> bool:
+
+def _are_same(now: Collection[Any], was: Collection[Any]) -> bool:
+    """Return whether the items are the same in order. By identity: those of users may not equal."""
     if len(now) != len(was):
         return False
-    if isinstance(now, Mapping):
-        return list(now) == list(was) and all(
-            is_same_value(value, was[key]) for key, value in now.items()
-        )
-    if isinstance(now, set):
-        return bool(now == was)
-    return all(is_same_value(*pair) for pair in zip(now, was, strict=True))
+    return all(map(operator.is_, now, was)) or all(map(is_same_value, now, was))
+
+
+def _items_of_dict(value: Any) -> dict[Any, Any]:
+    """Return a copy that does not run what a class of the user's own does when it is read."""
+    return dict(OrderedDict.items(value)) if isinstance(value, OrderedDict) else dict.copy(value)
 
 
 def is_same_value(now: Any, was: Any) -> bool:
@@ -367,45 +537,46 @@ def is_same_value(now: Any, was: Any) -> bool:
     return type(now) is type(was) and isinstance(now, PLAIN) and bool(now == was)
 
 
+def is_a(value: Any, *types_of: type) -> bool:
+    """Return whether a value is an instance, by its own type: a dead reference has that."""
+    return issubclass(type(value), types_of)
+
+
 def leaf(value: Any) -> Any:
     """Return a value, without its graph if it is a tensor that has one."""
-    has_graph = isinstance(value, torch.Tensor) and value.grad_fn is not None
+    has_graph = is_a(value, torch.Tensor) and value.grad_fn is not None
     return value.detach() if has_graph else value
 
 
-def _slots(value: Any) -> Iterator[str]:
-    for each in type(value).__mro__:
-        names = vars(each).get("__slots__", ())
-        for name in (names,) if isinstance(names, str) else names:
-            if name not in ("__dict__", "__weakref__"):
-                yield f"_{each.__name__.lstrip('_')}{name}" if _is_private(name) else name
+def _slots(value: Any) -> Iterator[types.MemberDescriptorType]:
+    """Return the slots of a user's object, also those that a property of its class hides."""
+    for cls in filter(_is_users, type(value).__mro__):
+        for each in vars(cls).values():
+            if isinstance(each, types.MemberDescriptorType):
+                yield each
 
 
-def _is_private(name: str) -> bool:
-    return name.startswith("__") and not name.endswith("__")
-
-
-def _fields(value: Any) -> dict[str, Any]:
-    found = dict(getattr(value, "__dict__", {}))
-    for name in _slots(value):
-        own = getattr(value, name, _ABSENT)
-        if own is not _ABSENT:
-            found[name] = own
+def _fields(value: Any) -> dict[Any, Any]:
+    found: dict[Any, Any] = dict(getattr(value, "__dict__", {}))
+    for slot in _slots(value):
+        try:
+            found[slot] = slot.__get__(value)
+        except AttributeError:  # it is empty
+            continue
     return found
 
 
-def _set_fields(value: Any, fields: Mapping[str, Any]) -> None:
-    slots = set(_slots(value))
+def _set_fields(value: Any, fields: Mapping[Any, Any]) -> None:
     if hasattr(value, "__dict__"):
         own = value.__dict__
         own.clear()
-        own.update({key: each for key, each in fields.items() if key not in slots})
-    for name in slots:
-        if name in fields:
-            if getattr(value, name, _ABSENT) is not fields[name]:
-                object.__setattr__(value, name, fields[name])
-        elif hasattr(value, name):
-            object.__delattr__(value, name)
+        own.update({key: each for key, each in fields.items() if isinstance(key, str)})
+    now = _fields(value)
+    for slot in _slots(value):
+        if slot in fields:
+            slot.__set__(value, fields[slot])
+        elif slot in now:
+            slot.__delete__(value)
 
 
 def _fields_of_module(module: Any) -> dict[str, Any]:
@@ -437,6 +608,15 @@ def _set_cells(function: Any, values: list[Any]) -> None:
             cell.cell_contents = value
 
 
+class _Object(_Container):
+    """An object of the user's: what its `__dict__` and its slots hold, but no thread."""
+
+    def keep(self, value: Any, walk: Walk) -> Part | None:
+        part = super().keep(value, walk)
+        is_at_work = part is not None and any(is_a(x, *WORKERS) for x in self.inside(part))
+        return None if is_at_work else part
+
+
 class _Function(_Container):
     """A function of the user's: the variables that it has closed over."""
 
@@ -449,70 +629,94 @@ class _Function(_Container):
 class _Tensor(_Kind):
     """A tensor: its values, if it has any that nobody differentiates."""
 
+    instead = "make it a buffer (self.register_buffer)"
+
     def keep(self, value: Any, walk: Walk) -> Part | None:
         is_plain = type(value) is torch.Tensor and value.layout == torch.strided
-        if not is_plain or value.is_meta or value.grad_fn is not None or value.is_inference():
+        if not is_plain or torch._C._functorch.is_functorch_wrapped_tensor(value):
             return None
-        if value.untyped_storage().nbytes() == 0 or walk.is_of_parameters(value):
+        if value.is_meta or value.grad_fn is not None or value.is_inference():
             return None
-        copy = value.detach().clone() if walk.may_copy(value) else None
-        return Part(value, self, copy, value._version)
+        if value.untyped_storage().nbytes() == 0 or walk.is_of_modules(value):
+            return None
+        is_copied = not walk.is_steady(value) and walk.may_copy(value.nbytes)
+        return Part(value, self, self.mark(value), self.state(value) if is_copied else None)
 
-    def is_same(self, now: Part, was: Part) -> bool:
-        if now.version != was.version:
+    def mark(self, value: Any) -> Any:
+        return value._version
+
+    def state(self, value: Any) -> Any:
+        return _once(value).clone()
+
+    def set(self, value: Any, state: Any) -> None:
+        own = _once(value)
+        with _disable_current_modes(), torch.no_grad():
+            if not self.are_equal(own, state):
+                own.copy_(state)
+
+    def are_equal(self, now: Any, was: Any) -> bool:  # what `.data` writes counts in no version
+        if now.shape != was.shape or now.dtype != was.dtype:
             return False
-        # Versions do not count what is written through `.data`.
-        has_both = now.state is not None and was.state is not None
-        return not has_both or _has_bits_of(now.state, was.state)
+        with _disable_current_modes():
+            return torch.equal(_bits(now), _bits(was))
 
     def counts(self, now: Part, was: Part) -> bool:
         if now.state is None or was.state is None:
-            return not self.is_same(now, was)
-        return not _has_bits_of(now.state, was.state)
+            return not now.is_same(was)
+        return not self.are_equal(now.state, was.state)
 
-    def put_back(self, part: Part, name: str) -> None:
-        tensor, state = part.value.detach(), part.state
-        if state is None:
-            if part.value._version != part.version:
-                raise JobError(
-                    f"a forward writes in place to {name}, a tensor of {list(tensor.shape)} "
-                    f"({format_size(tensor.nbytes)}), which cannot be put back after a forward "
-                    f"that is no part of training: of attributes {format_size(_MOST_BYTES)} are "
-                    "copied, and of those only that the first forward writes; make it a buffer "
-                    "(self.register_buffer)"
-                )
-            return
-        with _disable_current_modes(), torch.no_grad():
-            if not _has_bits_of(tensor, state):
-                tensor.copy_(state)
+    def words(self, value: Any) -> str:
+        return f"a tensor of {list(value.shape)} ({format_size(value.nbytes)})"
 
 
-def _has_bits_of(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    with _disable_current_modes():
-        if torch.equal(one, other):
-            return True
-        are_not_numbers = one.isnan() & other.isnan()
-        return bool(((one == other) | are_not_numbers).all())
+def _once(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor without its graph, and each value once where it was expanded."""
+    tensor = tensor.detach()
+    for dim, stride in enumerate(tensor.stride()):
+        if stride == 0 and tensor.shape[dim] > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a tensor: those of what is not a number are equal."""
+    flat = tensor.resolve_conj().resolve_neg().reshape(-1)
+    if flat.stride(0) != 1:  # also where there is but one value
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    return flat.view(torch.uint8)
 
 
 class _Array(_Kind):
     """An array of numpy's."""
 
+    def keep(self, value: Any, walk: Walk) -> Part | None:
+        if value.nbytes == 0 or walk.is_steady(value):
+            return None
+        if walk.may_copy(value.nbytes):
+            return Part(value, self, None, self.state(value))
+        return Part(value, self, self.mark(value), None)
+
+    def mark(self, value: Any) -> Any:
+        """Return a sum of its bytes, or of as many as are read in a moment."""
+        step = -(-value.nbytes // _MOST_READ)
+        some = value.reshape(-1)[::step] if value.flags.c_contiguous else value.flat[::step]
+        return zlib.crc32(some.tobytes())
+
     def state(self, value: Any) -> Any:
         return value.copy()
 
     def set(self, value: Any, state: Any) -> None:
-        if value.flags.writeable and not self._are_equal(value, state):
+        if value.flags.writeable and not self.are_equal(value, state):
             value[...] = state
 
-    def is_same(self, now: Part, was: Part) -> bool:
-        return self._are_equal(now.state, was.state)
+    def are_equal(self, now: Any, was: Any) -> bool:
+        if now.shape != was.shape or now.dtype != was.dtype:
+            return False
+        one, other = (each.reshape(-1).view("u1") for each in (now, was))
+        return bool((one == other).all())
 
-    @staticmethod
-    def _are_equal(one: Any, other: Any) -> bool:
-        return one.shape == other.shape and bool(one.tobytes() == other.tobytes())
+    def words(self, value: Any) -> str:
+        return f"an array of {list(value.shape)} ({format_size(value.nbytes)})"
 
 
 class _By(_Kind):
@@ -528,8 +732,8 @@ class _By(_Kind):
     def set(self, value: Any, state: Any) -> None:
         self._write(value, state)
 
-    def is_same(self, now: Part, was: Part) -> bool:
-        return _are_equal_states(now.state, was.state)
+    def are_equal(self, now: Any, was: Any) -> bool:
+        return _are_equal_states(now, was)
 
 
 def _are_equal_states(now: Any, was: Any) -> bool:
@@ -545,16 +749,18 @@ def _are_equal_states(now: Any, was: Any) -> bool:
 class _Iterator(_Kind):
     """An iterator: where it is, as far as that can be told."""
 
-    def state(self, value: Any) -> Any:
+    def keep(self, value: Any, walk: Walk) -> Part | None:
+        return Part(value, self, self.mark(value), None)
+
+    def mark(self, value: Any) -> Any:
         return _position(value)
 
-    def put_back(self, part: Part, name: str) -> None:
-        if _position(part.value) != part.state:
-            raise JobError(
-                f"a forward goes on with {name}, an iterator ({type(part.value).__name__}), which "
-                "cannot be put back after a forward that is no part of training: keep what it goes "
-                "through, and a number that says how far"
-            )
+    def refusal(self, value: Any, name: str) -> str:
+        return (
+            f"a forward goes on with {name}, an iterator ({type(value).__name__}), which "
+            "cannot be put back after a forward that is no part of training: keep what it goes "
+            "through, and a number that says how far"
+        )
 
 
 def _position(value: Any, depth: int = 0) -> Any:
@@ -587,7 +793,7 @@ def _set_numpy_state(value: Any, state: Any) -> None:
 _TENSOR = _Tensor()
 _ARRAY = _Array()
 _ITERATOR = _Iterator()
-_OBJECT = _Container(_fields, _set_fields)
+_OBJECT = _Object(_fields, _set_fields)
 _MODULE = _Container(_fields_of_module, _set_fields_of_module)
 _FUNCTION = _Function(_cells, _set_cells)
 _NUMPY_GENERATOR = _By(
@@ -599,7 +805,7 @@ _NUMPY_STATE = _By(
 _KINDS: tuple[tuple[Any, _Kind], ...] = (
     (torch.Generator, _By(lambda g: g.get_state(), lambda g, state: g.set_state(state))),
     (random.Random, _By(lambda g: g.getstate(), lambda g, state: g.setstate(state))),
-    (dict, _Container(dict)),
+    (dict, _Container(_items_of_dict)),
     (list, _Container(list)),
     (set, _Container(set)),
     (deque, _Container(list)),

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import FunctionType, MethodType
 from typing import Any
 
+import torch
 from torch import nn
 
+from zrun_core.errors import JobError
 from zrun_core.user_code.kept_content import (
     OF_MODULES,
+    WORKERS,
     ClassVariables,
     Content,
     Walk,
+    is_a,
     is_same_value,
     leaf,
+    memory_of,
 )
 
 _ABSENT: Attribute = (object(), None)  # of an attribute that is not there
 Attribute = tuple[Any, Content | None]  # the value, and what is inside of it
+Holder = tuple[Any, Any]  # a dict or a list, and a key or a place in it
 AttributesCopy = list[dict[str, Attribute]]  # by owner and name
 
 
@@ -55,6 +62,7 @@ class Attributes:
         batch: object = None,
         *,
         enters_modules: bool = True,
+        most_bytes: int | None = None,
     ) -> None:
         """
         Args:
@@ -62,6 +70,7 @@ class Attributes:
             loss: a function, a module, or an object with attributes.
             batch: what is in it belongs to them.
             enters_modules: modules in a plain list and the like belong to the attributes.
+            most_bytes: of tensors and arrays that are copied; None: as many as `Walk` says.
         """
         own = list(modules)
         self._owners = [vars(module) for module in own]
@@ -72,7 +81,7 @@ class Attributes:
         elif hasattr(loss, "__dict__"):
             self._owners.append(vars(loss))
         self._names += ["loss"] * (len(self._owners) - len(self._names))
-        self._walk = Walk(own, enters_modules=enters_modules)
+        self._walk = Walk(own, enters_modules=enters_modules, most_bytes=most_bytes)
         # What nobody has as an attribute.
         others = {"batch": batch, "classes": ClassVariables.of([*own, loss])}
         if isinstance(loss, FunctionType | MethodType):
@@ -83,12 +92,19 @@ class Attributes:
     def copy(self) -> AttributesCopy:
         """Return what they are now."""
         self._walk.begin()
-        return [self._attributes(owner) for owner in self._owners]
+        try:
+            return [self._attributes(owner) for owner in self._owners]
+        finally:
+            self._walk.end()
 
     def _attributes(self, owner: dict[str, Any]) -> dict[str, Attribute]:
-        """Return attributes by name: the value, and a copy of what is inside of it."""
+        """Return attributes by name: the value, and a copy of what is inside of it.
+
+        Of a module that has a thread, a deque is what that one fills.
+        """
+        is_fed = any(is_a(value, *WORKERS) for value in owner.values())
         return {
-            key: (value, self._walk.content(value))
+            key: (value, None if is_fed and is_a(value, deque) else self._walk.content(value))
             for key, value in list(owner.items())
             if key not in OF_MODULES
         }
@@ -104,11 +120,36 @@ class Attributes:
         return found
 
     def leave_out_steady(self, before: AttributesCopy, changed: AttributesCopy) -> None:
-        """Copy no more of tensors that no forward between these two has written."""
+        """Copy no more of what takes time and no forward between these two has written."""
         for was, now in zip(before, changed, strict=True):
-            for key, (_, content) in was.items():
+            for key, (value, content) in was.items():
                 if key not in now and content is not None:
-                    self._walk.leave_out(content)
+                    self._walk.leave_out(value, content)
+
+    def holders_of(self, tensor: torch.Tensor, values: AttributesCopy) -> list[Holder]:
+        """Return what held a tensor at a `copy`, and by which key.
+
+        Raises:
+            JobError: what holds it cannot be given another, or it holds a view of it.
+        """
+        found: list[Holder] = []
+        memory = memory_of(tensor)
+        for owner, label, attributes in zip(self._owners, self._names, values, strict=True):
+            for key, (value, content) in attributes.items():
+                held: list[tuple[Any, Any, Any]] = [(owner, key, value)]
+                for part in content.parts if content is not None else ():
+                    held += part.kind.held(part)
+                for holder, place, each in held:
+                    if each is tensor and holder is not None:
+                        found.append((holder, place))
+                    elif memory and any(memory_of(own) == memory for own in _tensors_of(each)):
+                        raise JobError(
+                            f"a recomputed block writes in place to a buffer that {label}.{key} "
+                            "holds too, in a tuple or the like or as a view, where it cannot be "
+                            "kept apart: hold it in a list or a dict, or write "
+                            "activations.checkpoint: none"
+                        )
+        return found
 
     def put_back_only(self, values: AttributesCopy) -> None:
         """Give some their values, as `changed` or `as_in` returned them."""
@@ -133,6 +174,15 @@ class Attributes:
         self.put_back_only(values)
 
 
+def _tensors_of(value: Any) -> list[torch.Tensor]:
+    """Return the tensors that a value is, or holds where nothing can be replaced."""
+    if is_a(value, torch.Tensor):
+        return [value]
+    if is_a(value, tuple, frozenset):
+        return [tensor for each in value for tensor in _tensors_of(each)]
+    return []
+
+
 def as_in(values: AttributesCopy, keys: AttributesCopy) -> AttributesCopy:
     """Return of `values` those attributes that `keys` has."""
     return [
@@ -149,7 +199,7 @@ def joined(first: AttributesCopy, second: AttributesCopy) -> AttributesCopy:
 def goes_on(now: Attribute, before: Attribute) -> bool:
     """Return whether an attribute has a number, a tensor or a generator that went on."""
     value, content = now
-    if isinstance(value, int | float):
+    if is_a(value, int, float):
         return bool(value != before[0])
     return content is not None and before[1] is not None and content.counted_on(before[1])
 

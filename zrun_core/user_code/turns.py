@@ -51,6 +51,7 @@ class Turns:
         if self._is_first_step and self._begun:
             self.attributes.leave_out_steady(self._begun, self._seen)
         self._is_first_step = False
+        self._begun, self._seen = [], []
 
 
 class OwnAttributes:
@@ -73,9 +74,10 @@ class OwnAttributes:
             return
         attributes = self._turns.attributes
         others = attributes.copy()
+        begun = others
         if self._own is not None:
             attributes.put_back_only(self._own)
-        begun = attributes.copy()
+            begun = attributes.copy()
         yield
         changed = attributes.changed(begun)
         if self._own is None:

@@ -27,11 +27,12 @@ from zrun_core.sizes import format_size
 from zrun_core.user_code.trial import (
     Attributes,
     AttributesCopy,
+    Holder,
     first_written_tensor,
     without_graphs,
 )
 
-_LARGEST = 1 << 20  # bytes of a buffer that is copied before it is known to change
+_LARGEST = 1 << 20  # bytes of a buffer, or of attributes, copied before they are known to change
 
 
 class RecomputedForward:
@@ -117,18 +118,19 @@ class BlockState:
     """What the forward of a block may change, beside its random numbers of torch's.
 
     All of it is copied in its first forward, and what that one changes from then on; but for large
-    buffers, such as masks and tables, of which none should change.
+    buffers and tensors, such as masks and tables, of which none should change.
     """
 
     def __init__(self, block: nn.Module) -> None:
         modules = list(block.modules())
-        self._attributes = Attributes(modules, None, enters_modules=False)
+        self._attributes = Attributes(modules, None, enters_modules=False, most_bytes=_LARGEST)
         self._places = [(module, key) for module in modules for key in module._buffers]
         self._written = {
             place
             for place in range(len(self._places))
             if (buffer := self._buffer(place)) is not None and buffer.nbytes <= _LARGEST
         }
+        self._holders: dict[int, list[Holder]] = {}  # attributes that hold such a buffer too
         self._keeps_attributes = True
         self._draws = True  # from Python's or numpy's random numbers
         self._is_first = True
@@ -188,6 +190,10 @@ class BlockState:
                 "forward, or write checkpoint: none"
             )
         self._written &= changed
+        for place in self._written:
+            now = self._buffer(place)
+            if now is not None and id(now) == versions[place][0]:
+                self._holders[place] = self._attributes.holders_of(now, begun.attributes)
 
     def _version(self, place: int) -> tuple[int, int]:
         buffer = self._buffer(place)
@@ -202,8 +208,15 @@ class BlockState:
             self._attributes.put_back(begun.attributes)
         # Not in place: autograd may have saved the buffers themselves.
         buffers = {place: self._buffer(place) for place in begun.buffers}
+        replaced = []
         for place, values in begun.buffers.items():
-            self._set(place, values.clone())
+            own = values.clone()
+            self._set(place, own)
+            for holder, key in self._holders.get(place, ()):
+                if not _holds(holder, key, buffers[place]):
+                    continue
+                replaced.append((holder, key, buffers[place]))
+                holder[key] = own
         numbers = None
         if begun.numbers is not None:
             numbers = _numbers()
@@ -213,6 +226,8 @@ class BlockState:
         finally:
             if numbers is not None:
                 _set_numbers(numbers)
+            for holder, key, buffer in replaced:
+                holder[key] = buffer
             for place, buffer in buffers.items():
                 self._set(place, buffer)
             if attributes is not None:
@@ -221,6 +236,13 @@ class BlockState:
     def _set(self, place: int, buffer: torch.Tensor | None) -> None:
         module, key = self._places[place]
         module._buffers[key] = buffer
+
+
+def _holds(holder: Any, key: Any, value: object) -> bool:
+    try:
+        return holder[key] is value
+    except (IndexError, KeyError):
+        return False
 
 
 def _numbers() -> tuple[Any, Any]:

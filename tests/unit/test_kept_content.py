@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from zrun_core.errors import JobError
-from zrun_core.user_code import kept_content
+from zrun_core.user_code import kept_content, object_kinds
 from zrun_core.user_code.trial import Attributes, kept_attributes
 from zrun_core.user_code.turns import OwnAttributes, Turns
 
@@ -67,7 +67,7 @@ def test_parameters_are_left_alone() -> None:
 
 def test_a_tensor_that_is_not_copied_is_named() -> None:
     model = Holder(torch.zeros(8))
-    with patch.object(kept_content, "_MOST_BYTES", 16):
+    with patch.object(kept_content, "MOST_BYTES", 16):
         with kept_attributes(model):
             pass
         match = r"writes in place to Holder.value, a tensor of \[8\]"
@@ -166,14 +166,14 @@ def test_a_threads_objects_are_not_rewound() -> None:
 def test_arrays_count_and_large_ones_are_known_by_a_sum() -> None:
     model = Holder([np.zeros(8), np.zeros((8, 8)).T])
     small, large = model.value
-    with patch.object(kept_content, "_MOST_BYTES", 64):
+    with patch.object(kept_content, "MOST_BYTES", 64):
         with kept_attributes(model):
             small[3] = 1
         assert not small.any()
         match = r"writes in place to Holder.value, an array of \[8, 8\] \(512 B\)"
         with pytest.raises(JobError, match=match), kept_attributes(model):
             large[3, 3] = 1
-        with patch.object(kept_content, "_MOST_READ", 256), kept_attributes(model):
+        with patch.object(object_kinds, "_MOST_READ", 256), kept_attributes(model):
             pass
 
 
@@ -205,7 +205,7 @@ def test_of_many_objects_the_nearest_are_kept() -> None:
 def test_a_list_of_too_many_items_may_not_change_its_length() -> None:
     model = Holder(list(range(9)))
     match = r"Holder.value, a list of 10 items"
-    with patch.object(kept_content, "_MOST_ITEMS", 8):
+    with patch.object(object_kinds, "_MOST_ITEMS", 8):
         with kept_attributes(model):
             pass
         with pytest.raises(JobError, match=match), kept_attributes(model):

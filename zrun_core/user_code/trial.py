@@ -12,12 +12,11 @@ import torch
 from torch import nn
 
 from zrun_core.errors import JobError
-from zrun_core.user_code.kept_content import (
+from zrun_core.user_code.kept_content import Content, Walk
+from zrun_core.user_code.object_kinds import (
     OF_MODULES,
     WORKERS,
     ClassVariables,
-    Content,
-    Walk,
     is_a,
     is_same_value,
     leaf,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +18,9 @@ from test_pipelines import gpt
 from test_tensor_parallel import on_axes, small
 from torch import nn
 
+from zrun_core.checkpoint.whole_values import WholeValues, newest_step
+from zrun_core.spine.spec import ResumeSpec
+from zrun_core.train import value_check, worker
 from zrun_core.train.gradient_check import SavedTensors
 
 PLAN = {"*.up": "colwise", "*.down": "rowwise"}
@@ -387,3 +392,104 @@ def test_a_run_that_goes_on_at_tp_is_compared(ranks, tmp_path: Path, function: s
     else:
         assert [each["code"] for each in found] == [2, 2]
         assert "blocks.2 computes something else than in the whole" in found[0]["error"]
+
+
+class Noting(Model):
+    """Keeps more in its `state_dict` than tensors; `size` is that of its table, a buffer."""
+
+    def __init__(self, function: str, size: list[int]) -> None:
+        super().__init__(function)
+        self.register_buffer("table", torch.ones(size))
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"version": 1}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        pass
+
+
+def noting(function: str, size: list[int], **keys: Any) -> dict[str, Any]:
+    model = {"call": "test_value_check.py:Noting", "args": {"function": function, "size": size}}
+    return small(model=model, parallel={"tp": 2, "plan": PLAN}, **keys)
+
+
+@pytest.mark.parametrize("function", ["gelu", "flipped"])
+def test_what_is_no_tensor_in_a_state_dict_is_left_out(
+    ranks, tmp_path: Path, function: str
+) -> None:
+    """`set_extra_state` is for the model's own code: init_from gives it nothing."""
+    state = Noting(function, [4]).state_dict()
+    tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    torch.save(tensors, tmp_path / "weights.pt")
+    keys = noting(function, [4], init_from={"path": str(tmp_path / "weights.pt")})
+    found = on_axes(keys, tmp_path / "run", ranks)
+    if function == "gelu":
+        assert notes(found) == []
+        assert losses(found[0]) != {}
+    else:
+        assert [each["code"] for each in found] == [2, 2]
+        assert "blocks.2 computes something else than in the whole" in found[0]["error"]
+
+
+@pytest.mark.parametrize("size", [[4], [8, 4], [2, 2, 4]], ids=["fewer", "longer", "more"])
+def test_a_run_that_goes_on_with_other_shapes_is_told_so_by_all_ranks(
+    ranks, tmp_path: Path, size: list[int]
+) -> None:
+    keys: dict[str, Any] = {"steps": 4, "checkpoint": {"every": 2}}
+    saved_by = noting("gelu", [4, 4], **keys) | {"parallel": {}, "steps": 2}
+    ranks(1).run(run, saved_by, str(tmp_path))
+    dims = {"dp": 1, "tp": 2}
+    found = ranks(2).run(run, noting("gelu", size, **keys), str(tmp_path), {}, None, None, dims)
+    assert [each["code"] for each in found] == [9, 9]
+    assert all("it is another model" in each["error"] for each in found)
+
+
+def run_on(keys: dict[str, Any], folder: str, patience: float, problem: str = "") -> dict[str, Any]:
+    """Go on, with another `_PATIENCE`; as "locked", whether the folder is as it is first read.
+
+    `problem` is what an error says that is raised there, one that nobody has thought of.
+    """
+    found: list[bool] = []
+
+    def opened(source: ResumeSpec) -> WholeValues:
+        lock = os.open(Path(source.folder) / ".lock", os.O_RDWR)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            found.append(False)
+        except BlockingIOError:
+            found.append(True)
+        finally:
+            os.close(lock)
+        if problem:
+            raise AttributeError(problem)
+        return newest_step(source)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(worker, "newest_step", opened)
+        patch.setattr(value_check, "_PATIENCE", patience)
+        return {**run(keys, folder, {}, None, None, {"dp": 1, "tp": 2}), "locked": found}
+
+
+@pytest.mark.parametrize(
+    ("patience", "problem", "why"),
+    [
+        (0.25, "", None),
+        (0.0, "", "reading {step} on one rank takes more than 0s"),
+        (0.25, "no such thing\nat all", "on one rank its forward fails: AttributeError: no such"),
+    ],
+    ids=["in time", "late", "an error"],
+)
+def test_values_are_read_behind_the_lock_and_for_a_part_of_what_others_wait(
+    ranks, tmp_path: Path, patience: float, problem: str, why: str | None
+) -> None:
+    keys = {**keys_of("gelu", steps=4), "checkpoint": {"every": 2}}
+    ranks(1).run(run, {**keys, "parallel": {}, "steps": 2}, str(tmp_path))
+    found = ranks(2).run(run_on, keys, str(tmp_path), patience, problem)
+    assert [each["locked"] for each in found] == [[True], []]
+    assert sorted(losses(found[0])) == [3, 4]
+    if why is None:
+        assert notes(found) == []
+    else:
+        (note,) = notes(found)
+        step = tmp_path / "checkpoints" / "step-00000002"
+        assert note.startswith(value_check.not_compared(why.format(step=step)))

@@ -108,12 +108,12 @@ class ModelState:
         self.holders: Sequence[object] = ()  # of what may be a tokenizer, beside the module
         self._tokenizer: dict[str, bytes] | None = None  # its files, once asked for
         self._aliases = _names(sharded.module.named_parameters(remove_duplicate=False))
-        self._buffer_aliases = _names(_all_persistent_buffers(sharded.module))
+        self._buffer_aliases = _names(persistent_buffers(sharded.module))
 
     @property
     def buffers(self) -> dict[str, torch.Tensor]:
         """The persistent buffers as they are now, each under the first of its names."""
-        found = _all_persistent_buffers(self._sharded.module)
+        found = persistent_buffers(self._sharded.module)
         known = {name: buffer for name, buffer in found if name in self._buffer_aliases}
         return {name: buffer for name, buffer in known.items() if not buffer.is_meta}
 
@@ -597,7 +597,8 @@ def _names(found: Iterator[tuple[str, Any]]) -> dict[str, tuple[str, ...]]:
     return {name: tuple(others) for name, others in names.items()}
 
 
-def _all_persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the buffers that are saved, under all of their names."""
     for prefix, inner in module.named_modules(remove_duplicate=False):
         for key, buffer in inner._buffers.items():
             if buffer is not None and key not in inner._non_persistent_buffers_set:

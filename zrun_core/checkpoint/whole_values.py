@@ -6,7 +6,9 @@ What ranks have parts of is compared with it: see `train/value_check.py`.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +19,7 @@ from zrun_core.checkpoint.folder import read_step
 from zrun_core.checkpoint.initial_weights import Weights, match, open_weights
 from zrun_core.checkpoint.manifest_fields import VALUE
 from zrun_core.checkpoint.manifest_parts import TensorInfo
+from zrun_core.checkpoint.model_state import persistent_buffers
 from zrun_core.checkpoint.reader import Reader, Target, by_name
 from zrun_core.checkpoint.resume import candidates
 from zrun_core.checkpoint.shard_file import DTYPES
@@ -40,6 +43,24 @@ class WholeValues(NamedTuple):
 
     read: Callable[[str, torch.Tensor], torch.Tensor | None]
     path: Path
+
+
+def within(values: WholeValues, limit_s: float, since: float) -> WholeValues:
+    """Return values that are read for no longer than a time, while other ranks wait.
+
+    Args:
+        since: when that began, by `time.monotonic`. It is looked at between two tensors.
+
+    Raises:
+        CheckpointError: from `read`: the time is over.
+    """
+
+    def read(name: str, like: torch.Tensor) -> torch.Tensor | None:
+        if time.monotonic() - since > limit_s:
+            raise CheckpointError(f"reading {values.path} on one rank takes more than {limit_s:g}s")
+        return values.read(name, like)
+
+    return values._replace(read=read)
 
 
 def weights_of(config: InitFromConfig, module: nn.Module) -> WholeValues:
@@ -73,7 +94,14 @@ def newest_step(source: ResumeSpec) -> WholeValues:
     reader = Reader(open_index(path, manifest), _ALONE)
 
     def read(name: str, like: torch.Tensor) -> torch.Tensor | None:
-        return _filled(reader, name, like) if name in known else None
+        if name not in known:
+            return None
+        shape = known[name].shape
+        if shape != tuple(like.shape):
+            raise CheckpointError(
+                f"{name} is {list(shape)} in {path}, and {list(like.shape)} in the model"
+            )
+        return _filled(reader, name, like)
 
     return WholeValues(read, path)
 
@@ -87,7 +115,8 @@ def _filled(source: Weights | Reader, name: str, like: torch.Tensor) -> torch.Te
 
 def _tensors(module: nn.Module) -> list[TensorInfo]:
     """Return the parameters and persistent buffers of a model that is whole."""
-    saved = module.state_dict(keep_vars=True)
+    params = module.named_parameters(remove_duplicate=False)
+    saved = dict(chain(params, persistent_buffers(module)))
     names: dict[int, list[str]] = {}
     for name, tensor in saved.items():
         names.setdefault(id(tensor), []).append(name)
@@ -96,6 +125,6 @@ def _tensors(module: nn.Module) -> list[TensorInfo]:
         tensor = saved[first]
         kind = "param" if isinstance(tensor, nn.Parameter) else "buffer"
         shape = tuple(tensor.shape)
-        own = TensorInfo(first, shape, shape, DTYPES[tensor.dtype], kind, tuple(aliases), {})
-        found.append(own)
+        dtype = DTYPES.get(tensor.dtype, str(tensor.dtype))
+        found.append(TensorInfo(first, shape, shape, dtype, kind, tuple(aliases), {}))
     return found

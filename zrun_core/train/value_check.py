@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -43,14 +44,16 @@ import torch
 from torch import nn
 
 from zrun_core.activations.checkpoint import apply_checkpointing
-from zrun_core.checkpoint.whole_values import WholeValues
+from zrun_core.checkpoint.model_state import persistent_buffers
+from zrun_core.checkpoint.whole_values import WholeValues, within
 from zrun_core.data.batch import MicroBatch, copied, digest
 from zrun_core.distributed.mesh import Mesh
 from zrun_core.distributed.rng import Streams
-from zrun_core.errors import JobError, UserCodeError, ZrunError
+from zrun_core.errors import CheckpointError, JobError, UserCodeError, ZrunError
 from zrun_core.hardware import accelerator
 from zrun_core.sizes import format_size
 from zrun_core.spine.sections.activations import ActivationsConfig
+from zrun_core.spine.tracebacks import first_line
 from zrun_core.stages.node_calls import DrawingWalk, Node, Walk, installed_nodes, walking
 from zrun_core.tensor_parallel.regions import Regions
 from zrun_core.train.evaluator import evaluation_mode
@@ -84,6 +87,7 @@ _SEQUENCE_ADVICE = (
     f"slice, or features: write parallel.sequence: false; {KEY}: false trains all the same"
 )
 _ALIKE = 1e-5  # how far numbers are apart, beside the largest, that differ by rounding alone
+_PATIENCE = 1 / 4  # of what ranks wait for each other, as long as one reads values of files
 _ITS_GRADIENTS = "its gradients are "
 _DRAWS = 6  # of random numbers that are tried
 
@@ -194,11 +198,13 @@ class ValueCheck:
         global_size: int,
         *,
         is_compiled: bool = False,
+        patience_s: float = math.inf,
     ) -> None:
         """
         Args:
             batch: the first micro-batch of this rank, on its device.
             loss: the user's loss function; None: the model returns its loss.
+            patience_s: how long ranks wait for each other.
         """
         self._batch = batch
         self._global_size = global_size
@@ -208,6 +214,7 @@ class ValueCheck:
         self._mesh = mesh
         self._has_slices = mesh.tensor.size > 1
         self._is_compiled = is_compiled
+        self._reading_s = _PATIENCE * patience_s
         self._widens = self._has_slices and precision.compute != torch.float32
         self._path: Path | None = None  # of the values of the whole model
         self.whole = WholeForward()
@@ -232,10 +239,13 @@ class ValueCheck:
         if num_bytes > _MOST_BYTES * free_bytes:
             self.whole = WholeForward(why_not=f"the whole model takes {format_size(num_bytes)}")
             return
-        why_no_gradients = why_not_told(built.module)
         try:
-            values = None if open_values is None else open_values()
-            self._path = None if values is None else values.path
+            why_no_gradients = why_not_told(built.module)
+            values = None
+            if open_values is not None:
+                began = time.monotonic()
+                values = within(open_values(), self._reading_s, began)
+                self._path = values.path
             with _with_values(built, self._precision.compute, device, values):
                 for draw in range(_DRAWS):
                     whole = self._forward(built.module, device, draw)
@@ -248,9 +258,12 @@ class ValueCheck:
                     whole = self._with_gradients(whole, built.module, device, limit)
                 else:
                     whole = replace(whole, why_no_gradients=why_no_gradients)
-        except (ZrunError, RuntimeError, TypeError, ValueError, MemoryError) as error:
-            reason = str(error).partition("\n")[0] or type(error).__name__
-            self.whole = WholeForward(why_not=f"on one rank its forward fails: {reason}")
+        except CheckpointError as error:
+            self.whole = WholeForward(why_not=_reason(error))
+            return
+        except Exception as error:  # of one rank alone: the others would wait for it
+            reason = f"on one rank its forward fails: {_reason(error)}"
+            self.whole = WholeForward(why_not=reason)
             return
         if not is_steady:
             why_not = "its loss differs from one forward to the next with the same random numbers"
@@ -302,8 +315,8 @@ class ValueCheck:
         try:
             rows = backward(DrawingWalk)
             nudged = backward(NudgingWalk)
-        except (ZrunError, RuntimeError, TypeError, ValueError, MemoryError) as error:
-            reason = f"on one rank its backward fails: {error}".partition("\n")[0]
+        except Exception as error:  # as of the forward
+            reason = f"on one rank its backward fails: {_reason(error)}"
             if saved.too_many:
                 reason = f"activations of the whole model take more than {format_size(limit)}"
             return replace(whole, why_no_gradients=reason)
@@ -611,6 +624,11 @@ def _agree(whole: WholeForward, again: WholeForward) -> bool:
     return not math.isfinite(first) or math.isclose(first, second, rel_tol=_ROUNDING / 10)
 
 
+def _reason(error: Exception) -> str:
+    name, text = type(error).__name__, first_line(error)
+    return text if isinstance(error, ZrunError) or text == name else f"{name}: {text}"
+
+
 def not_compared(why: str, what: str = "") -> str:
     """Return the note of a run whose model is not compared."""
     return f"{what}not compared before training with what the whole model computes: {why}"
@@ -651,11 +669,10 @@ def _with_values(
         value = value.detach().to(device, own)
         made[id(param)] = nn.Parameter(value, requires_grad=param.requires_grad)
     saved: dict[int, torch.Tensor] = {}  # buffers in files
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if values is not None and id(tensor) not in made:
-            read = values.read(name, tensor)
-            if read is not None:
-                saved[id(tensor)] = read
+    for name, buffer in persistent_buffers(model):
+        read = None if values is None else values.read(name, buffer)
+        if read is not None:
+            saved[id(buffer)] = read
     try:
         for module, params, buffers in before:
             module._parameters.update(

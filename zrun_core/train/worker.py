@@ -246,6 +246,8 @@ class Worker:
             forward = self._first_forward(built, data, batch, settings, device)
             compute = settings.precision.compute
             plan, plan_notes = plan_tensors(built.module, job.parallel, forward, compute, device)
+            if self.spec.resume is not None:
+                self._hold_folder()
             check = self._begin_value_check(built, data, batch, settings, mesh)
             mesh, parts = self._cut(built, forward, settings, mesh, comm)
             settings = replace(
@@ -275,9 +277,7 @@ class Worker:
             notes += parts.notes
 
         self.phase.enter("load")
-        if job.checkpoint is not None and self.rank == 0:
-            # Before anything in the folder is read: another run could remove it meanwhile.
-            self.lock = hold(self.spec.checkpoint_folder)
+        self._hold_folder()
         state = ModelState(sharded)
         if parts is not None:
             saved_elsewhere = parts.stage.saved_elsewhere
@@ -421,6 +421,14 @@ class Worker:
         )
         return min(limit for limit in limits if limit is not None)
 
+    def _hold_folder(self) -> None:
+        """Lock the folder of checkpoints, on rank 0, if that is not done.
+
+        That is before anything in it is read: another run could remove it meanwhile.
+        """
+        if self.spec.job.checkpoint is not None and self.rank == 0 and self.lock is None:
+            self.lock = hold(self.spec.checkpoint_folder)
+
     def _load(self, state: ModelState, mesh: Mesh, comm: Comm) -> tuple[Resumed | None, list[str]]:
         """Fill the model from where the run goes on, or begins; return notes for the user too."""
         if self.spec.resume is not None:
@@ -473,6 +481,7 @@ class Worker:
             mesh,
             self.spec.batch.global_size,
             is_compiled=self.spec.job.compile,
+            patience_s=self.spec.job.limits.collective_s,
         )
         device = torch.device(self.spec.plan.ranks[self.rank].device)
         check.run_whole(built, device, self._free_bytes(device), self._stored_values(built))

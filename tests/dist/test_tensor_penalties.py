@@ -13,6 +13,7 @@ from runs import VOCAB
 from test_tensor_parallel import assert_close, on_axes, small
 from torch import nn
 from torch.nn import functional
+from toys import world
 
 PLAN = {
     **{"*.up": "colwise", "*.down": "rowwise", "*.qkv": "fused 3", "*.out": "rowwise"},
@@ -156,6 +157,13 @@ class Model(nn.Module):
             with torch.no_grad():
                 size = self.head.weight.norm() + self.head.weight.data.norm()
             return loss * size + self.head.weight.norm()
+        elif self.of == "norm on rank 0" and world()[0] == 0:
+            print(self.blocks[0].mlp.up.weight.norm())
+        elif self.of == "shape on the last" and world()[0] == world()[1] - 1:
+            return loss / self.head.weight.shape[0]
+        elif self.of == "scale on rank 0" and world()[0] == 0:
+            scale = self.blocks[1].attention.scale
+            return 0.01 * torch.stack([p.norm() for p in scale.parameters()]).sum()
         return torch.zeros(())
 
     def table(self) -> torch.Tensor:
@@ -340,6 +348,39 @@ def test_reads_that_would_be_of_slices_are_named_with_their_line(
     assert {each["code"] for each in found} == {2}
     assert named in found[0]["error"]
     assert line_of(line) in found[0]["error"]
+
+
+ON_SOME = {
+    "norm on rank 0": (
+        "blocks.0.mlp.up.weight is read outside of its module on rank 0, by",
+        "print(self.blocks[0].mlp.up.weight.norm())",
+        "and not on rank 1",
+    ),
+    "shape on the last": (
+        "the shape of head.weight is read outside of its module on rank 1, by",
+        "return loss / self.head.weight.shape[0]",
+        "and not on rank 0",
+    ),
+    "scale on rank 0": (
+        "blocks.1.attention.scale.bias is read outside of its module on rank 0, by",
+        "return 0.01 * torch.stack([p.norm() for p in scale.parameters()]).sum()",
+        "and not on rank 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("of", ON_SOME)
+@pytest.mark.at_most(1)
+def test_what_some_ranks_alone_would_gather_is_refused_by_all(
+    ranks, tmp_path: Path, of: str
+) -> None:
+    found = on_axes(keys_of(TP, of=of), tmp_path, ranks)
+    assert [each["code"] for each in found] == [2, 2]
+    named, line, others = ON_SOME[of]
+    for each in found:
+        assert named in each["error"]
+        assert line_of(line) in each["error"]
+        assert others in each["error"]
 
 
 def test_compiled_blocks_gather_nothing(ranks, tmp_path: Path) -> None:

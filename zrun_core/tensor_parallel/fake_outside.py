@@ -350,8 +350,8 @@ class OutsideReads:
         Raises:
             JobError: a read cannot be of the whole parameter.
         """
-        whole: set[Read] = set()
-        shapes: set[Read] = set()
+        whole: dict[Read, str] = {}
+        shapes: dict[Read, str] = {}
         for read, use in self._uses.items():
             is_divided = self._is_divided(read.name)
             outside, inside = use.outside, use.inside
@@ -368,7 +368,7 @@ class OutsideReads:
                 continue
             if not outside:
                 if use.shape and not inside and is_divided:
-                    shapes.add(read)
+                    shapes[read] = use.shape
                 continue
             if inside or use.enters:
                 where = inside or outside
@@ -377,10 +377,11 @@ class OutsideReads:
                 )
             if not is_complete:
                 raise _refused(read, f"{outside}, and the forward cannot be followed to its end")
-            whole.add(read)
-        names = {read.name for read in whole | shapes}
+            whole[read] = outside
+        lines = whole | shapes
+        names = {read.name for read in lines}
         readers = {read.reader for read in self._accessed if read.name in names}
-        return Reads(frozenset(whole), frozenset(shapes), frozenset(readers))
+        return Reads(frozenset(whole), frozenset(shapes), frozenset(readers), lines)
 
 
 def as_parameter(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 
@@ -26,11 +27,13 @@ class Reads:
         whole: reads of values.
         shapes: reads of the shape alone.
         readers: modules that look up one of these parameters, for whatever they do with it.
+        lines: by read, the first line that makes it, as file and line.
     """
 
     whole: frozenset[Read] = frozenset()
     shapes: frozenset[Read] = frozenset()
     readers: frozenset[str] = frozenset()
+    lines: Mapping[Read, str] = field(default_factory=dict, hash=False)
 
     @property
     def names(self) -> set[str]:

@@ -20,6 +20,7 @@ class TensorComm:
     Attributes:
         size: ranks of the group.
         index: of this one.
+        ranks: of the world, in the order of the group.
         device_type: of what computes on them, "cpu" or "cuda". Where a job for GPUs is planned,
             tensors are on the CPU.
     """
@@ -29,6 +30,7 @@ class TensorComm:
         self._group = group
         self.size = group.size
         self.index = group.index
+        self.ranks = group.ranks
         self.device_type = comm.device.type
 
     def all_reduce(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
@@ -78,6 +80,10 @@ class TensorComm:
             return tensor
         rows = self.gather_rows(tensor, name)
         return rows.flatten(0, 1) if dim == 0 else torch.cat(rows.unbind(), dim)
+
+    def all_gather_bytes(self, payload: bytes, name: str) -> list[bytes]:
+        """Return what all ranks give: see `Comm.all_gather_bytes`."""
+        return self._comm.all_gather_bytes(payload, self._group, name=name)
 
     def gather_rows(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
         """Return the tensors of all ranks, [size, *shape].

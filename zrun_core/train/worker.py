@@ -66,6 +66,7 @@ from zrun_core.spine.sections.section import Ref
 from zrun_core.spine.spec import RunSpec
 from zrun_core.spine.stop_signals import StopSignals
 from zrun_core.tensor_parallel.divide import Divided
+from zrun_core.tensor_parallel.same_plan import check_same
 from zrun_core.tensor_parallel.tensor_comm import TensorComm
 from zrun_core.train import failure_note, parallelize, rendezvous
 from zrun_core.train.evaluator import HeldOut
@@ -238,6 +239,7 @@ class Worker:
         data = None
         parts = None
         check: ValueCheck | str | None = None
+        tensor_comm = TensorComm(comm, mesh.tensor)
         if mesh.data.size < mesh.world.size:  # ranks have parts of the model
             self.phase.enter("data")
             data = self._open_data(mesh, device)
@@ -246,8 +248,7 @@ class Worker:
             forward = self._first_forward(built, data, batch, settings, device)
             compute = settings.precision.compute
             plan, plan_notes = plan_tensors(built.module, job.parallel, forward, compute, device)
-            if self.spec.resume is not None:
-                self._hold_folder()
+            check_same(plan, tensor_comm)
             check = self._begin_value_check(built, data, batch, settings, mesh)
             mesh, parts = self._cut(built, forward, settings, mesh, comm)
             settings = replace(
@@ -256,7 +257,6 @@ class Worker:
             )
 
         self.phase.enter("shard")
-        tensor_comm = TensorComm(comm, mesh.tensor)
         divided = divide_model(built.module, plan, job.parallel, tensor_comm, parts)
         inputs = parallelize.offloaded_inputs(
             settings.placement.activation,
@@ -484,6 +484,8 @@ class Worker:
             patience_s=self.spec.job.limits.collective_s,
         )
         device = torch.device(self.spec.plan.ranks[self.rank].device)
+        if self.spec.resume is not None:
+            self._hold_folder()
         check.run_whole(built, device, self._free_bytes(device), self._stored_values(built))
         return check
 

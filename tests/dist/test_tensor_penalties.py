@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import test_tensor_parallel
 import torch
-from runs import VOCAB
+from runs import VOCAB, losses
 from test_tensor_parallel import assert_close, on_axes, small
 from torch import nn
 from torch.nn import functional
@@ -114,6 +114,8 @@ class Model(nn.Module):
         self.blocks = nn.ModuleList(Block(dim, greedy) for _ in range(4))
         self.head = nn.Linear(dim, VOCAB)
         self.kept = [self.head.weight]
+        self.named = nn.Parameter(torch.ones(3)) if of == "late kind" else None
+        self.count = 0
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         x = self.embed(input_ids)
@@ -164,6 +166,28 @@ class Model(nn.Module):
         elif self.of == "scale on rank 0" and world()[0] == 0:
             scale = self.blocks[1].attention.scale
             return 0.01 * torch.stack([p.norm() for p in scale.parameters()]).sum()
+        elif self.of.startswith("late "):
+            self.count += self.training
+            return self.measured_late() if self.count > 3 or not self.training else 0 * loss
+        return torch.zeros(())
+
+    def measured_late(self) -> torch.Tensor:
+        """Look at weights in another forward than the first ones."""
+        up = self.blocks[2].mlp.up
+        if self.of == "late norm" and self.training:
+            return 0.01 * torch.stack([p.norm() for p in up.parameters()]).sum()
+        if self.of == "late scale" and self.training:
+            return 0.01 * self.blocks[1].attention.scale.weight.square().sum()
+        if self.of == "late in evaluation" and not self.training:
+            return 0.01 * functional.normalize(self.head.weight).sum()
+        if self.of == "late shape" and self.training:
+            return 0.01 * torch.ones(up.weight.shape[0]).sum()
+        if self.of == "late kind":
+            kinds = {(p.dtype, p.device.type, p.requires_grad) for p in self.parameters()}
+            assert kinds == {(torch.float32, "cpu", True)}
+            assert isinstance(up.weight, nn.Parameter)
+            assert sum(isinstance(p, nn.Parameter) for p in [self.embed.weight, up.bias]) == 2
+            return 0.01 * self.named.sum()
         return torch.zeros(())
 
     def table(self) -> torch.Tensor:
@@ -381,6 +405,51 @@ def test_what_some_ranks_alone_would_gather_is_refused_by_all(
         assert named in each["error"]
         assert line_of(line) in each["error"]
         assert others in each["error"]
+
+
+LATE = {
+    "late norm": "blocks.2.mlp.up.weight is read outside of its module",
+    "late scale": "blocks.1.attention.scale.weight is read outside of its module",
+    "late in evaluation": "head.weight is read outside of its module",
+    "late shape": "blocks.2.mlp.up.weight is read outside of its module",
+}
+_LINES = {
+    "late norm": "return 0.01 * torch.stack([p.norm() for p in up.parameters()]).sum()",
+    "late scale": "return 0.01 * self.blocks[1].attention.scale.weight.square().sum()",
+    "late in evaluation": "return 0.01 * functional.normalize(self.head.weight).sum()",
+    "late shape": "return 0.01 * torch.ones(up.weight.shape[0]).sum()",
+}
+
+
+@pytest.mark.parametrize("of", LATE)
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.at_most(1)
+def test_what_only_a_later_forward_reads_is_named_with_its_line(
+    ranks, tmp_path: Path, of: str, stage: int
+) -> None:
+    keys: dict[str, Any] = {"zero": {"stage": stage}, "guards": {"check_values": False}}
+    keys |= {"steps": 6, "batch": {"global": 2, "micro": 2}}
+    if of == "late in evaluation":
+        keys["eval"] = {"data": {"call": "runs.py:Plain", "args": {"length": 12}}, "every": 2}
+    found = on_axes(keys_of(TP, of=of, **keys), tmp_path, ranks)
+    assert [each["code"] for each in found] == [2, 2]
+    for each in found:
+        assert LATE[of] in each["error"]
+        assert line_of(_LINES[of]) in each["error"]
+    assert set(losses(found[0])) == ({1, 2} if of == "late in evaluation" else {1, 2, 3})
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [{}, {"activations": {"checkpoint": "full"}}, {"zero": {"stage": 3}}],
+    ids=["plain", "recomputed", "zero 3"],
+)
+def test_of_what_kind_a_weight_is_may_be_looked_at_later(
+    ranks, tmp_path: Path, alone: Any, keys: dict[str, Any]
+) -> None:
+    evaluation = {"data": {"call": "runs.py:Plain", "args": {"length": 12}}, "every": 2}
+    given = keys_of(TP, of="late kind", steps=3, eval=evaluation, **keys)
+    assert_close(on_axes(given, tmp_path / "run", ranks), alone(given), 1e-6)
 
 
 def test_compiled_blocks_gather_nothing(ranks, tmp_path: Path) -> None:

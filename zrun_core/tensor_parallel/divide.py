@@ -22,6 +22,7 @@ from zrun_core.memory.tensors import TENSOR, TensorPart
 from zrun_core.spine.sections.tensor_roles import Entry, Role
 from zrun_core.spine.tracebacks import first_line
 from zrun_core.tensor_parallel.cuts import ALONE
+from zrun_core.tensor_parallel.late_reads import LateReads
 from zrun_core.tensor_parallel.lone_linears import divide_lone
 from zrun_core.tensor_parallel.plan import TensorPlan
 from zrun_core.tensor_parallel.region_plan import Region
@@ -45,11 +46,13 @@ class Divided:
         table: by name of a parameter, its part of a tensor of the whole model.
         regions: where activations are slices.
         reads: of whole parameters outside of their modules; None: there are none.
+        late_reads: those that the first forward does not make.
     """
 
     table: Mapping[str, TensorPart]
     regions: Regions
     reads: WholeReads | None
+    late_reads: LateReads
     _whole: Mapping[str, tuple[nn.Module, Mapping[str, nn.Parameter]]]
 
     def read(self, read: Read) -> Read:
@@ -152,7 +155,7 @@ def divide(
     for name in plan.summed & table.keys() - in_blocks:
         model.get_parameter(name).register_hook(_summed(comm, name))
     reads = WholeReads(model, plan, comm, table) if plan.reads.names else None
-    return Divided(table, regions, reads, whole)
+    return Divided(table, regions, reads, LateReads(model, plan, table), whole)
 
 
 def _install_regions(

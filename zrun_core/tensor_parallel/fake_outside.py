@@ -381,7 +381,8 @@ class OutsideReads:
         lines = whole | shapes
         names = {read.name for read in lines}
         readers = {read.reader for read in self._accessed if read.name in names}
-        return Reads(frozenset(whole), frozenset(shapes), frozenset(readers), lines)
+        looked_up = frozenset(read.name for read in self._accessed)
+        return Reads(frozenset(whole), frozenset(shapes), frozenset(readers), lines, looked_up)
 
 
 def as_parameter(tensor: torch.Tensor) -> torch.Tensor:

@@ -28,12 +28,15 @@ class Reads:
         shapes: reads of the shape alone.
         readers: modules that look up one of these parameters, for whatever they do with it.
         lines: by read, the first line that makes it, as file and line.
+        looked_up: names of all parameters that are looked up outside of their modules; None: no
+            forward has shown them to its end.
     """
 
     whole: frozenset[Read] = frozenset()
     shapes: frozenset[Read] = frozenset()
     readers: frozenset[str] = frozenset()
     lines: Mapping[Read, str] = field(default_factory=dict, hash=False)
+    looked_up: frozenset[str] | None = None
 
     @property
     def names(self) -> set[str]:

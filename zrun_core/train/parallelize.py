@@ -136,6 +136,8 @@ def parallelize(
         if job.compile:
             raise divided.reads.when_compiled()
         divided.reads.install(built.module, sharded.gatherer)
+    if divided is not None and not job.compile:
+        divided.late_reads.install(built.module, sharded.gatherer)
     return sharded, notes + moved_share(sharded.layouts, settings.placement)
 
 

@@ -25,6 +25,7 @@ _WHO_LOOKS = tuple(
         "zero/lookups.py",
         "zero/tiled_linear.py",
         "tensor_parallel/fake_outside.py",
+        "tensor_parallel/late_reads.py",
         "tensor_parallel/whole_reads.py",
     )
 )

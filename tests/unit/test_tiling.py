@@ -144,11 +144,12 @@ def test_it_keeps_what_the_user_put_on_the_linear() -> None:
             False,
         )
         assert tile.bias.requires_grad
-    assert not hasattr(model.head, "weight")
-    with pytest.raises(AttributeError, match=r"zero\.tile: its weight is in parts"):
-        model.head.weight  # noqa: B018
     copied = copy.deepcopy(model)
     assert torch.equal(copied(torch.ones(1, IN)), model(torch.ones(1, IN)))
+    assert torch.equal(model.head.weight, torch.cat([t.weight for t in model.head.children()]))
+    model.head.read_whole_while(lambda: False)
+    with pytest.raises(AttributeError, match=r"zero\.tile: its weight is in parts"):
+        model.head.weight  # noqa: B018
 
 
 @pytest.mark.parametrize("kind", [nn.Linear, Conv1D])

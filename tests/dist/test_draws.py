@@ -137,6 +137,7 @@ def test_dropout_noise_and_mixes_have_the_bits_of_one_rank(
 
 
 @pytest.mark.parametrize("recomputed", ["none", "full"])
+@pytest.mark.at_most(1)
 def test_an_interleaved_pipeline_of_four_stages_draws_the_same(
     ranks, tmp_path: Path, recomputed: str
 ) -> None:

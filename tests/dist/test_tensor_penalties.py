@@ -207,6 +207,7 @@ def keys_of(parallel: dict[str, Any], **keys: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("how", ["squares", "norms", "gram", "cosines", "entropy"])
 @pytest.mark.parametrize("parallel", [TP, TP_PP], ids=["tp", "tp and pp"])
+@pytest.mark.at_most(2)
 def test_a_penalty_in_the_forward_of_the_model_is_that_of_one_rank(
     ranks,
     tmp_path: Path,
@@ -224,6 +225,7 @@ def test_a_penalty_in_the_forward_of_the_model_is_that_of_one_rank(
     [{}, {"activations": {"checkpoint": "full"}}, {"precision": "bf16"}],
     ids=["plain", "recomputed", "bf16"],
 )
+@pytest.mark.at_most(3)
 def test_penalties_in_the_loss_function_are_those_of_one_rank(
     ranks,
     tmp_path: Path,
@@ -243,6 +245,7 @@ def test_penalties_in_the_loss_function_are_those_of_one_rank(
     [{}, {"activations": {"checkpoint": "full"}}, {"zero": {"stage": 3}}],
     ids=["plain", "recomputed", "zero 3"],
 )
+@pytest.mark.at_most(1)
 def test_a_block_that_reads_its_weights_is_that_of_one_rank(
     ranks,
     tmp_path: Path,
@@ -256,6 +259,7 @@ def test_a_block_that_reads_its_weights_is_that_of_one_rank(
 
 @pytest.mark.parametrize("of", ["tied", "scales", "shapes", "detached", "whole", "between"])
 @pytest.mark.parametrize("parallel", [TP, {"tp": 2, "sequence": True}], ids=["tp", "sequence"])
+@pytest.mark.at_most(3)
 def test_what_else_is_read_of_weights_is_that_of_one_rank(
     ranks,
     tmp_path: Path,
@@ -271,6 +275,7 @@ def test_what_else_is_read_of_weights_is_that_of_one_rank(
 
 @pytest.mark.parametrize("parallel", [TP_PP, {**TP_PP, "sequence": True}], ids=["", "sequence"])
 @pytest.mark.parametrize("how", ["norms", "squares"])
+@pytest.mark.at_most(1)
 def test_penalties_on_all_stages_are_those_of_one_rank(
     ranks,
     tmp_path: Path,
@@ -291,6 +296,7 @@ def measure(context: Any) -> None:
 
 
 @pytest.mark.parametrize("parallel", [TP, TP_PP], ids=["tp", "tp and pp"])
+@pytest.mark.at_most(1)
 def test_evaluations_and_calls_of_hooks_read_whole_weights(
     ranks, tmp_path: Path, parallel: dict[str, Any]
 ) -> None:
@@ -444,6 +450,7 @@ def test_what_only_a_later_forward_reads_is_named_with_its_line(
     [{}, {"activations": {"checkpoint": "full"}}, {"zero": {"stage": 3}}],
     ids=["plain", "recomputed", "zero 3"],
 )
+@pytest.mark.at_most(1)
 def test_of_what_kind_a_weight_is_may_be_looked_at_later(
     ranks, tmp_path: Path, alone: Any, keys: dict[str, Any]
 ) -> None:

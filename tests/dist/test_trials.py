@@ -304,7 +304,7 @@ def one_keeping(ranks, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.mark.parametrize("kind", [kind for kind in STATES if kind != "iterator"])
 @pytest.mark.parametrize("axes", AXES)
-@pytest.mark.at_most(13)
+@pytest.mark.at_most(5)
 def test_whatever_a_module_holds_is_put_back(
     ranks, tmp_path: Path, one_keeping: Any, axes: str, kind: str
 ) -> None:
@@ -316,6 +316,7 @@ def test_whatever_a_module_holds_is_put_back(
 
 
 @pytest.mark.parametrize("axes", ["pp", "tp"])
+@pytest.mark.at_most(1)
 def test_what_cannot_be_put_back_is_named(ranks, tmp_path: Path, axes: str) -> None:
     for each in on_axes(keeping("iterator", parallel=AXES[axes]), tmp_path, ranks):
         assert each["code"] == 2
@@ -349,7 +350,7 @@ class Shared(nn.Module):
 
 @pytest.mark.parametrize("kind", ["generator of torch's", "generator of numpy's", "object"])
 @pytest.mark.parametrize("draws", ["behind", "in a block"])
-@pytest.mark.at_most(3)
+@pytest.mark.at_most(1)
 def test_a_state_that_goes_on_behind_a_border_is_refused(
     ranks, tmp_path: Path, draws: str, kind: str
 ) -> None:
@@ -367,6 +368,7 @@ def shallow(*args: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", ["tensor", "containers in containers", "generator of numpy's"])
 @pytest.mark.parametrize("is_planted", [False, True])
+@pytest.mark.at_most(2)
 def test_verify_sees_states_that_are_not_put_back(
     ranks, tmp_path: Path, kind: str, is_planted: bool
 ) -> None:

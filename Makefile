@@ -13,8 +13,8 @@
 # make test-trackers  runs kept by tensorboard, wandb, mlflow and trackio, read by their own readers (installs them): a minute
 # make test-gpu     the tests that need a GPU, on those of this machine
 # make bench-gpu    zrun at each ZeRO stage beside DDP, FSDP2 and a plain loop, on all GPUs of this machine: 25 minutes at most
-# make test-devices  of the tables on simulated GPUs, the rows that make test runs: 90 seconds, for each of SEEDS='1-20' anew
-# make test-simulated-gpu  the tests of CUDA on simulated GPUs (installs g++, as root, where it is missing): 40 minutes
+# make test-devices  of the tables on simulated GPUs, the rows that make test runs: two minutes, for each of SEEDS='1-20' anew
+# make test-simulated-gpu  the tests of CUDA on simulated GPUs (installs g++, as root, where it is missing): over an hour
 # make test-simulated-gpu ALL=1  and every stage with every place of states, size, format and accumulation: hours
 # make test-gpu-hosts  of these, the tests on two hosts, which either may lose (as root; installs sshd): 5 minutes
 # make test-gpu-faults  a table of what goes wrong on simulated GPUs, on one host and on two, and what zrun makes of it: 7 minutes

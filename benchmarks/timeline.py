@@ -1,6 +1,6 @@
 """Draw the streams of a step as a timeline: what is beside what, by the order of the host.
 
-    python benchmarks/timeline.py                    docs/timeline.svg: two minutes
+    python benchmarks/timeline.py                    docs/timeline.svg: three minutes
 
 Two ranks train a GPT of 470 million parameters on simulated GPUs, whose large kernels do nothing: a
 trace is all that is wanted. It is replayed with the rates of two L40S, as the planner knows them: a
@@ -41,6 +41,10 @@ STEPS = 3  # the last one is traced
 PLANS: dict[str, dict[str, Any]] = {
     "ZeRO-3": {"zero": 3},
     "ZeRO-2": {"zero": 2},
+    "ZeRO-2, optimizer on the host": {
+        "zero": 2,
+        "offload": {"optimizer": "host", "grad": "device"},
+    },
     "ZeRO-2, optimizer and gradients on the host": {
         "zero": 2,
         "offload": {"optimizer": "host", "grad": "host"},

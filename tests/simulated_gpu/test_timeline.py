@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from simulated_gpu.replay import HOST, Rates, replay
+from simulated_gpu.replay import HOST, Rates, Span, replay
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import timeline
@@ -87,8 +87,29 @@ def test_a_task_runs_beside_those_who_do_not_wait_for_it() -> None:
 )
 def test_what_is_sent_and_copied_is_beside_computation(plan: str, shares: dict[str, float]) -> None:
     """The first gather and the last reduction have nothing beside them."""
-    spans = replay(timeline.in_ranks(plan), timeline.rates())
-    by_lane = {name: [span for span in spans if timeline.lane(span) == name] for name in shares}
-    computes = [span for span in spans if timeline.lane(span) == "computes"]
-    found = {name: timeline.overlap(own, computes) for name, own in by_lane.items()}
+    by_lane = rows_of(plan)
+    found = {name: timeline.overlap(by_lane[name], by_lane["computes"]) for name in shares}
     assert all(found[name] >= share for name, share in shares.items()), found
+
+
+def test_an_update_on_the_host_copies_both_ways_at_once() -> None:
+    """A unit's gradient comes down while another one is updated, and a third one's weights go up.
+
+    The first one to come down and the last one to go up have nothing beside them.
+    """
+    by_lane = rows_of("ZeRO-2, optimizer on the host")
+    pairs = {
+        ("to the device", "to the host"): 0.8,
+        ("to the host", "the host updates"): 0.7,
+        ("the host updates", "to the host"): 0.7,
+    }
+    found = {pair: timeline.overlap(by_lane[pair[0]], by_lane[pair[1]]) for pair in pairs}
+    assert all(found[pair] >= share for pair, share in pairs.items()), found
+
+
+def rows_of(plan: str) -> dict[str, list[Span]]:
+    """Return what is in each row of a plan's picture."""
+    spans = replay(timeline.in_ranks(plan), timeline.rates())
+    return {
+        name: [span for span in spans if timeline.lane(span) == name] for name in timeline.LANES
+    }

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, Protocol, TypeVar
 from unittest.mock import patch
 
@@ -26,6 +26,7 @@ from zrun_core.spine.config import JobConfig
 from zrun_core.spine.sections.activations import ActivationsConfig
 from zrun_core.spine.sections.offload import OffloadConfig
 from zrun_core.train import parallelize
+from zrun_core.zero import unit
 from zrun_core.zero.sharded_model import ShardedModel
 
 STEPS = 4
@@ -51,6 +52,7 @@ RECOMPUTED: Mapping[str, Mapping[str, Any]] = {
     "Pa": {"checkpoint": "full", "partition": True},
 }
 STATES = ("device", "apart", "disk")
+PAGES = ("moved", "still")
 
 # How far losses may be from one process's, as a share; values: ten times that, of the largest of
 # their tensor.
@@ -68,6 +70,9 @@ class Cell(NamedTuple):
         recomputed: one of `RECOMPUTED`.
         states: where they are between uses; apart: in a host's memory that is apart from the CPU
             which trains, with copies that come late.
+        pages: how a CPU assembles a unit's parameters: of pages that are moved into place, or,
+            where they stay still, in a storage that is resized, as on every GPU. Only stage 3 has
+            parameters to assemble.
     """
 
     axes: str
@@ -76,6 +81,7 @@ class Cell(NamedTuple):
     optimizer: str
     recomputed: str
     states: str
+    pages: str = "moved"
 
     @property
     def alone(self) -> Cell:
@@ -85,7 +91,7 @@ class Cell(NamedTuple):
     @property
     def base(self) -> Cell:
         """Return what must have the same bits."""
-        return self._replace(recomputed="none", states="device")
+        return self._replace(recomputed="none", states="device", pages="moved")
 
     @property
     def why_not(self) -> str:
@@ -95,6 +101,11 @@ class Cell(NamedTuple):
         if self.recomputed == "Pa" and "tp" not in self.dims:
             return "with parallel.tp 1 none do"
         return ""
+
+    @property
+    def is_new(self) -> bool:
+        """Return whether no cell with pages that move is the same job."""
+        return self.pages == "moved" or self.stage == 3
 
     @property
     def refusal(self) -> str:
@@ -152,8 +163,11 @@ AnyCell = TypeVar("AnyCell", bound=NamedValues)
 
 def all_cells() -> Iterator[Cell]:
     """Yield every cell."""
-    factors = (AXES, STAGES, PRECISIONS, OPTIMIZERS, RECOMPUTED, STATES)
-    return itertools.starmap(Cell, itertools.product(*factors))
+    factors = (AXES, STAGES, PRECISIONS, OPTIMIZERS, RECOMPUTED, STATES, PAGES)
+    for values in itertools.product(*factors):
+        cell = Cell(*values)
+        if cell.is_new:
+            yield cell
 
 
 def covering(cells: Sequence[AnyCell], together: int = 2) -> list[AnyCell]:
@@ -175,8 +189,17 @@ def covering(cells: Sequence[AnyCell], together: int = 2) -> list[AnyCell]:
 
 def train(cell: Cell, folder: str) -> dict[str, Any]:
     """Train a cell, on one of its ranks."""
-    with states_apart() if cell.states == "apart" else nullcontext():
+    with ExitStack() as stack:
+        if cell.states == "apart":
+            stack.enter_context(states_apart())
+        if cell.pages == "still":
+            stack.enter_context(pages_still())
         return run(cell.keys, folder, dims=cell.dims)
+
+
+def pages_still() -> Any:
+    """Return what lets a CPU assemble parameters as a GPU does, in storages that are resized."""
+    return patch.object(unit, "can_move_pages", lambda: False)
 
 
 @contextmanager

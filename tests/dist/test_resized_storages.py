@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
-from unittest.mock import patch
 
 import pytest
+from axes_cells import pages_still
 from runs import job, losses
 from runs import run as run_job
 from test_offload import DISK, HOST, SETTINGS, assert_equal
@@ -20,7 +20,7 @@ from zrun_core.memory.arena import StorageWindow
 from zrun_core.memory.buffers import ON_DEVICE, Placement
 
 Ranks = Callable[[int], Any]
-NO_PAGES = patch("zrun_core.zero.unit.can_move_pages", lambda: False)
+NO_PAGES = pages_still()
 
 
 def resized(function: Callable[..., Any], *args: Any) -> Any:

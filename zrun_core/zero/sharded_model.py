@@ -33,7 +33,7 @@ from zrun_core.distributed.step_message import StepContribution, all_reduce_step
 from zrun_core.memory.layout import NO_PARTS, ParamSlot
 from zrun_core.memory.tensors import TensorPart
 from zrun_core.optim.resolve import OptimizerSpec, Options
-from zrun_core.tiers.copies import Copier
+from zrun_core.tiers.copies import Copier, ThreadCopier
 from zrun_core.zero.auto_wrap import NO_CHUNKS, repeated_blocks
 from zrun_core.zero.autograd_driver import ImplicitPasses
 from zrun_core.zero.gather import Gatherer
@@ -48,6 +48,7 @@ from zrun_core.zero.sharded_optimizer import ShardedOptimizer
 from zrun_core.zero.sharding_config import ShardingConfig, wrap_plan
 from zrun_core.zero.sliced_passes import SlicedPasses
 from zrun_core.zero.tiling import tiled_linears
+from zrun_core.zero.unit import is_read_in_place
 from zrun_core.zero.unit_building import ReadParam, build_units
 from zrun_core.zero.updates import Updates
 
@@ -128,6 +129,8 @@ class ShardedModel:
         self.mesh_info = mesh_info_of(comm, mesh)
         planned = wrap_plan(module, settings, self.mesh_info, table, chunk_of)
         self.layouts = [unit.layout for unit in planned.units]
+        if apart is None and comm.device.type == "cpu":
+            apart = None if is_read_in_place("cpu", settings.placement) else ThreadCopier()
         self.is_apart = apart is not None
         self.units, self.placements, self.tiers, self._pool = build_units(
             planned.units, read, settings, mesh, comm, first_unit=first_unit, apart=apart

@@ -657,6 +657,15 @@ def moves_pages(device: str) -> bool:
     return device == "cpu" and can_move_pages()
 
 
+def is_read_in_place(device: str, placement: Placement) -> bool:
+    """Return whether states on the host and on disk are read straight to where they are used.
+
+    A disk is read into whole pages. Where pages do not move, parameters are assembled in storages
+    of the allocator, which begin anywhere: a CPU copies there what was read, as for a GPU.
+    """
+    return device == "cpu" and (placement.param is not Tier.DISK or can_move_pages())
+
+
 def window_pool(device: torch.device, num_bytes: int) -> PagePool | StorageMeter:
     """Return the memory for unsharded units on this device; `num_bytes` are foreseen."""
     return PagePool(num_bytes) if moves_pages(device.type) else StorageMeter(num_bytes)

@@ -35,6 +35,7 @@ from zrun_core.spine.sections.precision import PrecisionConfig
 from zrun_core.zero.exchange import StepCounts, expected_traffic, planned_gathers, shared_sum_bytes
 from zrun_core.zero.precision import Precision
 from zrun_core.zero.sharding_config import ShardingConfig
+from zrun_core.zero.unit import is_read_in_place
 
 
 class StageStates(NamedTuple):
@@ -208,7 +209,7 @@ class StateModel:
             gathers={
                 unit.name: passes * times for unit, times in zip(layouts, gathers, strict=True)
             },
-            host_is_device=self._device_type == "cpu",
+            host_is_device=is_read_in_place(self._device_type, candidate.placement),
         )
 
     def _settings_of(self, candidate: Candidate) -> ShardingConfig:

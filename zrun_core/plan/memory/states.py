@@ -36,7 +36,7 @@ from zrun_core.zero.auto_wrap import WrapPlan
 from zrun_core.zero.foreign import only_params
 from zrun_core.zero.sharding_config import ShardingConfig, wrap_plan
 from zrun_core.zero.tiling import tile_linears
-from zrun_core.zero.unit import moves_pages
+from zrun_core.zero.unit import is_read_in_place, moves_pages
 
 FIRST = Coordinates()  # the first of an axis has at least as many bytes as any other
 
@@ -389,7 +389,7 @@ def rank_buffers(
         prefetch=settings.prefetch,
         moves_pages=moves_pages(device),
         placements=away,
-        host_is_device=device == "cpu",
+        host_is_device=is_read_in_place(device, placement),
     )
     scratch = _update_scratch(settings, layouts, away, device)
     everything = [*found, *model.buffers, *scratch]

@@ -111,7 +111,7 @@ class _Watch:
 
     def __init__(self) -> None:
         from zrun_core.distributed.comm import Comm
-        from zrun_core.zero.reduce import Reducer
+        from zrun_core.zero.reduce.reducer import Reducer
 
         self.issued = 0
         self.at_end: dict[str, float] = {}

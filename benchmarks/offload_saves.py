@@ -37,9 +37,9 @@ from zrun_core.optim.resolve import resolve_optimizer
 from zrun_core.spine.sections.checkpoint import CheckpointConfig
 from zrun_core.spine.sections.optim import OptimConfig
 from zrun_core.spine.sections.precision import PrecisionConfig
-from zrun_core.zero.precision import Precision
 from zrun_core.zero.sharded_model import ShardedModel
-from zrun_core.zero.sharding_config import ShardingConfig
+from zrun_core.zero.unit.precision import Precision
+from zrun_core.zero.wrap.sharding_config import ShardingConfig
 
 WIDTH, DEPTH = 2048, 16
 QUICK_WIDTH, QUICK_DEPTH = 256, 2

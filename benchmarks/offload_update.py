@@ -26,10 +26,10 @@ from zrun_core.memory.state_policy import ZeroPolicy
 from zrun_core.optim.resolve import resolve_optimizer
 from zrun_core.spine.sections.optim import OptimConfig
 from zrun_core.spine.sections.precision import PrecisionConfig
-from zrun_core.zero.precision import Precision
 from zrun_core.zero.sharded_model import ShardedModel
-from zrun_core.zero.sharding_config import ShardingConfig
-from zrun_core.zero.unit import FlatUnit
+from zrun_core.zero.unit.flat_unit import FlatUnit
+from zrun_core.zero.unit.precision import Precision
+from zrun_core.zero.wrap.sharding_config import ShardingConfig
 
 LR = 1e-4
 # Per parameter: the gradient is read, master and moments are read and written, and the parameter is

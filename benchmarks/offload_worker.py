@@ -123,7 +123,7 @@ def _planned(sharded: ShardedModel) -> Mapping[Move, int]:
     """Return the bytes that a step moves by the plan."""
     from zrun_core.memory.placement import place
     from zrun_core.memory.tier_traffic import step_traffic
-    from zrun_core.zero.reduce import mesh_info_of
+    from zrun_core.zero.reduce.reducer import mesh_info_of
 
     return step_traffic(
         sharded.layouts,

@@ -35,15 +35,18 @@ if TYPE_CHECKING:
 PARTS = {
     "forward": ["model:GPT.forward"],
     "backward": ["torch:Tensor.backward"],
-    "gradients into flat memory": ["zrun_core.zero.unit_grad:UnitGrad.accumulate"],
+    "gradients into flat memory": ["zrun_core.zero.unit.unit_grad:UnitGrad.accumulate"],
     "copies between ranks": ["zrun_core.distributed.cma_transport:_Peer.copy"],
     "sums": ["zrun_core.distributed.collectives:store_sum"],
     "page moves": [
         "zrun_core.memory.arena:PageWindow.acquire",
         "zrun_core.memory.arena:PageWindow.release",
     ],
-    "norm": ["zrun_core.zero.model_grad:ModelGrad.square_norm"],
-    "update": ["torch.optim:AdamW.step", "zrun_core.zero.sharded_optimizer:ShardedOptimizer.step"],
+    "norm": ["zrun_core.zero.reduce.model_grad:ModelGrad.square_norm"],
+    "update": [
+        "torch.optim:AdamW.step",
+        "zrun_core.zero.update.sharded_optimizer:ShardedOptimizer.step",
+    ],
     "waiting for other ranks": ["zrun_core.distributed.comm:Comm.wait_for"],
 }
 REST, THREADS, WHOLE = "everything else", "other threads", "whole step"

@@ -16,7 +16,7 @@ from zrun_core.distributed.named_vector import NamedVector
 from zrun_core.memory.buffers import Kind
 from zrun_core.spine.sections.activations import ActivationsConfig
 from zrun_core.zero.account import allocated_memory, expected_traffic, planned_memory
-from zrun_core.zero.exchange import KINDS
+from zrun_core.zero.unit.exchange import KINDS
 
 
 class Exact(nn.Module):

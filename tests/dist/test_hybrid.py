@@ -14,7 +14,7 @@ from toys import Net, data, full_state, make_sharded, same_bits, train_plain, tr
 import zrun_core.distributed.comm
 from zrun_core.distributed.comm import Comm
 from zrun_core.zero.account import grown_rings
-from zrun_core.zero.reduce import Reducer
+from zrun_core.zero.reduce.reducer import Reducer
 
 DEPTH = 8
 

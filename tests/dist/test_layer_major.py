@@ -20,7 +20,7 @@ from toys import world
 from zrun_core.errors import ZrunError
 from zrun_core.zero.account import grown_rings
 from zrun_core.zero.sharded_model import ShardedModel
-from zrun_core.zero.unit import FlatUnit, UnitState
+from zrun_core.zero.unit.flat_unit import FlatUnit, UnitState
 
 STEPS, MICRO_BATCHES, DIM = 5, 4, 24
 LAYER_MAJOR = {"parallel": {"schedule": "layer_major"}}

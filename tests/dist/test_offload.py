@@ -36,11 +36,11 @@ from zrun_core.tiers.swap_file import Extent
 from zrun_core.tiers.tiers import Tiers
 from zrun_core.tiers.transfer import DONE, Transfer
 from zrun_core.zero.account import allocated_memory
-from zrun_core.zero.exchange import Exchange
-from zrun_core.zero.home_elsewhere import OnDisk
+from zrun_core.zero.passes.sliced_passes import SlicedPasses
 from zrun_core.zero.sharded_model import ShardedModel
-from zrun_core.zero.sliced_passes import SlicedPasses
-from zrun_core.zero.unit_optimizer import UnitOptimizer
+from zrun_core.zero.unit.exchange import Exchange
+from zrun_core.zero.unit.home_elsewhere import OnDisk
+from zrun_core.zero.update.unit_optimizer import UnitOptimizer
 
 Ranks = Callable[[int], Any]
 HOST, DISK = Tier.HOST, Tier.DISK

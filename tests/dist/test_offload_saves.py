@@ -33,7 +33,7 @@ from zrun_core.memory.buffers import ON_DEVICE, Placement
 from zrun_core.spine.sections.checkpoint import CheckpointConfig, InitFromConfig
 from zrun_core.tiers import stored
 from zrun_core.zero.sharded_model import ShardedModel
-from zrun_core.zero.updates import Updates
+from zrun_core.zero.update.updates import Updates
 
 PLACEMENTS: dict[str, tuple[int, Placement]] = {  # with a stage
     **{f"device, {stage}": (stage, ON_DEVICE) for stage in range(4)},

@@ -26,8 +26,8 @@ from zrun_core.pipeline.schedule import no_pipeline, one_forward_one_backward
 from zrun_core.spine.sections.activations import ActivationsConfig
 from zrun_core.train.user_hooks import HookContext
 from zrun_core.zero.account import expected_traffic, grown_rings
-from zrun_core.zero.exchange import KINDS
 from zrun_core.zero.sharded_model import ShardedModel
+from zrun_core.zero.unit.exchange import KINDS
 
 DIM, MICRO_BATCHES = 16, 3
 KINDS_OF_MODELS = ["plain", "tied", "looked at", "frozen", "leaf", "checkpointed", "changing"]

@@ -19,7 +19,7 @@ from torch import nn
 
 from zrun_core.tensor_parallel import linear_product
 from zrun_core.tensor_parallel.linear_product import _weight_grad
-from zrun_core.zero.reduce import Reducer
+from zrun_core.zero.reduce.reducer import Reducer
 
 STEPS = 4
 GPT = {"vocab_size": 13, "dim": 16, "depth": 4, "heads": 2, "seq_len": 6}

@@ -27,7 +27,7 @@ from zrun_core.guards.replicas import ReplicaGuard
 from zrun_core.spine.stop_signals import SAVE, StopSignals
 from zrun_core.train.ending import EndRequests
 from zrun_core.train.trainer import Trainer
-from zrun_core.zero.updates import Updates
+from zrun_core.zero.update.updates import Updates
 
 
 def steps_of(run_dir: Path) -> list[int]:

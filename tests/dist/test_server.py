@@ -16,8 +16,8 @@ from zrun_core.distributed.mesh import Mesh
 from zrun_core.errors import DivergedError
 from zrun_core.guards.replicas import ReplicaGuard
 from zrun_core.zero.account import allocated_memory, expected_traffic, planned_memory
-from zrun_core.zero.exchange import Exchange
-from zrun_core.zero.server import ParameterServer
+from zrun_core.zero.unit.exchange import Exchange
+from zrun_core.zero.unit.server import ParameterServer
 
 OPTIONS: list[dict[str, Any]] = [
     {},

@@ -45,9 +45,9 @@ from zrun_core.spine.sections.checkpoint import CheckpointConfig, InitFromConfig
 from zrun_core.spine.sections.precision import PrecisionConfig
 from zrun_core.spine.spec import ResumeSpec
 from zrun_core.zero.account import allocated_memory, planned_memory
-from zrun_core.zero.precision import Precision
 from zrun_core.zero.sharded_model import ShardedModel
-from zrun_core.zero.sharding_config import MemoryAccount, ShardingConfig
+from zrun_core.zero.unit.precision import Precision
+from zrun_core.zero.wrap.sharding_config import MemoryAccount, ShardingConfig
 
 sys.path.append(str(Path(__file__).parents[1] / "unit"))
 

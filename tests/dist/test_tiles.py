@@ -24,7 +24,7 @@ from zrun_core.spine.sections.precision import PrecisionConfig
 from zrun_core.spine.sections.zero import ZeroConfig
 from zrun_core.train.parallelize import transform
 from zrun_core.zero.account import allocated_memory, expected_traffic, grown_rings, planned_memory
-from zrun_core.zero.tiling import read_tiles
+from zrun_core.zero.wrap.tiling import read_tiles
 
 DIM = 64
 TILE = 64 * DIM * 4  # bytes of fp32: 64 output features of a linear with DIM inputs

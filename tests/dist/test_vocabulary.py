@@ -24,9 +24,9 @@ from zrun_core.tensor_parallel.logit_slice import LogitSlice, logit_slice
 from zrun_core.tensor_parallel.tensor_comm import TensorComm
 from zrun_core.tensor_parallel.vocabulary import Vocabulary
 from zrun_core.tensor_parallel.vocabulary_layers import divide_embedding, divide_head
-from zrun_core.zero.precision import Precision
 from zrun_core.zero.sharded_model import ShardedModel
-from zrun_core.zero.sharding_config import ShardingConfig
+from zrun_core.zero.unit.precision import Precision
+from zrun_core.zero.wrap.sharding_config import ShardingConfig
 
 Ranks = Callable[[int], Any]
 B, T, D = 2, 6, 8

@@ -20,9 +20,9 @@ from zrun_core.spine.sections.optim import OptimConfig
 from zrun_core.spine.sections.precision import PrecisionConfig
 from zrun_core.tiers.copies import Copier
 from zrun_core.zero.account import allocated_memory, planned_memory
-from zrun_core.zero.precision import Precision
 from zrun_core.zero.sharded_model import ShardedModel
-from zrun_core.zero.sharding_config import ShardingConfig
+from zrun_core.zero.unit.precision import Precision
+from zrun_core.zero.wrap.sharding_config import ShardingConfig
 
 Batches = Sequence[Any]  # one global batch per step; each is indexable by sample
 

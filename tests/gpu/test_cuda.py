@@ -32,10 +32,10 @@ from zrun_core.spine.sections.activations import ActivationsConfig
 from zrun_core.spine.sections.optim import OptimConfig
 from zrun_core.spine.sections.precision import PrecisionConfig
 from zrun_core.zero.account import allocated_memory, planned_memory
-from zrun_core.zero.auto_wrap import repeated_blocks
-from zrun_core.zero.precision import LossScaler, Precision
 from zrun_core.zero.sharded_model import ShardedModel, StepResult
-from zrun_core.zero.sharding_config import ShardingConfig
+from zrun_core.zero.unit.precision import LossScaler, Precision
+from zrun_core.zero.wrap.auto_wrap import repeated_blocks
+from zrun_core.zero.wrap.sharding_config import ShardingConfig
 
 pytestmark = [
     pytest.mark.gpu,

@@ -1,8 +1,8 @@
 """Print the table of mutations: each wait of the runtime is taken out, and something notices.
 
-    python tests/simulated_gpu/mutations.py                     all of them
-    python tests/simulated_gpu/mutations.py zero/unit.py:393    those of a file, or of a line
-    python tests/simulated_gpu/mutations.py --write             all, and docs/gpu-waits.md
+    python tests/simulated_gpu/mutations.py                           all of them
+    python tests/simulated_gpu/mutations.py zero/passes/gather.py:93  those of a file, or of a line
+    python tests/simulated_gpu/mutations.py --write                   all, and docs/gpu-waits.md
 
 Exits with 1 if a wait is noticed by nothing and there is no reason for that in
 `mutation/needless.py`, or if there is a reason and something notices.

@@ -24,18 +24,18 @@ TOTALS = "distributed/named_vector.py HostCopy.read"
 
 # Who waits on purpose, by what is elsewhere.
 UPDATED_ON_HOST = {
-    "zero/update_side.py UpdateSide.wait",  # forward needs what the host updates
-    "zero/updates.py Updates.make",  # for the worker, to have begun reading ahead
+    "zero/unit/update_side.py UpdateSide.wait",  # forward needs what the host updates
+    "zero/update/updates.py Updates.make",  # for the worker, to have begun reading ahead
 }
 GRAD_ON_HOST = {  # the host adds gradients up, and knows their norm when the last one is there
-    "zero/home_elsewhere.py OnHost.at",
-    "zero/home_elsewhere.py OnHost.settle",
-    "zero/home_elsewhere.py OnHost.store",
+    "zero/unit/home_elsewhere.py OnHost.at",
+    "zero/unit/home_elsewhere.py OnHost.settle",
+    "zero/unit/home_elsewhere.py OnHost.store",
     "tiers/slots.py Slots._left",
 }
 GRAD_ON_DISK = {
-    "zero/home_elsewhere.py OnDisk.load",
-    "zero/home_elsewhere.py OnDisk.settle",
+    "zero/unit/home_elsewhere.py OnDisk.load",
+    "zero/unit/home_elsewhere.py OnDisk.settle",
     "tiers/slots.py Slots._left",
 }
 PARAM_ON_DISK = {"tiers/slots.py Slots._left"}  # the next read needs a slot that a copy leaves
@@ -43,9 +43,9 @@ INPUTS_ON_DISK = {  # what the device makes is written when it is there
     "activations/kept.py DiskKeeper._pass",
     "activations/kept.py _OnDisk.settle",
 }
-LAYER_WISE_ON_HOST = {"zero/sharded_optimizer.py ShardedOptimizer._step_layer_wise"}
+LAYER_WISE_ON_HOST = {"zero/update/sharded_optimizer.py ShardedOptimizer._step_layer_wise"}
 # Optimizers of torch's that cannot skip a step on the device: the host has to know.
-SKIPPED_BY_HOST = {"zero/updates.py _decision_of.<locals>.decide"}
+SKIPPED_BY_HOST = {"zero/update/updates.py _decision_of.<locals>.decide"}
 REPLICAS = {
     "guards/replicas.py ReplicaGuard._exchange",
     "guards/replicas.py _read",
@@ -53,8 +53,8 @@ REPLICAS = {
 }
 CULPRIT = {  # a warning of a step that was skipped names the parameter
     "train/trainer.py Trainer._count.<locals>.losses_of",
-    "zero/nonfinite.py Inspector._all_gather",
-    "zero/nonfinite.py Inspector.find_unit",
+    "zero/reduce/nonfinite.py Inspector._all_gather",
+    "zero/reduce/nonfinite.py Inspector.find_unit",
 }
 
 

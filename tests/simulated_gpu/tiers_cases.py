@@ -37,7 +37,7 @@ from zrun_core.tiers.host_arena import HostArena
 from zrun_core.tiers.tiers import Tiers
 from zrun_core.zero.account import planned_moves
 from zrun_core.zero.sharded_model import ShardedModel
-from zrun_core.zero.unit import FlatUnit
+from zrun_core.zero.unit.flat_unit import FlatUnit
 
 CUDA = torch.device("cuda")
 WAIT_S = 20.0

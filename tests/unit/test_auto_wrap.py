@@ -14,7 +14,7 @@ from torch import nn
 
 from zrun_core.errors import JobError
 from zrun_core.memory.tensors import TensorPart, contiguous_stride, full_part, sliced_part
-from zrun_core.zero.auto_wrap import WrapPlan, auto_wrap, repeated_blocks
+from zrun_core.zero.wrap.auto_wrap import WrapPlan, auto_wrap, repeated_blocks
 
 KIB = 1 << 10
 

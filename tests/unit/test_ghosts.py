@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTenso
 
 from zrun_core.stages.ghosts import Ghosts
 from zrun_core.stages.valueless import Valueless
-from zrun_core.zero.fakes import FakeMode
+from zrun_core.zero.wrap.fakes import FakeMode
 
 
 def test_a_fake_is_of_its_parameter_and_of_none_in_its_place() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from zrun_core.zero import unit_grad
+from zrun_core.zero.unit import unit_grad
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -15,7 +15,7 @@ from zrun_core.spine.config import JobConfig
 from zrun_core.spine.spec import LaunchPlan, RankPlace, RunSpec, resolve_batch
 from zrun_core.train import worker
 from zrun_core.user_code.on_meta import on_meta
-from zrun_core.zero.graph_breaks import outside_graphs
+from zrun_core.zero.passes.graph_breaks import outside_graphs
 
 _HAS_IT = "; import sys; sys.exit('torch._dynamo' in sys.modules)"
 _BUILDS = (

@@ -11,7 +11,7 @@ from zrun_core.memory.buffers import Buffer, Kind, Tier
 from zrun_core.memory.state_policy import SlotSizes
 from zrun_core.tiers.copies import ThreadCopier
 from zrun_core.tiers.tiers import Tiers
-from zrun_core.zero.home_elsewhere import OnHost
+from zrun_core.zero.unit.home_elsewhere import OnHost
 
 NUMEL = 1024
 

@@ -22,8 +22,8 @@ from zrun_core.memory.state_policy import (
     module_buffers,
     slices_of,
 )
-from zrun_core.zero.exchange import planned_gathers
-from zrun_core.zero.server import ParameterServer
+from zrun_core.zero.unit.exchange import planned_gathers
+from zrun_core.zero.unit.server import ParameterServer
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

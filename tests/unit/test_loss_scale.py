@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zrun_core.spine.sections.precision import PrecisionConfig
-from zrun_core.zero.precision import LossScaler, Precision
+from zrun_core.zero.unit.precision import LossScaler, Precision
 
 CPU = torch.device("cpu")
 

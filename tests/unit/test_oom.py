@@ -21,7 +21,7 @@ from zrun_core.spine.config import JobConfig
 from zrun_core.spine.spec import BatchPlan
 from zrun_core.train.parallelize import make_settings
 from zrun_core.user_code.user import is_out_of_memory, user_code
-from zrun_core.zero.sharding_config import check_model_fits
+from zrun_core.zero.wrap.sharding_config import check_model_fits
 
 BASE = {"name": "j", "model": "m:f", "data": "m:f", "steps": 9, "batch": 4}
 

@@ -13,7 +13,7 @@ from zrun_core.plan.memory.states import PlannedModel, plan_shape, rank_buffers,
 from zrun_core.plan.question.transformer import TransformerShape
 from zrun_core.spine.config import JobConfig
 from zrun_core.spine.parallel_dims import ParallelDims
-from zrun_core.zero.sharding_config import ShardingConfig
+from zrun_core.zero.wrap.sharding_config import ShardingConfig
 
 GB, GIB, TIB = 1e9, 2**30, 2**40
 B, T = 1e9, 1e12

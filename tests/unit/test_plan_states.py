@@ -27,8 +27,8 @@ from zrun_core.plan.memory.states import (
 from zrun_core.plan.question.transformer import TransformerShape
 from zrun_core.spine.config import JobConfig
 from zrun_core.spine.parallel_dims import Coordinates, ParallelDims
-from zrun_core.zero.sharding_config import ShardingConfig
-from zrun_core.zero.tiling import tile_linears, tiled_linears
+from zrun_core.zero.wrap.sharding_config import ShardingConfig
+from zrun_core.zero.wrap.tiling import tile_linears, tiled_linears
 
 HOST, DISK = Tier.HOST, Tier.DISK
 OWN = {Kind.PARAM, Kind.GRAD, Kind.OPTIM}

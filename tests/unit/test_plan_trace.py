@@ -31,7 +31,7 @@ from zrun_core.plan.trace.profile import Profile, Trace
 from zrun_core.plan.trace.rows import Affine, Rows, RowWriter, TracePhase, Vocabulary
 from zrun_core.plan.trace.trace_process import trace_in_subprocess, trace_job
 from zrun_core.spine.config import JobConfig
-from zrun_core.zero.auto_wrap import auto_wrap
+from zrun_core.zero.wrap.auto_wrap import auto_wrap
 
 HERE = Path(plan_models.__file__).parent
 GPT = "zrun_core.models.gpt:gpt"

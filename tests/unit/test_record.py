@@ -11,8 +11,8 @@ from torch import nn
 
 import zrun_core
 from zrun_core.library.model import ModelHandle
-from zrun_core.zero.record_layout import RecordLayout
-from zrun_core.zero.unit import FlatUnit
+from zrun_core.zero.unit.flat_unit import FlatUnit
+from zrun_core.zero.unit.record_layout import RecordLayout
 
 pytestmark = pytest.mark.usefixtures("alone")
 

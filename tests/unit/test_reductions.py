@@ -12,8 +12,8 @@ import torch
 
 from zrun_core.distributed.handle import Handle
 from zrun_core.memory.arena import Ring
-from zrun_core.zero import reductions
-from zrun_core.zero.reductions import Reduction, Reductions
+from zrun_core.zero.reduce import reductions
+from zrun_core.zero.reduce.reductions import Reduction, Reductions
 
 CPU = torch.device("cpu")
 

@@ -25,7 +25,7 @@ from zrun_core.tensor_parallel.fake_sums import looks_at_tokens, summed_over
 from zrun_core.tensor_parallel.plan import TensorPlan, plan_model
 from zrun_core.tensor_parallel.reads import NO_READS
 from zrun_core.train.tensor_building import plan_tensors
-from zrun_core.zero.fakes import fake_parameters
+from zrun_core.zero.wrap.fakes import fake_parameters
 
 DIM = 32
 ROLES = {"h.*.qkv": "fused 3", "h.*.out": "rowwise"}

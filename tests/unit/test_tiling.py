@@ -22,11 +22,11 @@ from zrun_core.plan.trace.profile import Profile
 from zrun_core.plan.trace.rows import Affine
 from zrun_core.spine.sections.precision import PrecisionConfig
 from zrun_core.spine.sections.zero import TileConfig, ZeroConfig
-from zrun_core.zero.auto_wrap import repeated_blocks
-from zrun_core.zero.precision import Precision
-from zrun_core.zero.sharding_config import ShardingConfig, wrap_plan
-from zrun_core.zero.tiled_linear import TiledLinear
-from zrun_core.zero.tiling import read_tiles, tensors_of_tiles, tile_linears
+from zrun_core.zero.unit.precision import Precision
+from zrun_core.zero.wrap.auto_wrap import repeated_blocks
+from zrun_core.zero.wrap.sharding_config import ShardingConfig, wrap_plan
+from zrun_core.zero.wrap.tiled_linear import TiledLinear
+from zrun_core.zero.wrap.tiling import read_tiles, tensors_of_tiles, tile_linears
 
 IN, OUT = 8, 200
 ROW = IN * 4  # bytes of fp32

@@ -109,7 +109,7 @@ def test_only_zero_touches_a_units_memory() -> None:
 
 def test_the_names_are_those_that_units_have() -> None:
     """What was renamed there must be renamed here."""
-    tree = ast.parse((ROOT / "zrun_core/zero/unit.py").read_text(encoding="utf-8"))
+    tree = ast.parse((ROOT / "zrun_core/zero/unit/flat_unit.py").read_text(encoding="utf-8"))
     assigned = {
         node.attr
         for node in ast.walk(tree)

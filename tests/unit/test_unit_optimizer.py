@@ -17,8 +17,8 @@ from zrun_core.library.model import ModelHandle
 from zrun_core.memory.layout import Piece, lay_out
 from zrun_core.optim import chunked
 from zrun_core.spine.sections.optimizer_args import NOT_SHARDED
-from zrun_core.zero.chunk_group import cut_into_groups
 from zrun_core.zero.sharded_model import ShardedModel
+from zrun_core.zero.update.chunk_group import cut_into_groups
 
 CHUNK, GROUP = 256, 768  # instead of the real ones; 256 is a multiple of every vector
 NUMEL = 3 * GROUP + 77

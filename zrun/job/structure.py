@@ -135,7 +135,7 @@ def _inspect(job: JobConfig, job_dir: Path) -> Structure:
     from zrun_core.train import parallelize
     from zrun_core.train.tensor_building import planned
     from zrun_core.user_code import build, user
-    from zrun_core.zero.auto_wrap import repeated_blocks
+    from zrun_core.zero.wrap.auto_wrap import repeated_blocks
 
     user.add_to_path(job_dir)
     mistakes = []

@@ -25,7 +25,7 @@ from zrun_core.activations.recomputed_call import RecomputedForward
 from zrun_core.errors import JobError
 from zrun_core.hardware.spans import Spans
 from zrun_core.spine.sections.activations import ActivationsConfig
-from zrun_core.zero.auto_wrap import repeated_blocks
+from zrun_core.zero.wrap.auto_wrap import repeated_blocks
 
 _OWN = "gradient_checkpointing"  # attribute of modules of transformers
 _EXPENSIVE = {"mm", "addmm", "bmm", "baddbmm", "convolution"}

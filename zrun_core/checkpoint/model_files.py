@@ -18,7 +18,7 @@ from torch import nn
 from zrun_core.checkpoint.manifest_fields import is_name
 from zrun_core.checkpoint.manifest_parts import ModelInfo
 from zrun_core.user_code.pretrained import config_of, outermost
-from zrun_core.zero.tiled_linear import TiledLinear
+from zrun_core.zero.wrap.tiled_linear import TiledLinear
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"

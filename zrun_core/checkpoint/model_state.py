@@ -45,8 +45,8 @@ from zrun_core.errors import CheckpointError
 from zrun_core.memory.layout import ParamSlot, Piece, TensorRange, dense_stride
 from zrun_core.tiers.stored import Stored
 from zrun_core.zero.sharded_model import ShardedModel
-from zrun_core.zero.unit import FlatUnit
-from zrun_core.zero.unit_optimizer import UnitOptimizer
+from zrun_core.zero.unit.flat_unit import FlatUnit
+from zrun_core.zero.update.unit_optimizer import UnitOptimizer
 
 
 class CheckpointState(Protocol):

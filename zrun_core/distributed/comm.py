@@ -19,8 +19,8 @@ wait for that before it does what the receiver waits for.
 [Note: one stream on CUDA]
 NCCL work is issued asynchronously from the current stream: its own stream waits for what was queued
 there before, and `wait` makes the current stream wait for it. That is the compute stream, except
-where a reduction moves on beside backward: see the note in `zero/reductions.py`. Buffers are held
-until `wait`, so no `record_stream` is needed and memory is reused in a fixed order.
+where a reduction moves on beside backward: see the note in `zero/reduce/reductions.py`. Buffers are
+held until `wait`, so no `record_stream` is needed and memory is reused in a fixed order.
 """
 
 from __future__ import annotations

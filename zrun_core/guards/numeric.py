@@ -14,7 +14,7 @@ from zrun_core.spine.config import JobConfig
 from zrun_core.spine.events import Emitter
 from zrun_core.telemetry.progress import Progress
 from zrun_core.telemetry.step_totals import StepTotals
-from zrun_core.zero.nonfinite import Culprit
+from zrun_core.zero.reduce.nonfinite import Culprit
 
 
 class Inspected(Protocol):

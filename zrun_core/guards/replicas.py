@@ -34,7 +34,7 @@ from zrun_core.errors import DivergedError
 from zrun_core.hardware import accelerator
 from zrun_core.spine.spec import LaunchPlan
 from zrun_core.zero.sharded_model import ShardedModel
-from zrun_core.zero.unit import FlatUnit, Values
+from zrun_core.zero.unit.flat_unit import FlatUnit, Values
 
 _CHUNK_WORDS = 1 << 24  # that a device digests at a time: 128 MiB of scratch
 _ODD = -7046029254386353131  # 0x9E3779B97F4A7C15, the golden ratio's bits, as a signed number

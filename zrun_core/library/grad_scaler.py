@@ -12,7 +12,7 @@ from zrun_core.library import arguments
 from zrun_core.library.optimizer import Optimizer
 from zrun_core.library.run import current
 from zrun_core.spine.sections.precision import LossScaleConfig
-from zrun_core.zero.precision import LossScaler, Precision
+from zrun_core.zero.unit.precision import LossScaler, Precision
 
 
 class GradScaler:

@@ -29,9 +29,9 @@ from zrun_core.train import parallelize
 from zrun_core.user_code.build import Built, build_once_per_host, check
 from zrun_core.user_code.meta_init import build_on_meta
 from zrun_core.user_code.user import user_code
-from zrun_core.zero.autograd_driver import ImplicitPasses
+from zrun_core.zero.passes.autograd_driver import ImplicitPasses
 from zrun_core.zero.sharded_model import ShardedModel
-from zrun_core.zero.tiling import read_tiles
+from zrun_core.zero.wrap.tiling import read_tiles
 
 Model = TypeVar("Model", bound=nn.Module)
 

@@ -27,8 +27,8 @@ from zrun_core.optim.where import check_placed
 from zrun_core.telemetry.step_totals import StepTotals
 from zrun_core.train.step_runner import StepRunner, modules_differ
 from zrun_core.user_code.build import check_trained
-from zrun_core.zero.precision import LossScaler
 from zrun_core.zero.sharded_model import StepResult
+from zrun_core.zero.unit.precision import LossScaler
 
 
 class _IssuedStep(NamedTuple):

@@ -25,7 +25,7 @@ from zrun_core.distributed import rng
 from zrun_core.errors import DiffersError, JobError
 from zrun_core.library.model import ModelHandle
 from zrun_core.library.optimizer import Optimizer
-from zrun_core.zero.module_hooks import tensors_in
+from zrun_core.zero.passes.module_hooks import tensors_in
 
 # Relative differences that are rounding: of a gradient's own norm, and of the whole model's.
 _OWN, _OF_ALL = 1e-4, 1e-6

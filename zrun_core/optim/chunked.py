@@ -35,7 +35,7 @@ import torch
 
 # Elements of a range, by type of device; on a GPU only scratch depends on it.
 CHUNK = {"cpu": 1 << 18, "cuda": 1 << 22}
-# Elements that are updated at once at most, a multiple of these: see `zero/chunk_group.py`.
+# Elements that are updated at once at most, a multiple of these: see `zero/update/chunk_group.py`.
 GROUP = {"cpu": 1 << 20, "cuda": 1 << 24}
 _OF_GROUP = 3  # number of a buffer; 0 and 1 hold moments, and 2 what an update needs
 

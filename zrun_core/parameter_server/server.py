@@ -44,8 +44,8 @@ from zrun_core.parameter_server.messages import (
     parameters_by_tag,
 )
 from zrun_core.parameter_server.shares import Share, Shares
-from zrun_core.zero.nonfinite import UnitNorms
 from zrun_core.zero.push_pull import PushPull
+from zrun_core.zero.reduce.nonfinite import UnitNorms
 
 _MARGIN_S = 15.0  # for the server to say who is late, before others stop waiting for it
 _MOST_WAITS = 2  # of an answer: until its rank may go on, and at a window's end until all pushed

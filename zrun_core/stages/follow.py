@@ -31,9 +31,9 @@ from zrun_core.stages.node_calls import Node, installed_nodes, walking
 from zrun_core.telemetry.flops import FlopCounter
 from zrun_core.user_code.asked_gradients import noting_gradients
 from zrun_core.user_code.pretrained import config_of
-from zrun_core.zero.auto_wrap import repeated_blocks
-from zrun_core.zero.fakes import fake_parameters, kept_buffers
-from zrun_core.zero.module_hooks import tensors_in
+from zrun_core.zero.passes.module_hooks import tensors_in
+from zrun_core.zero.wrap.auto_wrap import repeated_blocks
+from zrun_core.zero.wrap.fakes import fake_parameters, kept_buffers
 
 _PP = "parallel.pp"
 _COLLECTING = ("output_router_logits", "output_hidden_states", "output_attentions")

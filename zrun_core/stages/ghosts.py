@@ -26,7 +26,7 @@ from zrun_core.distributed.rng import kept_position
 from zrun_core.stages.node_calls import Node
 from zrun_core.stages.valueless import Valueless, ValuelessMode
 from zrun_core.user_code.trial import kept_attributes
-from zrun_core.zero.module_hooks import tensors_in
+from zrun_core.zero.passes.module_hooks import tensors_in
 
 T = TypeVar("T")
 

@@ -42,9 +42,9 @@ from zrun_core.stages.flow import Leaf, ModelFlow
 from zrun_core.stages.ghosts import Ghosts
 from zrun_core.stages.node_calls import Node, Watcher, install_nodes, walking
 from zrun_core.stages.valueless import Valueless
-from zrun_core.zero.auto_wrap import repeated_blocks, running_norm_params
-from zrun_core.zero.foreign import lacks_params, remove_param
-from zrun_core.zero.module_hooks import tensors_in
+from zrun_core.zero.passes.module_hooks import tensors_in
+from zrun_core.zero.wrap.auto_wrap import repeated_blocks, running_norm_params
+from zrun_core.zero.wrap.foreign import lacks_params, remove_param
 
 # Brings a tensor from the stage before, given its place among those that cross and one like it.
 Receive = Callable[[int, torch.Tensor], torch.Tensor]

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from zrun_core.zero.fakes import FakeMode
+from zrun_core.zero.wrap.fakes import FakeMode
 
 _NUMBERS = (int, float, bool, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 _MOST_REMEMBERED = 4096  # of a stage, whatever lengths its batches have

@@ -27,7 +27,7 @@ from zrun_core.errors import UserCodeError
 from zrun_core.stages.links import StageLinks
 from zrun_core.stages.node_calls import is_walking, walking
 from zrun_core.stages.stage import Stage, StageWalk
-from zrun_core.zero.module_hooks import tensors_in
+from zrun_core.zero.passes.module_hooks import tensors_in
 
 _RANGE = 2**62  # of digests, within an int64
 

@@ -8,7 +8,7 @@ from typing import Any
 from zrun_core.memory.buffers import Kind, Tier
 from zrun_core.memory.tier_traffic import Direction, Move
 from zrun_core.tiers.tiers import TierCounts
-from zrun_core.zero.sharding_config import MemoryAccount
+from zrun_core.zero.wrap.sharding_config import MemoryAccount
 
 _ELSEWHERE = (Tier.HOST, Tier.DISK)
 

@@ -33,7 +33,7 @@ from zrun_core.tensor_parallel.vocabulary import Vocabulary
 from zrun_core.tensor_parallel.vocabulary_layers import divide_embedding, divide_head
 from zrun_core.tensor_parallel.whole_reads import WholeReads, cut_out
 from zrun_core.user_code.grad_hooks import has_late_hooks, hooks_of, made_by
-from zrun_core.zero.foreign import lacks_params
+from zrun_core.zero.wrap.foreign import lacks_params
 
 Read = Callable[[str, nn.Parameter], torch.Tensor]
 

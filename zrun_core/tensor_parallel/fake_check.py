@@ -41,8 +41,8 @@ from zrun_core.tensor_parallel.second_grads import SecondGrads
 from zrun_core.tensor_parallel.sequence import spans
 from zrun_core.tensor_parallel.torch_attention import replace_forward
 from zrun_core.user_code.asked_gradients import seeing_gradients
-from zrun_core.zero.fakes import fake_parameters, kept_buffers
-from zrun_core.zero.module_hooks import tensors_in
+from zrun_core.zero.passes.module_hooks import tensors_in
+from zrun_core.zero.wrap.fakes import fake_parameters, kept_buffers
 
 _ERRORS = (UserCodeError, RuntimeError, TypeError, ValueError, IndexError)
 _MAX_ZEROS = 100  # a loop that waits for another number ends then

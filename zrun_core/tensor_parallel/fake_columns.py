@@ -27,7 +27,7 @@ from zrun_core.errors import JobError
 from zrun_core.tensor_parallel.plan import TensorPlan
 from zrun_core.tensor_parallel.region_plan import Region
 from zrun_core.tensor_parallel.roles import any_number
-from zrun_core.zero.module_hooks import storage_of, tensors_in
+from zrun_core.zero.passes.module_hooks import storage_of, tensors_in
 
 Columns = NDArray[np.int64]  # numbers of columns, in order
 _COPIES = frozenset({"clone", "_to_copy", "copy_", "cat", "stack"})

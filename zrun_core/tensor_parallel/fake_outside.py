@@ -34,8 +34,8 @@ from zrun_core.tensor_parallel.plan import TensorPlan
 from zrun_core.tensor_parallel.reads import Read, Reads
 from zrun_core.tensor_parallel.region_plan import Region
 from zrun_core.tensor_parallel.sequence import hidden_states
-from zrun_core.zero.lookups import Lookups, is_asked_by_user, users_line
-from zrun_core.zero.module_hooks import storage_of, tensors_in
+from zrun_core.zero.passes.module_hooks import storage_of, tensors_in
+from zrun_core.zero.wrap.lookups import Lookups, is_asked_by_user, users_line
 
 _COPIES = ("_to_copy", "clone")  # of which the same is known
 _WRITTEN = "and is written to there"

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from zrun_core.zero.module_hooks import tensors_in
+from zrun_core.zero.passes.module_hooks import tensors_in
 
 # Where an operation has the dimension along which it goes; -1 if it is not said.
 _DIMS = {

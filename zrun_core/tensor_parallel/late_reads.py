@@ -23,8 +23,8 @@ from torch import nn
 from zrun_core.errors import JobError
 from zrun_core.memory.tensors import TensorPart
 from zrun_core.tensor_parallel.plan import TensorPlan
-from zrun_core.zero.gather import Gatherer
-from zrun_core.zero.lookups import Lookups, is_asked_by_user, users_line
+from zrun_core.zero.passes.gather import Gatherer
+from zrun_core.zero.wrap.lookups import Lookups, is_asked_by_user, users_line
 
 _READS_FOR_OTHERS = (
     nn.Module.__getattr__.__code__.co_filename,

@@ -16,7 +16,7 @@ from torch import nn
 from zrun_core.spine.sections.tensor_roles import Role
 from zrun_core.tensor_parallel.borders import copy_in, gather_out, split_in, sum_out
 from zrun_core.tensor_parallel.tensor_comm import TensorComm
-from zrun_core.zero.graph_breaks import outside_graphs
+from zrun_core.zero.passes.graph_breaks import outside_graphs
 
 
 def divide_lone(linear: nn.Linear, role: Role, comm: TensorComm, name: str) -> None:

@@ -34,7 +34,7 @@ from zrun_core.tensor_parallel.region_plan import Region
 from zrun_core.tensor_parallel.sequence import gather_border, scatter_out
 from zrun_core.tensor_parallel.tensor_comm import TensorComm
 from zrun_core.tensor_parallel.torch_attention import replace_forward
-from zrun_core.zero.graph_breaks import outside_graphs
+from zrun_core.zero.passes.graph_breaks import outside_graphs
 
 
 class Regions:

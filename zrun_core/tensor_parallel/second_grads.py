@@ -22,7 +22,7 @@ import torch
 from zrun_core.errors import JobError
 from zrun_core.spine.tracebacks import is_users
 from zrun_core.user_code.asked_gradients import seeing_gradients
-from zrun_core.zero.module_hooks import tensors_in
+from zrun_core.zero.passes.module_hooks import tensors_in
 
 
 class SecondGrads:

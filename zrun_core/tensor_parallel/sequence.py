@@ -25,7 +25,7 @@ from torch import nn
 from zrun_core.errors import JobError
 from zrun_core.tensor_parallel.borders import Border, Move, cross, gather_out, split_in
 from zrun_core.tensor_parallel.tensor_comm import TensorComm
-from zrun_core.zero.graph_breaks import outside_graphs
+from zrun_core.zero.passes.graph_breaks import outside_graphs
 
 _DIM = 1  # of [batch, sequence, hidden]
 

@@ -20,7 +20,7 @@ from zrun_core.tensor_parallel.borders import copy_border, sum_out
 from zrun_core.tensor_parallel.column_grads import ColumnGrads
 from zrun_core.tensor_parallel.logit_slice import logit_slice
 from zrun_core.tensor_parallel.vocabulary import Vocabulary
-from zrun_core.zero.graph_breaks import outside_graphs
+from zrun_core.zero.passes.graph_breaks import outside_graphs
 
 # Options of an embedding that need all of its rows, or change them while the model runs.
 _WHOLE_ONLY = {

@@ -27,8 +27,8 @@ from zrun_core.memory.tensors import TensorPart
 from zrun_core.tensor_parallel.plan import TensorPlan
 from zrun_core.tensor_parallel.reads import Read
 from zrun_core.tensor_parallel.tensor_comm import TensorComm
-from zrun_core.zero.gather import Gatherer
-from zrun_core.zero.lookups import Lookups, is_asked_by_user
+from zrun_core.zero.passes.gather import Gatherer
+from zrun_core.zero.wrap.lookups import Lookups, is_asked_by_user
 
 _Change = Callable[[torch.Tensor], torch.Tensor]
 _Key = tuple[str, bool, bool]

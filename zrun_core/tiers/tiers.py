@@ -5,7 +5,7 @@
 On a machine without accelerator the device is the host: nothing is copied between them, and states
 on disk come straight to where they are used. With `apart` host memory is other memory than the
 device's on a CPU too, and a thread copies in between: where parameters on disk cannot be read in
-place, and in tests and benchmarks, in which whatever has to wait for a copy on a GPU has to wait so.
+place, and in tests and benchmarks, in which whatever waits for a copy on a GPU has to wait so.
 """
 
 from __future__ import annotations

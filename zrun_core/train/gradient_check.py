@@ -38,7 +38,7 @@ from zrun_core.memory.tensors import TensorPart, contiguous_stride
 from zrun_core.stages.node_calls import DrawingWalk, Node
 from zrun_core.train.tensor_sums import NUM_SUMS, distance, sums_of_part
 from zrun_core.user_code.grad_hooks import has_late_hooks, hooks_of
-from zrun_core.zero.unit import FlatUnit
+from zrun_core.zero.unit.flat_unit import FlatUnit
 
 _OWN = 1e-3  # of a gradient's norm, that another order of sums may make in fp32
 _OF_FORMAT = 4.0  # times the distance of neighbours in halves: as much in these

@@ -28,11 +28,11 @@ from zrun_core.telemetry.stage_fields import ActionMarks
 from zrun_core.train.rank_phase import RankPhase
 from zrun_core.user_code.loss import Loss, LossFunction, LossKind, compute_loss
 from zrun_core.user_code.user import user_code
-from zrun_core.zero.auto_wrap import repeated_blocks
-from zrun_core.zero.micro_pass import MicroPass
 from zrun_core.zero.sharded_model import ShardedModel
-from zrun_core.zero.unit import FlatUnit
-from zrun_core.zero.updates import UpdateWatcher
+from zrun_core.zero.unit.flat_unit import FlatUnit
+from zrun_core.zero.unit.micro_pass import MicroPass
+from zrun_core.zero.update.updates import UpdateWatcher
+from zrun_core.zero.wrap.auto_wrap import repeated_blocks
 
 T = TypeVar("T")
 
@@ -315,7 +315,7 @@ def _zero(unit: FlatUnit, grad: torch.Tensor) -> None:
 
 
 class LayerMajorRunner(MicroBatchRunner):
-    """Runs the micro-batches of a step slice by slice: see `zero/sliced_passes.py`."""
+    """Runs the micro-batches of a step slice by slice: see `zero/passes/sliced_passes.py`."""
 
     makes_trial_steps = False  # its forwards do not draw by block
 

@@ -34,13 +34,13 @@ from zrun_core.spine.spec import resolve_bucket
 from zrun_core.tensor_parallel.divide import Divided
 from zrun_core.train.stage_building import StageParts
 from zrun_core.user_code.build import Built
-from zrun_core.zero.auto_wrap import NO_CHUNKS, repeated_blocks
-from zrun_core.zero.exchange import Exchange
-from zrun_core.zero.precision import Precision
-from zrun_core.zero.server import AsyncServer, ParameterServer
 from zrun_core.zero.sharded_model import ShardedModel
-from zrun_core.zero.sharding_config import ShardingConfig
-from zrun_core.zero.tiling import read_tiles, tile_linears, tiled_linears
+from zrun_core.zero.unit.exchange import Exchange
+from zrun_core.zero.unit.precision import Precision
+from zrun_core.zero.unit.server import AsyncServer, ParameterServer
+from zrun_core.zero.wrap.auto_wrap import NO_CHUNKS, repeated_blocks
+from zrun_core.zero.wrap.sharding_config import ShardingConfig
+from zrun_core.zero.wrap.tiling import read_tiles, tile_linears, tiled_linears
 
 EXCHANGES: Mapping[str, type[Exchange]] = {
     "ring": Exchange,

@@ -30,7 +30,7 @@ from zrun_core.train.windows import EndedStep, ReadStep, steps_until_due, totals
 from zrun_core.user_code.loss import Loss, LossKind
 from zrun_core.zero.sharded_model import ShardedModel
 from zrun_core.zero.stage_steps import StageSteps, StageUpdate
-from zrun_core.zero.versions import Versions
+from zrun_core.zero.unit.versions import Versions
 
 # Numbers of a step that ranks sum; the last two are counted once per stage, and the norm's square
 # stands for it until it is summed.

@@ -27,8 +27,8 @@ from zrun_core.telemetry.stage_fields import ActionMarks
 from zrun_core.train.micro_batches import MicroBatchRunner, RunnerContext, pointing_at_forward
 from zrun_core.user_code.loss import Loss
 from zrun_core.user_code.user import user_code
-from zrun_core.zero.micro_pass import MicroPass
 from zrun_core.zero.split_backward import SplitBackward
+from zrun_core.zero.unit.micro_pass import MicroPass
 
 T = TypeVar("T")
 

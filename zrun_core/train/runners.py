@@ -14,7 +14,7 @@ from zrun_core.train.micro_batches import LayerMajorRunner, MicroBatchRunner, Ru
 from zrun_core.train.pipedream import PipeDreamRunner, PipeDreamWindows
 from zrun_core.train.pipeline_runner import PipelineRunner
 from zrun_core.train.windows import Windows
-from zrun_core.zero.auto_wrap import repeated_blocks
+from zrun_core.zero.wrap.auto_wrap import repeated_blocks
 
 
 def make_runner(context: RunnerContext, stage: Stage | None) -> MicroBatchRunner:

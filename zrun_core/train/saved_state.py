@@ -18,7 +18,7 @@ from zrun_core.telemetry.progress import Progress
 from zrun_core.telemetry.recorder import Recorder
 from zrun_core.train.ending import EndRequests
 from zrun_core.train.evaluations import Evaluations
-from zrun_core.zero.precision import LossScaler
+from zrun_core.zero.unit.precision import LossScaler
 
 
 class SavedState:

@@ -21,7 +21,7 @@ from zrun_core.stages.follow import follow
 from zrun_core.stages.stage import Stage
 from zrun_core.telemetry.stage_fields import StageFacts
 from zrun_core.user_code.grad_hooks import check_of_parts
-from zrun_core.zero.sharding_config import ShardingConfig
+from zrun_core.zero.wrap.sharding_config import ShardingConfig
 
 
 @dataclass(frozen=True)

@@ -31,8 +31,8 @@ from zrun_core.distributed.named_vector import HostCopy, NamedVector
 from zrun_core.errors import HangError
 from zrun_core.hardware.accelerator import is_accelerator
 from zrun_core.telemetry.step_totals import StepTotals
-from zrun_core.zero.precision import LossScaler
 from zrun_core.zero.sharded_model import ShardedModel, StepResult
+from zrun_core.zero.unit.precision import LossScaler
 
 
 class StepRunner:

@@ -18,7 +18,7 @@ from zrun_core.tensor_parallel.plan import TensorPlan, plan_model
 from zrun_core.tensor_parallel.sequence import lengths_checked, order_checked, spans
 from zrun_core.tensor_parallel.tensor_comm import TensorComm
 from zrun_core.train.stage_building import StageParts
-from zrun_core.zero.auto_wrap import repeated_blocks
+from zrun_core.zero.wrap.auto_wrap import repeated_blocks
 
 
 def planned(model: nn.Module, parallel: ParallelConfig) -> TensorPlan | None:

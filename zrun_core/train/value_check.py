@@ -73,11 +73,11 @@ from zrun_core.user_code.build import Built
 from zrun_core.user_code.loss import LossFunction, compute_loss
 from zrun_core.user_code.trial import Attributes, kept_attributes
 from zrun_core.user_code.user import user_code
-from zrun_core.zero.auto_wrap import repeated_blocks, running_norm_params
-from zrun_core.zero.fakes import kept_buffers
-from zrun_core.zero.module_hooks import tensors_in
-from zrun_core.zero.precision import LossScaler, Precision
+from zrun_core.zero.passes.module_hooks import tensors_in
 from zrun_core.zero.sharded_model import ShardedModel
+from zrun_core.zero.unit.precision import LossScaler, Precision
+from zrun_core.zero.wrap.auto_wrap import repeated_blocks, running_norm_params
+from zrun_core.zero.wrap.fakes import kept_buffers
 
 KEY = "guards.check_values"
 _MOST_BYTES = 0.5  # of the memory that is free: more of it than this, and nothing is compared

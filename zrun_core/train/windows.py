@@ -18,7 +18,7 @@ from zrun_core.distributed.named_vector import NamedVector
 from zrun_core.spine.config import JobConfig
 from zrun_core.telemetry.recorder import IssuedStep
 from zrun_core.telemetry.step_totals import StepTotals
-from zrun_core.zero.nonfinite import UnitNorms
+from zrun_core.zero.reduce.nonfinite import UnitNorms
 
 
 class ReadStep(NamedTuple):

@@ -81,8 +81,8 @@ from zrun_core.user_code.build import Built, build_once_per_host, check_trained
 from zrun_core.user_code.loss import compute_loss
 from zrun_core.user_code.meta_init import build_on_meta
 from zrun_core.user_code.trial import kept_attributes
-from zrun_core.zero.graph_breaks import load_compiler
-from zrun_core.zero.sharding_config import ShardingConfig, check_model_fits
+from zrun_core.zero.passes.graph_breaks import load_compiler
+from zrun_core.zero.wrap.sharding_config import ShardingConfig, check_model_fits
 
 # Torch's profiler tells stderr when it begins and ends. It reads this when it is used first.
 _QUIET_PROFILER = ("KINETO_LOG_LEVEL", "6")

@@ -78,7 +78,8 @@ _MECHANISMS = (
 # What torch says of the user's code comes through these: its autograd of the graph, out of their
 # `backward`, and its fake tensors of an operation.
 _PASS_ON = {
-    str(_OWN_PACKAGE / "zero" / name) for name in ("sharded_model.py", "slice_walk.py", "fakes.py")
+    str(_OWN_PACKAGE / "zero" / name)
+    for name in ("sharded_model.py", "passes/slice_walk.py", "wrap/fakes.py")
 }
 
 

@@ -31,7 +31,7 @@ from zrun_core.stages.node_calls import DrawingWalk, install_nodes, walking
 from zrun_core.user_code import user
 from zrun_core.user_code.trial import Attributes, AttributesCopy
 from zrun_core.verification.record import TensorShape
-from zrun_core.zero.auto_wrap import repeated_blocks
+from zrun_core.zero.wrap.auto_wrap import repeated_blocks
 
 _NUDGE = 2.0  # times the distance of neighbours in the format
 _ATOMICS = 1e-4  # of a gradient, what a device may add up in another order

@@ -21,7 +21,7 @@ from zrun_core.verification.record import (
     Writer,
     tensor_key,
 )
-from zrun_core.zero.unit import FlatUnit
+from zrun_core.zero.unit.flat_unit import FlatUnit
 
 
 class Witness:

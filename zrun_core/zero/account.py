@@ -14,9 +14,9 @@ import torch
 from zrun_core.memory.buffers import Buffer, Kind, Tier
 from zrun_core.memory.state_policy import module_buffers
 from zrun_core.memory.tier_traffic import Move, step_traffic
-from zrun_core.zero import exchange
 from zrun_core.zero.sharded_model import ShardedModel
-from zrun_core.zero.sharding_config import MemoryAccount, planned_buffers
+from zrun_core.zero.unit import exchange
+from zrun_core.zero.wrap.sharding_config import MemoryAccount, planned_buffers
 
 
 def expected_traffic(

@@ -23,10 +23,10 @@ from typing import NamedTuple
 import torch
 
 from zrun_core.distributed.collectives import store_sum
-from zrun_core.zero.model_grad import square_norm_of
-from zrun_core.zero.nonfinite import UnitNorms
+from zrun_core.zero.reduce.model_grad import square_norm_of
+from zrun_core.zero.reduce.nonfinite import UnitNorms
 from zrun_core.zero.sharded_model import ShardedModel
-from zrun_core.zero.unit_grad import norms_of
+from zrun_core.zero.unit.unit_grad import norms_of
 
 
 class Applied(NamedTuple):

@@ -34,23 +34,23 @@ from zrun_core.memory.layout import NO_PARTS, ParamSlot
 from zrun_core.memory.tensors import TensorPart
 from zrun_core.optim.resolve import OptimizerSpec, Options
 from zrun_core.tiers.copies import Copier, ThreadCopier
-from zrun_core.zero.auto_wrap import NO_CHUNKS, repeated_blocks
-from zrun_core.zero.autograd_driver import ImplicitPasses
-from zrun_core.zero.gather import Gatherer
-from zrun_core.zero.micro_pass import MicroPass, PassKind
-from zrun_core.zero.model_grad import ModelGrad
-from zrun_core.zero.module_hooks import install
-from zrun_core.zero.nonfinite import Culprit, UnitNorms
-from zrun_core.zero.precision import LossScaler
-from zrun_core.zero.reduce import Reducer, mesh_info_of
-from zrun_core.zero.running_buffers import RunningBuffers
-from zrun_core.zero.sharded_optimizer import ShardedOptimizer
-from zrun_core.zero.sharding_config import ShardingConfig, wrap_plan
-from zrun_core.zero.sliced_passes import SlicedPasses
-from zrun_core.zero.tiling import tiled_linears
-from zrun_core.zero.unit import is_read_in_place
-from zrun_core.zero.unit_building import ReadParam, build_units
-from zrun_core.zero.updates import Updates
+from zrun_core.zero.passes.autograd_driver import ImplicitPasses
+from zrun_core.zero.passes.gather import Gatherer
+from zrun_core.zero.passes.module_hooks import install
+from zrun_core.zero.passes.running_buffers import RunningBuffers
+from zrun_core.zero.passes.sliced_passes import SlicedPasses
+from zrun_core.zero.reduce.model_grad import ModelGrad
+from zrun_core.zero.reduce.nonfinite import Culprit, UnitNorms
+from zrun_core.zero.reduce.reducer import Reducer, mesh_info_of
+from zrun_core.zero.unit.flat_unit import is_read_in_place
+from zrun_core.zero.unit.micro_pass import MicroPass, PassKind
+from zrun_core.zero.unit.precision import LossScaler
+from zrun_core.zero.update.sharded_optimizer import ShardedOptimizer
+from zrun_core.zero.update.updates import Updates
+from zrun_core.zero.wrap.auto_wrap import NO_CHUNKS, repeated_blocks
+from zrun_core.zero.wrap.sharding_config import ShardingConfig, wrap_plan
+from zrun_core.zero.wrap.tiling import tiled_linears
+from zrun_core.zero.wrap.unit_building import ReadParam, build_units
 
 
 @dataclass(frozen=True)

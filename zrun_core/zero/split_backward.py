@@ -15,8 +15,8 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from zrun_core.zero.micro_pass import HeldGrad, HeldGrads, MicroPass, PassKind
 from zrun_core.zero.sharded_model import ShardedModel
+from zrun_core.zero.unit.micro_pass import HeldGrad, HeldGrads, MicroPass, PassKind
 
 # Holds the gradient of a parameter, which a call will make.
 HoldGrad = Callable[[nn.Parameter, Callable[[], torch.Tensor]], None]

@@ -14,9 +14,9 @@ import torch
 
 from zrun_core.distributed.comm import CommPhase
 from zrun_core.distributed.step_message import all_reduce_stage
-from zrun_core.zero.nonfinite import UnitNorms
+from zrun_core.zero.reduce.nonfinite import UnitNorms
 from zrun_core.zero.sharded_model import ShardedModel
-from zrun_core.zero.versions import Versions
+from zrun_core.zero.unit.versions import Versions
 
 
 @dataclass(frozen=True)

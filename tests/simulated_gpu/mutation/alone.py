@@ -29,7 +29,7 @@ from zrun_core.tiers.stored import BlockReader, Part, StoredOnDisk
 from zrun_core.tiers.swap_file import Extent, SwapFile
 from zrun_core.tiers.tiers import Tiers
 from zrun_core.tiers.transfer import Transfer
-from zrun_core.zero.home_elsewhere import OnDisk, OnHost
+from zrun_core.zero.unit.home_elsewhere import OnDisk, OnHost
 
 NUMEL = 1 << 14
 BLOCK = 1 << 14

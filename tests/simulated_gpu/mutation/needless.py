@@ -61,20 +61,21 @@ NOT_REACHED: dict[str, str] = {
     "tiers/swap_file.py SwapFile.close: self._changed.wait_for(lambda: not self._num_open)": _HOST,
     "train/async_windows.py": _ASYNC,
     "train/trainer.py": _HOST,
-    "zero/gather.py Gatherer._refresh_stale: unit.wait_for_unshard()": (
+    "zero/passes/gather.py Gatherer._refresh_stale: unit.wait_for_unshard()": (
         "for compiled blocks, which the simulated device has not"
     ),
-    "zero/gather.py Gatherer.all_unsharded: self._comm.settle()": _CPU,
-    "zero/home_elsewhere.py OnDisk.store: self._merging.wait_on_host()": _CPU,
-    "zero/home_elsewhere.py _All.wait: transfer.wait()": _CPU,
+    "zero/passes/gather.py Gatherer.all_unsharded: self._comm.settle()": _CPU,
+    "zero/unit/home_elsewhere.py OnDisk.store: self._merging.wait_on_host()": _CPU,
+    "zero/unit/home_elsewhere.py _All.wait: transfer.wait()": _CPU,
     "zero/sharded_model.py ShardedModel.gathered: self.updates.wait_for_readers()": _HOST,
-    "zero/sharded_optimizer.py ShardedOptimizer.set_options: update.unit.update_side.wait()": (
+    "zero/update/sharded_optimizer.py ShardedOptimizer.set_options: "
+    "update.unit.update_side.wait()": (
         "a backward has waited, before gradients changed, and a step without one is refused"
     ),
-    "zero/unit.py FlatUnit.reshard: self._comm.settle()": _CPU,
-    "zero/updates.py Updates.make: self._comm.settle()": _CPU,
-    "zero/updates.py Updates.make: self.wait_for_readers()": _HOST,
-    "zero/updates.py Updates.wait_for_readers: wait()": _HOST,
+    "zero/unit/flat_unit.py FlatUnit.reshard: self._comm.settle()": _CPU,
+    "zero/update/updates.py Updates.make: self._comm.settle()": _CPU,
+    "zero/update/updates.py Updates.make: self.wait_for_readers()": _HOST,
+    "zero/update/updates.py Updates.wait_for_readers: wait()": _HOST,
 }
 
 

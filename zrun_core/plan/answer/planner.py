@@ -45,7 +45,7 @@ from zrun_core.plan.trace.profile import COMPILER_BYTES, Profile
 from zrun_core.plan.trace.rows import TracePhase
 from zrun_core.spine.config import JobConfig
 from zrun_core.spine.parallel_dims import NumCommunicators, ParallelDims
-from zrun_core.zero.sharding_config import ShardingConfig
+from zrun_core.zero.wrap.sharding_config import ShardingConfig
 
 _SEGMENT_BYTES = 2 * MIB  # in multiples of which CUDA's allocator reserves memory
 

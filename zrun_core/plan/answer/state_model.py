@@ -32,10 +32,15 @@ from zrun_core.plan.trace.rows import TracePhase
 from zrun_core.spine.config import JobConfig
 from zrun_core.spine.parallel_dims import Coordinates
 from zrun_core.spine.sections.precision import PrecisionConfig
-from zrun_core.zero.exchange import StepCounts, expected_traffic, planned_gathers, shared_sum_bytes
-from zrun_core.zero.precision import Precision
-from zrun_core.zero.sharding_config import ShardingConfig
-from zrun_core.zero.unit import is_read_in_place
+from zrun_core.zero.unit.exchange import (
+    StepCounts,
+    expected_traffic,
+    planned_gathers,
+    shared_sum_bytes,
+)
+from zrun_core.zero.unit.flat_unit import is_read_in_place
+from zrun_core.zero.unit.precision import Precision
+from zrun_core.zero.wrap.sharding_config import ShardingConfig
 
 
 class StageStates(NamedTuple):

@@ -32,11 +32,11 @@ from zrun_core.plan.question.transformer import TransformerShape
 from zrun_core.spine.config import JobConfig
 from zrun_core.spine.parallel_dims import Coordinates, ParallelDims
 from zrun_core.train.parallelize import make_settings
-from zrun_core.zero.auto_wrap import WrapPlan
-from zrun_core.zero.foreign import only_params
-from zrun_core.zero.sharding_config import ShardingConfig, wrap_plan
-from zrun_core.zero.tiling import tile_linears
-from zrun_core.zero.unit import is_read_in_place, moves_pages
+from zrun_core.zero.unit.flat_unit import is_read_in_place, moves_pages
+from zrun_core.zero.wrap.auto_wrap import WrapPlan
+from zrun_core.zero.wrap.foreign import only_params
+from zrun_core.zero.wrap.sharding_config import ShardingConfig, wrap_plan
+from zrun_core.zero.wrap.tiling import tile_linears
 
 FIRST = Coordinates()  # the first of an axis has at least as many bytes as any other
 

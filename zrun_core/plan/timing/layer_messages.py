@@ -28,7 +28,7 @@ from zrun_core.plan.timing.traced_cost import owners
 from zrun_core.plan.trace.profile import Trace
 from zrun_core.plan.trace.rows import PHASE_NUMBER, TracePhase, values_at
 from zrun_core.plan.trace.waiting_inputs import inputs_of_blocks
-from zrun_core.zero.exchange import all_reduce_numel
+from zrun_core.zero.unit.exchange import all_reduce_numel
 
 _KINDS = {"summed": "all_reduce", "gathered": "all_gather", "scattered": "reduce_scatter"}
 _WIDE_BYTES = 4  # of an element in fp32, in which losses are computed

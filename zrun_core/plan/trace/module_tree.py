@@ -12,8 +12,8 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from zrun_core.memory.layout import dense_stride
 from zrun_core.plan.trace.profile import ModuleInfo, ParamInfo, Profile
-from zrun_core.zero.auto_wrap import repeated_blocks, running_norm_params
-from zrun_core.zero.tiled_linear import TiledLinear
+from zrun_core.zero.wrap.auto_wrap import repeated_blocks, running_norm_params
+from zrun_core.zero.wrap.tiled_linear import TiledLinear
 
 
 def describe_params(model: nn.Module, compute: torch.dtype) -> tuple[ParamInfo, ...]:

@@ -29,7 +29,7 @@ from zrun_core.train.tensor_building import plan_tensors
 from zrun_core.user_code import user
 from zrun_core.user_code.loss import LossFunction, compute_loss
 from zrun_core.user_code.trial import kept_attributes
-from zrun_core.zero.precision import Precision
+from zrun_core.zero.unit.precision import Precision
 
 _CPU = torch.device("cpu")
 _MICRO = 2  # samples of a micro-batch, where the job does not say how many

@@ -40,10 +40,10 @@ from zrun_core.telemetry.flops import FlopCounter
 from zrun_core.user_code import user
 from zrun_core.user_code.loss import LossFunction, LossKind, compute_loss
 from zrun_core.user_code.on_meta import on_meta
-from zrun_core.zero.auto_wrap import repeated_blocks, running_norm_params
-from zrun_core.zero.fakes import FakeMode
-from zrun_core.zero.precision import Precision
-from zrun_core.zero.tiling import tile_linears
+from zrun_core.zero.unit.precision import Precision
+from zrun_core.zero.wrap.auto_wrap import repeated_blocks, running_norm_params
+from zrun_core.zero.wrap.fakes import FakeMode
+from zrun_core.zero.wrap.tiling import tile_linears
 
 _CPU = torch.device("cpu")
 _SHARE_OF_HOST = 0.4  # of the memory that is left, for a model that must run for real

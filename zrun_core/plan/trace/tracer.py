@@ -58,8 +58,8 @@ from zrun_core.spine import memory_limits
 from zrun_core.spine.config import JobConfig
 from zrun_core.user_code import user
 from zrun_core.user_code.build import check, check_trained
-from zrun_core.zero.auto_wrap import repeated_blocks
-from zrun_core.zero.precision import Precision
+from zrun_core.zero.unit.precision import Precision
+from zrun_core.zero.wrap.auto_wrap import repeated_blocks
 
 # Micro-batches between which sizes are taken to be affine; the first pair that the model bears.
 _PAIRS = ((1, 2), (2, 3), (2, 4), (4, 8))

@@ -1,0 +1,414 @@
+"""Reduce the gradients of a model's units, micro-batch after micro-batch.
+
+    begin_backward    which units are reduced, and which of them expect no gradient
+    accumulate_grad   the gradient of a parameter moves into that of its unit
+    mark_complete     the unit has them all: at its turn its reduction begins
+    end_backward      what is left follows, with zeros; then all that is under way ends
+
+Which turn it is says `ReduceOrder`: see its [Note: one order] and [Note: late units]. Nobody waits
+in backward: see [Note: overlap with backward] in `reductions.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Sequence
+
+import torch
+
+from zrun_core.distributed.comm import Comm, direct_up_to
+from zrun_core.distributed.handle import Handle
+from zrun_core.distributed.mesh import Mesh
+from zrun_core.distributed.named_vector import on_device
+from zrun_core.distributed.transport import Group, reduce_tag
+from zrun_core.memory.arena import Ring
+from zrun_core.memory.layout import PAGE_BYTES
+from zrun_core.memory.state_policy import MeshInfo, StatePolicy
+from zrun_core.memory.tensors import TENSOR, TIED
+from zrun_core.zero.reduce.reduce_order import ReduceOrder
+from zrun_core.zero.reduce.reductions import Reduction, Reductions, Sum
+from zrun_core.zero.unit.exchange import Exchange
+from zrun_core.zero.unit.flat_unit import FlatUnit
+from zrun_core.zero.unit.micro_pass import BackwardGrads, MicroPass
+
+# Begins to sum a part of a unit's gradient: with scratch for what arrives, and the part itself.
+_AllReduce = Callable[[Comm, FlatUnit, torch.Tensor, torch.Tensor], Handle]
+
+
+def mesh_info_of(comm: Comm, mesh: Mesh) -> MeshInfo:
+    """Return this rank's place in the groups that reduce, for `StatePolicy`."""
+    return MeshInfo(
+        shard_size=mesh.shard.size,
+        shard_index=mesh.shard.index,
+        num_replicas=mesh.replicate.size,
+        replica_index=mesh.replicate.index,
+        direct_up_to=direct_up_to(comm.device.type),
+        tied_size=mesh.tied.size,
+        tensor_size=mesh.tensor.size,
+        tied_index=mesh.tied.index,
+    )
+
+
+class Reducer:
+    """Reduces the gradients of one model's units, micro-batch after micro-batch.
+
+    Attributes:
+        order: of their reductions.
+        ring: scratch for flat gradients and for what arrives from other ranks.
+        before_sum: is told of each rank's own gradients [padded_numel] before they are summed.
+        before_last_backward: called when the last backward of a step begins.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[FlatUnit],
+        policy: StatePolicy,
+        exchange: Exchange,
+        mesh: Mesh,
+        comm: Comm,
+    ) -> None:
+        """
+        Args:
+            units: all units of the model, in order of registration; frozen ones are left out.
+        """
+        self._comm = comm
+        self._mesh = mesh
+        self._policy = policy
+        self._exchange = exchange
+        self.order = ReduceOrder(units, exchange.ordered_among(mesh), comm)
+        trained = self.order.units
+        self._mesh_info = mesh_info_of(comm, mesh)
+        layouts = [unit.layout for unit in trained]
+        placements = {unit.name: unit.placement for unit in trained}
+        num_bytes = policy.reduce_ring_bytes(layouts, self._mesh_info, placements=placements)
+        alignment = 256
+        if any(unit.grad.leaves for unit in trained):
+            alignment = PAGE_BYTES
+        self.ring = Ring(num_bytes, comm.device, alignment)
+        self._under_way = Reductions(self.ring, policy.reduce_dtype)
+        self.before_sum: Callable[[FlatUnit, torch.Tensor], None] | None = None
+        self.before_last_backward: Callable[[], None] = lambda: None
+        self._summed: set[int] = set()  # chunks whose gradients of this step are over all ranks
+
+    # One optimizer step
+
+    def begin_step(self) -> None:
+        """Forget what the last step summed."""
+        self._summed.clear()
+
+    def flush(self) -> None:
+        """Sum over ranks what is not summed yet: no backward was said to be the step's last."""
+        chunks = self.order.chunks
+        if self._summed == chunks:
+            return
+        if self._policy.zero.reduce_now(boundary=False) and self._mesh.shard.size > 1:
+            # The reduce-scatter of each micro-batch is done.
+            self._all_reduce_parts(self.order.backward, self._exchange.all_reduce_replicas)
+            self._summed |= chunks
+            return
+        for chunk in sorted(chunks - self._summed):
+            micro = MicroPass(chunk)  # in which no module ran
+            self.begin_backward(micro, boundary=True)
+            self.end_backward(micro)
+
+    def sum_shared(self) -> dict[FlatUnit, torch.Tensor]:
+        """Sum the gradients of units that ranks of other axes have too. Collective over them.
+
+        They are summed over data already; so this ends a step's gradients.
+
+        Returns:
+            By unit that other stages have too, [its parameters] float64 on the device: on how many
+            of these each got a gradient.
+        """
+        sliced = [unit for unit in self.order.units if TENSOR in unit.layout.summed_over]
+        self._sum_over(self._mesh.tensor, sliced)
+        tied = [unit for unit in self.order.units if TIED in unit.layout.summed_over]
+        if not tied or self._mesh.tied.size == 1:
+            return {}
+        self._sum_over(self._mesh.tied, tied)
+        has_grad = on_device(
+            [flag for unit in tied for flag in unit.grad.has_grad], self._comm.device
+        )
+        summed = self._comm.all_reduce_small(has_grad, self._mesh.tied, name="tied parameters")
+        elsewhere = (summed - has_grad).split([len(unit.params) for unit in tied])
+        return dict(zip(tied, elsewhere, strict=True))
+
+    def _sum_over(self, group: Group, units: Sequence[FlatUnit]) -> None:
+        """Sum with other ranks that have the same units, in one order, what this one updates."""
+        numbers = {unit.index: number for number, unit in enumerate(units)}
+
+        def all_reduce(
+            comm: Comm, unit: FlatUnit, recv_buffer: torch.Tensor, part: torch.Tensor
+        ) -> Handle:
+            # Other ranks may number and name their units otherwise.
+            tag = reduce_tag(numbers[unit.index])
+            name = unit.layout.slots[0].part.tensor
+            return comm.all_reduce(part, recv_buffer, group, tag=tag, name=name)
+
+        self._all_reduce_parts(units, all_reduce)
+
+    def _all_reduce_parts(self, units: Sequence[FlatUnit], all_reduce: _AllReduce) -> None:
+        """Sum with other ranks the part of each gradient that this rank updates.
+
+        `units` are the same ones on each of them, in one order. `all_reduce` begins the sum, given
+        scratch for what arrives.
+        """
+        for unit in units:
+            self._under_way.advance()
+            recv_buffer = self._recv_buffer(unit)
+            scratch = [recv_buffer]
+            total = None
+            if unit.grad.leaves:
+                total = self._under_way.take_scratch(unit.layout.shard_numel)
+                unit.grad.load(total)
+                scratch.append(total)
+            handle = all_reduce(
+                self._comm, unit, recv_buffer, unit.grad.fetch() if total is None else total
+            )
+            leaves = None if total is None else Sum(total, accumulate=False, is_last=True)
+            self._under_way.add(Reduction(unit, handle, None, leaves, scratch))
+        self._under_way.drain()
+
+    # One backward pass
+
+    def foresee(self, micro: MicroPass) -> None:
+        """Learn from the forward of `micro` in which order gradients will come. Collective.
+
+        To be called when its backward begins, before any unit is unsharded for it: ranks may gather
+        and complete units in different turns after that.
+        """
+        self.order.foresee(list(micro.num_calls), micro.chunk)
+
+    def begin_backward(
+        self, micro: MicroPass, *, boundary: bool, awaits_slices: bool = False
+    ) -> None:
+        """Begin the backward of `micro`.
+
+        Args:
+            boundary: it is meant to be the last of the optimizer step: after it the gradients are
+                summed over all ranks. If another one follows all the same, the sum is made anew.
+            awaits_slices: no unit is complete before its slice: see `begin_slice`.
+        """
+        order = self.order.of_chunk(micro.chunk)
+        if micro.chunk in self._summed:
+            # The last backward was not the last after all. The next sum must contain its sum once:
+            # the first replica keeps that, and the others begin with zeros.
+            counts_here = self._mesh.replicate.index == 0
+            for unit in order:
+                if unit.grad.keeps_partial_sums:
+                    self._reopen_partial(unit, counts_here=counts_here)
+                else:
+                    unit.grad.reopen(counts_here=counts_here)
+            self._summed.discard(micro.chunk)
+        if boundary:
+            self.before_last_backward()
+        has_peers = self._mesh.shard.size > 1 or (boundary and self._mesh.replicate.size > 1)
+        grads = BackwardGrads(
+            order=order,
+            boundary=boundary,
+            reduces=has_peers and self._policy.zero.reduce_now(boundary),
+            missing={unit.index: set(range(len(unit.params))) for unit in order},
+            awaited={unit.index for unit in order if awaits_slices},
+        )
+        expected = grads.awaited | self.order.left_for_end
+        for unit in order:
+            # No module of it ran in forward: its turn does not wait for gradients.
+            if not micro.num_calls[unit.index] and unit.index not in expected:
+                grads.complete.add(unit.index)
+        micro.grads = grads
+        self._issue_in_order(grads)
+
+    def _reopen_partial(self, unit: FlatUnit, *, counts_here: bool) -> None:
+        """Make this rank's part of the sum, and nothing else, what its micro-batches add up to."""
+        whole = self._under_way.take_scratch(unit.layout.padded_numel).zero_()
+        if counts_here:
+            unit.grad.load(unit.local_part(whole))
+        sent = unit.grad.store(whole, accumulate=False)
+        unit.grad.has_partial = True
+        unit.grad.is_reduced = False
+        self._under_way.add_leaving(sent, [whole])
+
+    def adds_at_once(self, unit: FlatUnit) -> bool:
+        """Return whether gradients of `unit` may be added up before their backward's turn.
+
+        Nothing is reduced then but the sum of all micro-batches, and it stays on the device.
+        """
+        reduces_each = unit.shard.size > 1 and self._policy.zero.reduce_now(boundary=False)
+        return unit.grad.unsharded is not None and not reduces_each
+
+    def accumulate_grad(
+        self, micro: MicroPass, unit: FlatUnit, number: int, *, is_added: bool = False
+    ) -> bool:
+        """Move the gradient of a parameter into the flat one of its unit.
+
+        Args:
+            number: of the parameter in its unit.
+            is_added: it is there already: see `adds_at_once`.
+
+        Returns:
+            Whether all parameters of the unit have their gradients.
+        """
+        grads = micro.grads
+        assert grads is not None
+        index = unit.index
+        is_issued = index in grads.issued
+        if unit.grad.unsharded is None or (is_issued and index not in grads.late):
+            # The first gradient of the unit, or the first since its reduction was issued, which
+            # may still read the buffer of the ones before.
+            scratch = self._under_way.take_scratch(unit.layout.padded_numel)
+            unit.grad.begin(scratch, goes_on=grads.reduces and unit.grad.has_partial)
+        if is_issued:
+            grads.late.add(index)
+        if not is_added:
+            unit.grad.accumulate(number)
+        missing = grads.missing[index]
+        if number not in missing:
+            grads.again.add((unit, number))
+        missing.discard(number)
+        return not missing
+
+    def mark_complete(self, micro: MicroPass, unit: FlatUnit) -> None:
+        """Expect no more gradients of `unit` in the backward of `micro`."""
+        grads = micro.grads
+        if grads is None:
+            return
+        if unit.index in self.order.left_for_end or unit.index in grads.awaited | grads.complete:
+            return
+        grads.seen.append(unit.index)
+        grads.complete.add(unit.index)
+        self._issue_in_order(grads)
+
+    def begin_slice(self, micro: MicroPass, units: Container[int]) -> None:
+        """Begin the part of a backward in which `units` get their last gradients.
+
+        Until then they are not complete: another slice may have used them too; micro-batches that
+        did not use them wait for those that did; and all ranks reduce them for one micro-batch
+        after the other, whichever modules they have run.
+
+        Args:
+            units: indices of units, each of one slice only.
+        """
+        assert micro.grads is not None
+        micro.grads.awaited = {index for index in micro.grads.awaited if index not in units}
+
+    def end_slice(self, micro: MicroPass, units: Container[int]) -> None:
+        """Expect no more gradients of the units that `begin_slice` named."""
+        assert micro.grads is not None
+        for unit in micro.grads.order:
+            if unit.index in units:
+                self.mark_complete(micro, unit)
+
+    def end_backward(self, micro: MicroPass) -> None:
+        """End the backward of `micro`: reduce what is left, and wait for everything in flight."""
+        grads = micro.grads
+        assert grads is not None
+        grads.complete.update(unit.index for unit in grads.order)
+        self._issue_in_order(grads)
+        for unit in grads.order:
+            if unit.index in grads.late:
+                self.order.left_for_end.add(unit.index)
+                self._issue(unit, grads)
+        self._under_way.drain()
+        micro.grads = None
+        if grads.boundary and not grads.reduces:
+            self._finish_alone(grads.order)
+        if grads.boundary:
+            self._summed.add(micro.chunk)
+        self.order.record(grads.seen, micro.chunk)
+
+    def _finish_alone(self, units: Sequence[FlatUnit]) -> None:
+        """Complete the gradients of a rank that has no other to sum with."""
+        for unit in units:
+            if unit.grad.leaves:
+                continue  # they left one by one
+            unsharded_grad = unit.grad.complete()
+            if self.before_sum is not None:
+                self.before_sum(unit, unsharded_grad)
+            unit.grad.put()
+
+    # Reductions in flight
+
+    def _issue_in_order(self, grads: BackwardGrads) -> None:
+        """Issue the units whose turn it is, up to the first that is not complete."""
+        while grads.turn < len(grads.order):
+            unit = grads.order[grads.turn]
+            if unit.index not in grads.complete:
+                return
+            grads.turn += 1
+            if grads.reduces or unit.grad.leaves:
+                self._issue(unit, grads)
+                grads.issued.add(unit.index)
+
+    def _issue(self, unit: FlatUnit, grads: BackwardGrads) -> None:
+        """Begin to reduce the gradient of `unit`. See [Note: late units]."""
+        self._under_way.advance()
+        is_late = unit.index in grads.late
+        # A second sum has the same tag, and is added to the first.
+        self._under_way.end_those_of(unit)
+        if unit.grad.unsharded is None:  # no parameter of it got a gradient
+            if not grads.reduces and (unit.grad.has_partial or not grads.boundary):
+                return  # nothing to add
+            begun = self._under_way.take_scratch(unit.layout.padded_numel)
+            unit.grad.begin(begun, goes_on=grads.reduces and unit.grad.has_partial)
+        unsharded_grad = unit.grad.complete()
+        if self.before_sum is not None:
+            self.before_sum(unit, unsharded_grad)
+        if not grads.reduces:
+            self._send_partial(unit, unsharded_grad, is_last=grads.boundary)
+            return
+        self._reduce(unit, unsharded_grad, is_late=is_late, boundary=grads.boundary)
+
+    def _reduce(
+        self, unit: FlatUnit, unsharded_grad: torch.Tensor, *, is_late: bool, boundary: bool
+    ) -> None:
+        """Begin to sum a gradient over ranks, and say where the sum goes from there.
+
+        `unsharded_grad`, [padded_numel], is complete. With `is_late` the unit was reduced before in
+        this backward; at a `boundary` the step's gradient is complete with this one.
+        """
+        recv_buffer = self._recv_buffer(unit)
+        late_sum = None
+        leaves = None
+        into = unit.local_part(unsharded_grad)  # where the sum stays until it is added, or leaves
+        accumulate = unit.grad.is_reduced
+        scratch = [recv_buffer]
+        if unit.grad.leaves and is_late:  # the first sum of this backward is there: add to it
+            leaves = Sum(into, accumulate=True, is_last=boundary)
+            accumulate = False
+        elif unit.grad.leaves:
+            sums_replicas = boundary and unit.replicate.size > 1
+            accumulate = unit.grad.is_reduced and sums_replicas
+            if accumulate:  # replicas sum what the micro-batches have added up to
+                into = self._under_way.take_scratch(unit.layout.shard_numel)
+                unit.grad.load(into)
+                scratch.append(into)
+            leaves = Sum(into, accumulate=unit.grad.is_reduced and not accumulate, is_last=boundary)
+        elif is_late:  # beside the first sum, and added to it once it is there
+            accumulate = False
+            late_sum = into
+        else:  # straight to where the gradient is kept
+            into = unit.grad.sum_buffer()
+        handle = self._exchange.reduce_grad(
+            self._comm,
+            unit,
+            unsharded_grad,
+            recv_buffer,
+            into,
+            accumulate=accumulate,
+            boundary=boundary,
+        )
+        if not unit.grad.owns(unsharded_grad):
+            scratch.append(unsharded_grad)
+        unit.grad.is_reduced = True
+        unit.grad.end()
+        self._under_way.add(Reduction(unit, handle, late_sum, leaves, scratch))
+
+    def _send_partial(self, unit: FlatUnit, unsharded_grad: torch.Tensor, *, is_last: bool) -> None:
+        """Send this rank's own gradient to its home elsewhere, and add it there."""
+        accumulate = unit.grad.has_partial
+        sent = unit.grad.store(unsharded_grad, accumulate=accumulate, is_last=is_last)
+        unit.grad.has_partial = True
+        unit.grad.end()
+        self._under_way.add_leaving(sent, [unsharded_grad])
+
+    def _recv_buffer(self, unit: FlatUnit) -> torch.Tensor:
+        return self._under_way.take_scratch(self._exchange.recv_numel(unit.layout, self._mesh_info))

@@ -76,14 +76,14 @@ class WholeTensors:
         self._optimizers = [build([param], lr=LR, **options) for param in self._params]
         for unit, param, optimizer in zip(units, self._params, self._optimizers, strict=True):
             zero = 0 if "adamw_mode" in options else torch.zeros(())
-            optimizer.state[param] = {"step": zero, **unit.moments}
+            optimizer.state[param] = {"step": zero, **unit.record.moments}
 
     def step(self) -> None:
         """Update all units."""
         for unit, param, optimizer in zip(self._units, self._params, self._optimizers, strict=True):
             param.grad = self._wide[: param.numel()].copy_(unit.grad.local)
             optimizer.step()
-            unit.local_param.copy_(unit.master)
+            unit.param.updated.copy_(unit.master)
 
     def step_in_fp32(self) -> None:
         """Update all units with gradients that are in fp32 already, and cast nothing."""

@@ -27,7 +27,7 @@ from zrun_core.spine.sections.activations import ActivationsConfig
 from zrun_core.spine.sections.offload import OffloadConfig
 from zrun_core.train import parallelize
 from zrun_core.zero.sharded_model import ShardedModel
-from zrun_core.zero.unit import flat_unit
+from zrun_core.zero.unit import unit_params
 
 STEPS = 4
 AXES: Mapping[str, Mapping[str, int]] = {
@@ -199,7 +199,7 @@ def train(cell: Cell, folder: str) -> dict[str, Any]:
 
 def pages_still() -> Any:
     """Return what lets a CPU assemble parameters as a GPU does, in storages that are resized."""
-    return patch.object(flat_unit, "can_move_pages", lambda: False)
+    return patch.object(unit_params, "can_move_pages", lambda: False)
 
 
 @contextmanager

@@ -112,7 +112,7 @@ def shards(factory: str, run_dir: str, init: str = "factory") -> dict[str, Any]:
     sharded = make_sharded(built.module, 3, read=built.read)
     return {
         "layouts": sharded.layouts,
-        "shards": {unit.name: unit.param_shard.numpy().copy() for unit in sharded.units},
+        "shards": {unit.name: unit.param.shard.numpy().copy() for unit in sharded.units},
         "buffers": {name: buffer.numpy().copy() for name, buffer in built.module.named_buffers()},
         "notes": built.notes,
     }

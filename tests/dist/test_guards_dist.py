@@ -262,7 +262,7 @@ def drifted(stage: int, options: dict[str, Any], what: str) -> list[str | None]:
                 _flip(unit.master, unit.layout.numel - 3 if stage == 0 else 1)
             else:
                 slot = next(slot for slot in unit.layout.slots if slot.name == PLACE)
-                _flip(unit.full, slot.offset + 5)
+                _flip(unit.param.full, slot.offset + 5)
         try:
             guard.check(number, {"step": number, "lr": lr})
             found.append(None)

@@ -20,7 +20,7 @@ from toys import world
 from zrun_core.errors import ZrunError
 from zrun_core.zero.account import grown_rings
 from zrun_core.zero.sharded_model import ShardedModel
-from zrun_core.zero.unit.flat_unit import FlatUnit, UnitState
+from zrun_core.zero.unit.unit_params import UnitParams, UnitState
 
 STEPS, MICRO_BATCHES, DIM = 5, 4, 24
 LAYER_MAJOR = {"parallel": {"schedule": "layer_major"}}
@@ -92,22 +92,22 @@ class Twice(Bordered):
 @contextmanager
 def watching(gathers: Counter[str], grads: list[Any]) -> Iterator[None]:
     """Count the gathers of each unit, and keep the gradients of each step."""
-    step, unshard = ShardedModel.step, FlatUnit.unshard
+    step, unshard = ShardedModel.step, UnitParams.unshard
 
     def watched_step(self: ShardedModel, *args: Any) -> Any:
         trained = [unit for unit in self.units if unit.trainable]
         grads.append({unit.name: unit.grad.local.numpy().copy() for unit in trained})
         return step(self, *args)
 
-    def watched_unshard(self: FlatUnit, *args: Any) -> None:
-        gathers[self.name] += self.reshard_after_use and self.state is UnitState.SHARDED
+    def watched_unshard(self: UnitParams, *args: Any) -> None:
+        gathers[self._unit.name] += self.reshard_after_use and self.state is UnitState.SHARDED
         unshard(self, *args)
 
-    ShardedModel.step, FlatUnit.unshard = watched_step, watched_unshard  # type: ignore[method-assign]
+    ShardedModel.step, UnitParams.unshard = watched_step, watched_unshard  # type: ignore[method-assign]
     try:
         yield
     finally:
-        ShardedModel.step, FlatUnit.unshard = step, unshard  # type: ignore[method-assign]
+        ShardedModel.step, UnitParams.unshard = step, unshard  # type: ignore[method-assign]
 
 
 def train(keys: dict[str, Any], run_dir: Path) -> Found:

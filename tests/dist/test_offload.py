@@ -99,7 +99,7 @@ def parts_of(sharded: ShardedModel) -> dict[Any, torch.Tensor]:
             continue  # padding only
         unit.fetch_record()
         found[unit.name, "master"] = unit.master.clone()
-        found |= {(unit.name, name): each.clone() for name, each in unit.moments.items()}
+        found |= {(unit.name, name): each.clone() for name, each in unit.record.moments.items()}
         unit.drop_values()
     with sharded.gathered() as module:
         found |= {name: value.clone() for name, value in module.state_dict().items()}

@@ -90,12 +90,12 @@ def held(sharded: ShardedModel) -> dict[str, int]:
 
     for unit in sharded.units:
         if isinstance(
-            unit.window, PageWindow
+            unit.param.window, PageWindow
         ):  # a range of addresses, of which the own shard has memory
-            found[unit.window.full.data_ptr()] = Kind.PARAM, unit.param_shard.nbytes
+            found[unit.param.window.full.data_ptr()] = Kind.PARAM, unit.param.shard.nbytes
         else:
-            see(Kind.PARAM, unit.windows[0].full)
-            see(Kind.PARAM, unit.windows[-1].full)
+            see(Kind.PARAM, unit.param.windows[0].full)
+            see(Kind.PARAM, unit.param.windows[-1].full)
         if unit.trainable:
             see(Kind.GRAD, unit.grad.local)
             see(Kind.OPTIM, unit.master)

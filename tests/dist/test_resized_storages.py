@@ -45,7 +45,7 @@ def count_resized() -> tuple[int, int]:
     """Units whose storage is resized; all units."""
     with NO_PAGES:
         units = make_sharded(build(), 3).units
-    return sum(isinstance(unit.window, StorageWindow) for unit in units), len(units)
+    return sum(isinstance(unit.param.window, StorageWindow) for unit in units), len(units)
 
 
 def test_these_units_are_resized(ranks: Ranks) -> None:

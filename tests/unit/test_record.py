@@ -117,7 +117,9 @@ def test_states_lie_in_the_record_since_the_first_update(name: str, precision: s
     assert bool(list(states(model))) == begins_with_all
     for number in range(4):
         step(model, optimizer, number, late=number > 1)
-        places = {id(unit): unit.record.at().untyped_storage().data_ptr() for unit in units(model)}
+        places = {
+            id(unit): unit.record.home.at().untyped_storage().data_ptr() for unit in units(model)
+        }
         found = list(states(model))
         updated = {"first"} | ({"late"} if number > 1 else set())
         expected = {"first", "late", "never"} if begins_with_all else updated
@@ -132,14 +134,14 @@ def test_a_record_can_be_read_moved_and_written_as_one(name: str) -> None:
     model, optimizer = made(name, "bf16")
     for number in range(3):
         step(model, optimizer, number, late=number > 0)
-    kept = [(unit.record.at().clone(), unit.param.at().clone()) for unit in units(model)]
+    kept = [(unit.record.home.at().clone(), unit.param.home.at().clone()) for unit in units(model)]
     for number in range(3, 6):
         step(model, optimizer, number, late=True)
     expected = parameters(model)
     for unit, (record, param) in zip(units(model), kept, strict=True):
-        unit.record.grow(record.numel())
-        unit.record.at().copy_(record)
-        unit.param.at().copy_(param)
+        unit.record.home.grow(record.numel())
+        unit.record.home.at().copy_(record)
+        unit.param.home.at().copy_(param)
     for number in range(3, 6):
         step(model, optimizer, number, late=True)
     assert all(map(torch.equal, parameters(model), expected))

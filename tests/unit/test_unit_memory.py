@@ -15,15 +15,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 OWNER = "zrun_core/zero/"
-# Attributes that only units have, and those that say something else on a parameter, a window or
-# torch itself.
-OF_UNITS_ONLY = {
-    "master",
-    "param_shard",
-    "local_param",
-    "update_side",
-}
-OF_OTHERS_TOO = {"full", "grad", "param", "record", "moments", "window", "views", "_placeholders"}
+# Attributes that only units have, and those that say something else on a parameter or a placement.
+OF_UNITS_ONLY = {"master", "update_side"}
+OF_OTHERS_TOO = {"grad", "param", "record"}
 OUTSIDE = sorted(
     str(path.relative_to(ROOT))
     for package in ("zrun", "zrun_core")
@@ -82,14 +76,14 @@ def _bound(target: ast.expr) -> Iterator[str]:
     "source",
     [
         "def f(unit): return unit.grad",
-        "def f(each: FlatUnit): each.window.release()",
-        "for each in sharded.units: each.full.zero_()",
+        "def f(each: FlatUnit): each.param.window.release()",
+        "for each in sharded.units: each.param.full.zero_()",
         "flat = [each.grad for each in sharded.units if each.trainable]",
-        "first = sharded.units[0]\nfirst.views.clear()",
-        "if (first := next(iter(model.units))): first.full.zero_()",
-        "replica.unit.full[:3]",
+        "first = sharded.units[0]\nfirst.param.views.clear()",
+        "if (first := next(iter(model.units))): first.record.home.at()",
+        "replica.unit.param.full[:3]",
         "sharded.units[0].grad",
-        "anything.at_all().local_param",
+        "anything.at_all().master",
     ],
 )
 def test_the_scan_sees_a_touch(source: str) -> None:

@@ -56,8 +56,8 @@ class PushPull:
         self.num_params = sum(len(unit.params) for unit in self._units)
         # By version, each unit's parameters; the last one is what passes use.
         self._views = [
-            [unit.views_of(unit.windows[number].full) for unit in self._units]
-            for number in range(len(self._units[0].windows) if self._units else 1)
+            [unit.views_of(unit.param.windows[number].full) for unit in self._units]
+            for number in range(len(self._units[0].param.windows) if self._units else 1)
         ]
 
     def gradients(self) -> list[torch.Tensor]:
@@ -66,7 +66,7 @@ class PushPull:
 
     def parameters(self) -> list[torch.Tensor]:
         """Return the newest parameters of each unit, [padded_numel] in compute dtype."""
-        return [unit.full for unit in self._units]
+        return [unit.param.full for unit in self._units]
 
     def has_grad(self) -> bytes:
         """Return for each trained parameter whether this rank has a gradient of it."""
@@ -96,8 +96,8 @@ class PushPull:
     def refresh(self) -> None:
         """Copy the newest parameters to the version of this rank's passes."""
         for unit in self._units:
-            if len(unit.windows) > 1:
-                unit.windows[-1].full.copy_(unit.full)
+            if len(unit.param.windows) > 1:
+                unit.param.windows[-1].full.copy_(unit.param.full)
 
     def parameters_in(self, room: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return views for the parameters of each unit in the memory of gradients that were used.
@@ -113,7 +113,7 @@ class PushPull:
     def copy_to(self, parameters: Sequence[torch.Tensor]) -> None:
         """Copy the newest parameters of each unit."""
         for unit, copied in zip(self._units, parameters, strict=True):
-            copied.copy_(unit.full)
+            copied.copy_(unit.param.full)
 
     def apply(
         self,

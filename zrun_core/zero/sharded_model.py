@@ -42,9 +42,9 @@ from zrun_core.zero.passes.sliced_passes import SlicedPasses
 from zrun_core.zero.reduce.model_grad import ModelGrad
 from zrun_core.zero.reduce.nonfinite import Culprit, UnitNorms
 from zrun_core.zero.reduce.reducer import Reducer, mesh_info_of
-from zrun_core.zero.unit.flat_unit import is_read_in_place
 from zrun_core.zero.unit.micro_pass import MicroPass, PassKind
 from zrun_core.zero.unit.precision import LossScaler
+from zrun_core.zero.unit.unit_params import is_read_in_place
 from zrun_core.zero.update.sharded_optimizer import ShardedOptimizer
 from zrun_core.zero.update.updates import Updates
 from zrun_core.zero.wrap.auto_wrap import NO_CHUNKS, repeated_blocks

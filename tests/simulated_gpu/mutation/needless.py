@@ -61,7 +61,7 @@ NOT_REACHED: dict[str, str] = {
     "tiers/swap_file.py SwapFile.close: self._changed.wait_for(lambda: not self._num_open)": _HOST,
     "train/async_windows.py": _ASYNC,
     "train/trainer.py": _HOST,
-    "zero/passes/gather.py Gatherer._refresh_stale: unit.wait_for_unshard()": (
+    "zero/passes/gather.py Gatherer._refresh_stale: unit.param.wait_for_unshard()": (
         "for compiled blocks, which the simulated device has not"
     ),
     "zero/passes/gather.py Gatherer.all_unsharded: self._comm.settle()": _CPU,
@@ -72,7 +72,7 @@ NOT_REACHED: dict[str, str] = {
     "update.unit.update_side.wait()": (
         "a backward has waited, before gradients changed, and a step without one is refused"
     ),
-    "zero/unit/flat_unit.py FlatUnit.reshard: self._comm.settle()": _CPU,
+    "zero/unit/unit_params.py UnitParams.reshard: self._comm.settle()": _CPU,
     "zero/update/updates.py Updates.make: self._comm.settle()": _CPU,
     "zero/update/updates.py Updates.make: self.wait_for_readers()": _HOST,
     "zero/update/updates.py Updates.wait_for_readers: wait()": _HOST,

@@ -38,8 +38,8 @@ from zrun_core.zero.unit.exchange import (
     planned_gathers,
     shared_sum_bytes,
 )
-from zrun_core.zero.unit.flat_unit import is_read_in_place
 from zrun_core.zero.unit.precision import Precision
+from zrun_core.zero.unit.unit_params import is_read_in_place
 from zrun_core.zero.wrap.sharding_config import ShardingConfig
 
 

@@ -32,7 +32,7 @@ from zrun_core.plan.question.transformer import TransformerShape
 from zrun_core.spine.config import JobConfig
 from zrun_core.spine.parallel_dims import Coordinates, ParallelDims
 from zrun_core.train.parallelize import make_settings
-from zrun_core.zero.unit.flat_unit import is_read_in_place, moves_pages
+from zrun_core.zero.unit.unit_params import is_read_in_place, moves_pages
 from zrun_core.zero.wrap.auto_wrap import WrapPlan
 from zrun_core.zero.wrap.foreign import only_params
 from zrun_core.zero.wrap.sharding_config import ShardingConfig, wrap_plan

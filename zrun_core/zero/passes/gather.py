@@ -44,8 +44,9 @@ from contextlib import contextmanager
 
 from zrun_core.distributed.comm import Comm, CommPhase
 from zrun_core.errors import UserCodeError
-from zrun_core.zero.unit.flat_unit import FlatUnit, UnitState
+from zrun_core.zero.unit.flat_unit import FlatUnit
 from zrun_core.zero.unit.micro_pass import MicroPass, PassKind
+from zrun_core.zero.unit.unit_params import UnitState
 
 _PassKey = tuple[PassKind, int]  # and its chunk
 
@@ -77,7 +78,7 @@ class Gatherer:
         self._sees_lookups = sees_lookups
         self._prefetch = prefetch
         # Stages 1 and 2: gathered once per step, all of them ahead, in one fixed order.
-        self._fixed_order = [unit for unit in units if not unit.reshard_after_use]
+        self._fixed_order = [unit for unit in units if not unit.param.reshard_after_use]
         # By kind and chunk: what the last pass asked for, what this one has, and how far it
         # followed that.
         self._orders: dict[_PassKey, list[FlatUnit]] = defaultdict(list)
@@ -146,7 +147,7 @@ class Gatherer:
     def prefetch_backward(self) -> None:
         """Begin to gather what the last backward asked for first."""
         for unit in self._orders[PassKind.BACKWARD, self.micro.chunk][: self._prefetch]:
-            unit.unshard(self._comm)
+            unit.param.unshard(self._comm)
 
     def _refresh_stale(self) -> None:
         """Begin to gather the units that the last update left stale, and that are not resharded.
@@ -154,7 +155,7 @@ class Gatherer:
         These are all units at stages 1 and 2. The order is the same on every rank. Units whose
         update is still running follow when they are needed, in the order of their updates.
         """
-        stale = [unit for unit in self._fixed_order if unit.state is UnitState.SHARDED]
+        stale = [unit for unit in self._fixed_order if unit.param.state is UnitState.SHARDED]
         if not stale:
             return
         if self._kind is PassKind.FORWARD:
@@ -163,24 +164,24 @@ class Gatherer:
             self._updating = deque(
                 unit for unit in self.update_order() if unit.update_side.is_running
             )
-            self._updating = deque(u for u in self._updating if not u.reshard_after_use)
+            self._updating = deque(u for u in self._updating if not u.param.reshard_after_use)
             waits = set(self._updating)
             stale = [unit for unit in stale if unit not in waits]
         for unit in stale:
-            unit.unshard(self._comm)
+            unit.param.unshard(self._comm)
         if self._sees_lookups:
             return
         # Compiled blocks read parameters unseen: none may still be on its way.
         for unit in stale:
-            unit.wait_for_unshard()
+            unit.param.wait_for_unshard()
 
     def refresh(self) -> None:
         """Gather the units that the last update left stale now, before any pass needs them."""
-        stale = [unit for unit in self._fixed_order if unit.state is UnitState.SHARDED]
+        stale = [unit for unit in self._fixed_order if unit.param.state is UnitState.SHARDED]
         for unit in stale:
-            unit.unshard(self._comm)
+            unit.param.unshard(self._comm)
         for unit in stale:
-            unit.wait_for_unshard()
+            unit.param.wait_for_unshard()
         if stale:
             self.num_refreshes += 1
 
@@ -192,12 +193,12 @@ class Gatherer:
         """
         ahead = self._prefetch
         while self._updating:
-            if unit is not None and unit.state is not UnitState.SHARDED:
+            if unit is not None and unit.param.state is not UnitState.SHARDED:
                 gathers_nothing = unit.shard.size == 1
                 if not ahead or gathers_nothing:
                     return
                 ahead -= 1
-            self._updating.popleft().unshard(self._comm)
+            self._updating.popleft().param.unshard(self._comm)
 
     def end_pass(self) -> None:
         """End what runs: record its order, and reshard what is not pinned."""
@@ -210,11 +211,11 @@ class Gatherer:
         self._held = None
         self.active = False
         for unit in self._units:
-            if unit.reshard_after_use:
+            if unit.param.reshard_after_use:
                 if not unit.num_active and not unit.pins:
-                    unit.reshard()
-            elif unit.state is UnitState.UNSHARDING:  # no module has used it
-                unit.wait_for_unshard()
+                    unit.param.reshard()
+            elif unit.param.state is UnitState.UNSHARDING:  # no module has used it
+                unit.param.wait_for_unshard()
         self._idle = []
         self._begun.clear()
 
@@ -249,8 +250,8 @@ class Gatherer:
         for unit in micro.pinned:
             unit.pins -= 1
             in_use = unit.pins or unit.num_active or self.active
-            if unit.reshard_after_use and not in_use:
-                unit.reshard()
+            if unit.param.reshard_after_use and not in_use:
+                unit.param.reshard()
         micro.pinned = []
 
     def abandon(self, micro: MicroPass) -> None:
@@ -271,7 +272,7 @@ class Gatherer:
     def post_forward(self, unit: FlatUnit) -> None:
         """Let `unit`, of which a module has run, be resharded: not yet, it is idle now."""
         unit.num_active -= 1
-        if not unit.reshard_after_use or unit.num_active:
+        if not unit.param.reshard_after_use or unit.num_active:
             return
         if unit.layout.keep_until_pass_ends:
             return
@@ -293,21 +294,21 @@ class Gatherer:
         self._begun.discard(unit)
         if unit.layout.keep_until_pass_ends and self._held is not None:
             return
-        if unit.reshard_after_use and unit not in self._idle:
+        if unit.param.reshard_after_use and unit not in self._idle:
             self._idle.append(unit)
 
     def unshard(self, unit: FlatUnit) -> None:
         """Make the parameters of `unit` available now, and prefetch what is used after it."""
-        if not unit.reshard_after_use:
+        if not unit.param.reshard_after_use:
             if unit in self._updating:
                 self._refresh_up_to(unit)
-            if unit.state is not UnitState.UNSHARDED:
-                unit.unshard(self._comm)
-                unit.wait_for_unshard()
+            if unit.param.state is not UnitState.UNSHARDED:
+                unit.param.unshard(self._comm)
+                unit.param.wait_for_unshard()
             return
         if self._held is not None:
             self._held.add(unit)
-        if unit.state is UnitState.UNSHARDED:
+        if unit.param.state is UnitState.UNSHARDED:
             if unit in self._idle:
                 self._idle.remove(unit)
             return
@@ -317,9 +318,9 @@ class Gatherer:
         step = f"{self._kind.value} {len(asked)} {unit.name}"
         self.schedule_hash = zlib.crc32(step.encode(), self.schedule_hash)
         asked.append(unit)
-        unit.unshard(self._comm)
+        unit.param.unshard(self._comm)
         self._prefetch_after(unit)  # issued before the wait: both gathers are on their way
-        unit.wait_for_unshard()
+        unit.param.wait_for_unshard()
 
     def _prefetch_after(self, unit: FlatUnit) -> None:
         """Begin to gather the units that followed `unit` in the last pass of this kind.
@@ -335,9 +336,9 @@ class Gatherer:
         self._cursors[self._key] = place
         ahead = place + self._prefetch
         for following in order[place:ahead]:
-            following.unshard(self._comm)
+            following.param.unshard(self._comm)
         for following in order[ahead : ahead + 1]:
-            following.begin_fetch()
+            following.param.begin_fetch()
 
     def reshard_idle(self) -> None:
         """Reshard the idle units. See [Note: idle units]."""
@@ -346,7 +347,7 @@ class Gatherer:
         self._idle = [unit for unit in idle if unit in held]
         for unit in idle:
             if unit not in held and not unit.num_active and not unit.pins:
-                unit.reshard()
+                unit.param.reshard()
 
     def unshard_on_access(self, unit: FlatUnit) -> None:
         """Unshard `unit`, of which a parameter is accessed while none of its modules runs.
@@ -360,11 +361,11 @@ class Gatherer:
             return
         if self.in_forward:
             self.micro.num_calls[unit.index] += 1
-        if unit.state is not UnitState.UNSHARDED:
+        if unit.param.state is not UnitState.UNSHARDED:
             # Once more where its modules have run before, and others since: no forward foresees it.
             self._record_need(unit, 1 + self._asked[self._key].count(unit))
-        if unit.reshard_after_use:
-            is_unsharded = unit.state is UnitState.UNSHARDED and unit not in self._idle
+        if unit.param.reshard_after_use:
+            is_unsharded = unit.param.state is UnitState.UNSHARDED and unit not in self._idle
             is_open_in_backward = self.in_backward and is_unsharded
             if not is_open_in_backward:
                 self.pin([unit])
@@ -413,8 +414,8 @@ class Gatherer:
         self.is_all_unsharded = True
         for unit in self._units:
             unit.pins += 1
-            unit.unshard(self._comm)
-            unit.wait_for_unshard()
+            unit.param.unshard(self._comm)
+            unit.param.wait_for_unshard()
         self._comm.settle()  # before anything is written that another rank may still read
         try:
             yield
@@ -428,9 +429,9 @@ class Gatherer:
             unit.pins -= 1
             unit.write_back()
             unit.mark_stale()
-            if unit.reshard_after_use:
-                unit.reshard()
+            if unit.param.reshard_after_use:
+                unit.param.reshard()
         for unit in self._units:
             if unit.pins:  # by a pass of which another backward may come
-                unit.unshard(self._comm)
-                unit.wait_for_unshard()
+                unit.param.unshard(self._comm)
+                unit.param.wait_for_unshard()

@@ -124,7 +124,7 @@ class ModuleHooks:
         self._spans = gatherer.spans
         self._entered: list[AbstractContextManager[object]] = []  # calls that a profile names
         self._units = list(units)
-        self._resharded = [unit for unit in units if unit.reshard_after_use]
+        self._resharded = [unit for unit in units if unit.param.reshard_after_use]
         self._leaf = leaf
         # The backward of other units is over with the last gradient of a parameter.
         self._ends_with_inputs = leaf or not all(unit.trainable for unit in units)
@@ -225,7 +225,9 @@ class ModuleHooks:
     def _pin_handed_out(self, output: Any) -> None:
         """Pin the units of which `output` has a parameter, or a view of one."""
         storages = {storage_of(tensor) for tensor in tensors_in(output)}
-        self._gatherer.pin([unit for unit in self._resharded if storage_of(unit.full) in storages])
+        self._gatherer.pin(
+            [unit for unit in self._resharded if storage_of(unit.param.full) in storages]
+        )
 
     def _watch_outputs(self, output: Any) -> None:
         """Notice the beginning of this call's backward: an output gets a gradient."""

@@ -297,9 +297,9 @@ class Inspector:
         """Yield the units, and the elements that this rank updates of each."""
         for unit in self._units:
             try:
-                yield unit, _unpadded(unit, unit.fetch_local_param())
+                yield unit, _unpadded(unit, unit.param.fetch())
             finally:
-                unit.param.drop()
+                unit.param.home.drop()
 
     def _stage(self, number: int) -> int | None:
         """Return the stage that has a unit, given its number in a row; None: no pipeline."""

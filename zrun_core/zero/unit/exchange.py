@@ -51,9 +51,11 @@ class Exchange(Ownership):
     """Collectives over the shard group and the replicate group."""
 
     def all_gather(self, comm: Comm, unit: FlatUnit) -> Handle:
-        """Begin to gather the parameters of `unit` into `unit.full`."""
+        """Begin to gather the parameters of `unit` into `unit.param.full`."""
         tag = gather_tag(unit.index)
-        return comm.all_gather(unit.full, unit.param_shard, unit.shard, tag=tag, name=unit.name)
+        return comm.all_gather(
+            unit.param.full, unit.param.shard, unit.shard, tag=tag, name=unit.name
+        )
 
     def reduce_grad(
         self,

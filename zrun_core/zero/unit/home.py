@@ -5,9 +5,9 @@
     put     after they were written: begin to store the new values
     drop    release that memory until the next fetch
 
-A unit has three: `param`, of what it keeps of its parameters between uses; `grad`; and `record`, of
-what an update reads and writes beside the gradient. It never asks which kind they are: it calls the
-verbs wherever values that live elsewhere would have to be moved.
+A unit has three: of what it keeps of its parameters between uses (`unit_params.py`), of its
+gradient, and of the record that an update reads and writes beside it. It calls the verbs wherever
+values that live elsewhere would have to be moved.
 
 A state that lives elsewhere is used in the host's memory, where its update runs, and so is whatever
 looks between two steps. What computes on the device gets parameters and gives gradients by two more

@@ -55,7 +55,9 @@ class ParameterServer(Exchange):
 
     def all_gather(self, comm: Comm, unit: FlatUnit) -> Handle:
         """Begin to pull the parameters of `unit` from the first rank."""
-        return comm.pull(unit.full, unit.replicate, tag=gather_tag(unit.index), name=unit.name)
+        return comm.pull(
+            unit.param.full, unit.replicate, tag=gather_tag(unit.index), name=unit.name
+        )
 
     def reduce_grad(
         self,

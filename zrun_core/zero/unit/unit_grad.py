@@ -12,6 +12,7 @@ last micro-batch.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -137,6 +138,11 @@ class UnitGrad:
     def drop(self) -> None:
         """Release the memory of what was fetched."""
         self.home.drop()
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Yield the tensors of permanent memory on the device."""
+        if isinstance(self.home, InPlace):
+            yield self.home.at()
 
     def begin_step(self) -> None:
         """Forget the gradients of the last optimizer step."""

@@ -2,8 +2,8 @@
 
                       device                      where the update runs
     gradient          grad.local      ───────►    grad()
-    parameters        local_param     ◄───────    target()
-    record                                        record.at()
+    parameters        param.updated   ◄───────    target()
+    record                                        record.home.at()
 
 All of it is the device, unless the record has its home on the host or a disk. Then the update runs
 in the host's memory, in a thread beside training: `begin` says that it has been asked for, and
@@ -59,7 +59,7 @@ class UpdateSide:
         Args:
             waits: as of `Home.fetch_if_free`.
         """
-        self._unit.record.fetch_if_free(waits=waits)
+        self._unit.record.home.fetch_if_free(waits=waits)
 
     def prefetch(self) -> None:
         """Begin to fetch what the next update needs.
@@ -67,9 +67,9 @@ class UpdateSide:
         The gradient takes one of two slots: the update before it has the other one.
         """
         unit = self._unit
-        unit.record.fetch()
+        unit.record.home.fetch()
         if not unit.has_master:
-            unit.param.fetch()
+            unit.param.home.fetch()
         if unit.grad.leaves:
             unit.grad.home.fetch()
         elif self._is_apart:
@@ -111,32 +111,32 @@ class UpdateSide:
         if not unit.has_master:
             return None
         if self._sends_params:
-            return unit.take_window()
+            return unit.param.take_window()
         if unit.placement.param is not Tier.DEVICE or not self._is_apart:
-            return unit.local_param
+            return unit.param.updated
         assert self._tiers is not None
-        local = unit.local_param
+        local = unit.param.updated
         self._going_up = self._tiers.parameters_up.take(local.nbytes).view(local.dtype)
         return self._going_up
 
     def forget(self) -> None:
         """Let go of what was read ahead for an update that is not made."""
-        self._unit.record.drop()
+        self._unit.record.home.drop()
 
     def end(self) -> None:
         """Store what was written in its homes, and let the memory go."""
         unit = self._unit
         self.drop_grad()
-        unit.record.put()
-        unit.record.drop()
+        unit.record.home.put()
+        unit.record.home.drop()
         if self._sends_params:
-            self._leaving = unit.store_window()
+            self._leaving = unit.param.store_window()
             return
-        unit.param.put()
-        unit.param.drop()
+        unit.param.home.put()
+        unit.param.home.drop()
         if self._going_up is not None:
             assert self._tiers is not None
-            self._arriving = self._tiers.copy_up(self._going_up, unit.local_param, Kind.PARAM)
+            self._arriving = self._tiers.copy_up(self._going_up, unit.param.updated, Kind.PARAM)
             self._tiers.parameters_up.give(self._going_up, after=self._arriving)
             self._going_up = None
 
@@ -179,4 +179,4 @@ class UpdateSide:
             assert self._tiers is not None
             self._tiers.wait(self._leaving, Tier.HOST)
             self._leaving = None
-            self._unit.give_window()
+            self._unit.param.give_window()

@@ -42,7 +42,7 @@ class Versions:
         self._place = 0  # of the newest version in the rings
         # By place in the ring, each unit's parameters.
         self._views = [
-            [unit.views_of(unit.windows[place].full) for unit in self._units]
+            [unit.views_of(unit.param.windows[place].full) for unit in self._units]
             for place in range(num_versions)
         ]
 
@@ -68,13 +68,13 @@ class Versions:
         self.newest += 1
         self._place = (self._place + 1) % self._num_versions
         for unit in self._units:
-            before = unit.local_param
-            unit.use_window(unit.windows[self._place])
+            before = unit.param.updated
+            unit.param.use_window(unit.param.windows[self._place])
             if not unit.has_master and self._num_versions > 1:
-                unit.local_param.copy_(before)
+                unit.param.updated.copy_(before)
 
     def repeat(self) -> None:
         """Fill the newest version from the masters: the update that was to do so was not made."""
         for unit in self._units:
             if unit.has_master:
-                unit.local_param.copy_(unit.master)
+                unit.param.updated.copy_(unit.master)

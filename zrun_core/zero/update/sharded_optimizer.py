@@ -278,7 +278,7 @@ class ShardedOptimizer:
             update.unit.update_side.forget()
             return
         start = time.perf_counter()
-        record_bytes = update.unit.record_layout.num_bytes
+        record_bytes = update.unit.record.layout.num_bytes
         update.unit.update_side.prefetch()
         for following in later[:1]:
             following.update_side.prefetch()
@@ -299,7 +299,7 @@ class ShardedOptimizer:
                 meanwhile=read_ahead,
             )
         tiers.count_update(time.perf_counter() - start)
-        self._give_back_holes(update.unit.record_layout.num_bytes - record_bytes)
+        self._give_back_holes(update.unit.record.layout.num_bytes - record_bytes)
 
     def _give_back_holes(self, num_made: int) -> None:
         """Give the system back what states have left that were made on the heap and moved.

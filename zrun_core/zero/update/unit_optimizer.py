@@ -66,7 +66,7 @@ class UnitOptimizer:
         self._scales_inside = spec.scales_inside
         self.scratch = scratch
         self._seen_record = unit.fetch_record()
-        self._seen_window = unit.window
+        self._seen_window = unit.param.window
         self._chunk_groups: list[ChunkGroup] = []
         self._chunks_of: dict[int, list[tuple[ChunkGroup, Chunk]]] = {}  # by parameter's number
         self._may_replace_states = False
@@ -82,8 +82,8 @@ class UnitOptimizer:
                 self._place_in_shards(group.optimizer, chunks, number_of)
             if group.optimizer.state:  # some make it at once
                 self._move_into_record(group)
-        if unit.moments:
-            unit.record.put()
+        if unit.record.moments:
+            unit.record.home.put()
         unit.drop_values()
 
     def _cut(self, spec: OptimizerSpec) -> Iterator[list[Chunk]]:
@@ -138,7 +138,7 @@ class UnitOptimizer:
 
         Numbers for each element are views of the record if it has room for them.
         """
-        return self._state_of(piece, self.unit.moments.__getitem__)
+        return self._state_of(piece, self.unit.record.moments.__getitem__)
 
     def stored_state_of(self, piece: Piece) -> dict[str, Any]:
         """Return the same without fetching the record: its parts as they are stored."""
@@ -194,8 +194,8 @@ class UnitOptimizer:
 
     def _use_record(self) -> None:
         """Point the optimizer's parameters and states at where they are now."""
-        self._seen_record = self.unit.record.at()
-        self._seen_window = self.unit.window
+        self._seen_record = self.unit.record.home.at()
+        self._seen_window = self.unit.param.window
         master = self.unit.master
         for group in self._chunk_groups:
             for chunk in group.chunks:
@@ -205,13 +205,15 @@ class UnitOptimizer:
                     group.state_of(chunk)[name] = chunk.views[name]
 
     def _view(self, part: Piece | Chunk, name: str) -> torch.Tensor:
-        return self.unit.moments[name][part.start : part.stop]
+        return self.unit.record.moments[name][part.start : part.stop]
 
     def _make_room(self, formats: Mapping[str, torch.dtype]) -> None:
         """Add the moments that the record lacks."""
-        missing = {name: dtype for name, dtype in formats.items() if name not in self.unit.moments}
+        missing = {
+            name: dtype for name, dtype in formats.items() if name not in self.unit.record.moments
+        }
         if missing:
-            self.unit.add_moments(missing)
+            self.unit.record.add_moments(missing)
             self._use_record()
 
     def _move_into_record(self, group: ChunkGroup) -> None:
@@ -228,7 +230,7 @@ class UnitOptimizer:
         # Backwards, so that the first format of a name is the one that stays.
         self._make_room({name: dtype for _, name, dtype in reversed(made)})
         for chunk, name, dtype in made:
-            if self.unit.moments[name].dtype == dtype:
+            if self.unit.record.moments[name].dtype == dtype:
                 state = group.state_of(chunk)
                 chunk.views[name] = self._view(chunk, name).copy_(state[name])
                 state[name] = chunk.views[name]
@@ -240,7 +242,7 @@ class UnitOptimizer:
         """Fetch the record, and show the optimizer where it and the parameters lie."""
         record = self.unit.fetch_record()
         is_own_master = not self.unit.has_master
-        has_moved = is_own_master and self.unit.window is not self._seen_window
+        has_moved = is_own_master and self.unit.param.window is not self._seen_window
         if record is not self._seen_record or has_moved:
             self._use_record()
 

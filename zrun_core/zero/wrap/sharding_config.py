@@ -29,8 +29,8 @@ from zrun_core.sizes import format_size
 from zrun_core.spine.sections.zero import TileConfig
 from zrun_core.zero.reduce.reducer import mesh_info_of
 from zrun_core.zero.unit.exchange import Exchange
-from zrun_core.zero.unit.flat_unit import moves_pages
 from zrun_core.zero.unit.precision import Precision
+from zrun_core.zero.unit.unit_params import moves_pages
 from zrun_core.zero.wrap.auto_wrap import NO_CHUNKS, WrapPlan, auto_wrap
 from zrun_core.zero.wrap.tiling import tensors_of_tiles, tile_linears
 

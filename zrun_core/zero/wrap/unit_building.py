@@ -20,7 +20,8 @@ from zrun_core.memory.state_policy import MeshInfo
 from zrun_core.tiers.copies import Copier
 from zrun_core.tiers.tiers import Tiers
 from zrun_core.zero.reduce.reducer import mesh_info_of
-from zrun_core.zero.unit.flat_unit import FlatUnit, moves_pages, window_pool
+from zrun_core.zero.unit.flat_unit import FlatUnit
+from zrun_core.zero.unit.unit_params import moves_pages, window_pool
 from zrun_core.zero.wrap.auto_wrap import WrapUnit
 from zrun_core.zero.wrap.sharding_config import ShardingConfig, check_states_fit, planned_buffers
 
@@ -137,7 +138,7 @@ def _fill(unit: FlatUnit, read: ReadParam) -> None:
     named = zip(unit.layout.slots, unit.params, strict=True)
     unit.load([read(slot.name, param) for slot, param in named])
     _materialise(unit)
-    unit.set_param_data()
+    unit.param.show()
 
 
 def _materialise(unit: FlatUnit) -> None:
@@ -147,7 +148,7 @@ def _materialise(unit: FlatUnit) -> None:
     references (LSTM). The new parameter is made of `view.data`: a gather into the unit must not
     count as a change of what autograd has saved.
     """
-    for param, view in zip(unit.params, unit.views or unit._placeholders, strict=True):
+    for param, view in zip(unit.params, unit.param.data(), strict=True):
         if param.device.type != "meta":
             continue
         hooks = param._backward_hooks

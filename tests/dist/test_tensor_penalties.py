@@ -447,15 +447,18 @@ def test_what_only_a_later_forward_reads_is_named_with_its_line(
 
 @pytest.mark.parametrize(
     "keys",
-    [{}, {"activations": {"checkpoint": "full"}}, {"zero": {"stage": 3}}],
-    ids=["plain", "recomputed", "zero 3"],
+    [
+        *({}, {"activations": {"checkpoint": "full"}}, {"zero": {"stage": 3}}),
+        {"parallel": TP_PP},
+    ],
+    ids=["plain", "recomputed", "zero 3", "tp and pp"],
 )
 @pytest.mark.at_most(1)
 def test_of_what_kind_a_weight_is_may_be_looked_at_later(
     ranks, tmp_path: Path, alone: Any, keys: dict[str, Any]
 ) -> None:
     evaluation = {"data": {"call": "runs.py:Plain", "args": {"length": 12}}, "every": 2}
-    given = keys_of(TP, of="late kind", steps=3, eval=evaluation, **keys)
+    given = keys_of(keys.pop("parallel", TP), of="late kind", steps=3, eval=evaluation, **keys)
     assert_close(on_axes(given, tmp_path / "run", ranks), alone(given), 1e-6)
 
 

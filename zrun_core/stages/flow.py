@@ -14,7 +14,7 @@ A border between two stages is crossed by the leaves that were made before it an
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -68,6 +68,19 @@ class OutsideUse:
 
 
 @dataclass(frozen=True)
+class ParamWrite:
+    """A parameter that a forward writes to.
+
+    Attributes:
+        line: that does, as file and line.
+        is_in_node: it is that of a node, which one stage runs once.
+    """
+
+    line: str
+    is_in_node: bool
+
+
+@dataclass(frozen=True)
 class NodeCall:
     """A call of a node in a forward.
 
@@ -99,6 +112,7 @@ class ModelFlow:
         uncounted: why some operators are not among the FLOPs; empty: all are.
         collecting: setting by which the model collects what its blocks make inside; "": none.
         differentiates: file and line at which the forward asks for gradients; "": nowhere.
+        written: by name of a parameter, the first write to it.
     """
 
     blocks: tuple[str, ...]
@@ -110,6 +124,7 @@ class ModelFlow:
     uncounted: str = ""
     collecting: str = ""
     differentiates: str = ""
+    written: Mapping[str, ParamWrite] = field(default_factory=dict)
 
     def crossing(self, block: int) -> tuple[Leaf, ...]:
         """Return what crosses the border before block `block`.

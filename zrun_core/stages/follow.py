@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zrun_core.data.batch import map_tensors
 from zrun_core.errors import JobError, UserCodeError
 from zrun_core.spine.tracebacks import raised_at
-from zrun_core.stages.flow import Leaf, ModelFlow, NodeCall, OutsideUse
+from zrun_core.stages.flow import Leaf, ModelFlow, NodeCall, OutsideUse, ParamWrite
 from zrun_core.stages.ghosts import run_on_zeros
 from zrun_core.stages.left_numbers import LeftNumbers
 from zrun_core.stages.node_calls import Node, installed_nodes, walking
@@ -34,6 +34,7 @@ from zrun_core.user_code.pretrained import config_of
 from zrun_core.zero.passes.module_hooks import tensors_in
 from zrun_core.zero.wrap.auto_wrap import repeated_blocks
 from zrun_core.zero.wrap.fakes import fake_parameters, kept_buffers
+from zrun_core.zero.wrap.lookups import users_line
 
 _PP = "parallel.pp"
 _COLLECTING = ("output_router_logits", "output_hidden_states", "output_attentions")
@@ -219,6 +220,7 @@ class _FollowingWalk(TorchDispatchMode):
         self._leaves: dict[_Source, torch.Tensor] = {}
         self._handed_out: dict[int, set[_Source]] = {}  # by storage, the leaves that it holds
         self._written: dict[_Source, int] = {}  # the first segment that does
+        self._params_written: dict[str, ParamWrite] = {}
         self._has_grad = torch.is_grad_enabled()
         self._segment = 0
 
@@ -324,6 +326,9 @@ class _FollowingWalk(TorchDispatchMode):
         written = [args[0]] if func._schema.is_mutable and args else []
         for tensor in tensors_in(written):
             storage = self._storage(tensor)
+            if storage in self._params:
+                place = ParamWrite(users_line(), is_in_node=self._running is not None)
+                self._params_written.setdefault(self._params[storage], place)
             self._add(storage, sources)
             for leaf in self._handed_out.get(storage, ()):
                 self._written.setdefault(leaf, self._segment)
@@ -385,6 +390,7 @@ class _FollowingWalk(TorchDispatchMode):
             tuple(leaves),
             tuple(outside),
             self._counter.note,
+            written=self._params_written,
         )
 
 

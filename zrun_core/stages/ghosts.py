@@ -57,7 +57,8 @@ class Ghosts:
                 empty = torch.empty_strided(
                     param.shape, param.stride(), dtype=dtype, device=self._device
                 )
-            fake = Valueless.of(empty)
+            fake = Valueless.of(empty.requires_grad_(param.requires_grad))
+            fake._is_param = True  # to `isinstance(..., nn.Parameter)`
             self._fakes[param] = fake
         return fake
 
@@ -114,7 +115,11 @@ class Ghosts:
                 param = dict.__getitem__(module._parameters, key)  # without unsharding it
                 if param is not None:
                     stand_ins.append((module, key, self.fake_like(param, param.dtype)))
-        with kept_attributes(node.module), _in_place_of_attributes(stand_ins):
+        with (
+            kept_attributes(node.module),
+            _in_place_of_attributes(stand_ins),
+            self.mode.letting_write(),  # what the stage that has them does
+        ):
             try:
                 return node.forward(*args, **kwargs)
             except RuntimeError as error:

@@ -19,7 +19,9 @@ drawn as the stage that has them draws: see `Valueless`.
 
 [Note: parameters of other stages]
 They are removed from their modules, as if there were none: nothing of them is gathered, saved or
-counted. In their place is an attribute of the same name, a fake tensor.
+counted. In their place is an attribute of the same name, a fake tensor, which is a parameter to
+whoever asks for its kind. A forward that asks a module for all of its parameters finds it too:
+what is made of it has no values, which no loss may have, and its shape is right.
 """
 
 from __future__ import annotations
@@ -40,11 +42,13 @@ from zrun_core.errors import UserCodeError
 from zrun_core.pipeline.split import Split
 from zrun_core.stages.flow import Leaf, ModelFlow
 from zrun_core.stages.ghosts import Ghosts
-from zrun_core.stages.node_calls import Node, Watcher, install_nodes, walking
+from zrun_core.stages.node_calls import Node, Watcher, install_nodes, is_walking, walking
 from zrun_core.stages.valueless import Valueless
+from zrun_core.zero.passes.gather import Gatherer
 from zrun_core.zero.passes.module_hooks import tensors_in
 from zrun_core.zero.wrap.auto_wrap import repeated_blocks, running_norm_params
 from zrun_core.zero.wrap.foreign import lacks_params, remove_param
+from zrun_core.zero.wrap.lookups import WithOthers
 
 # Brings a tensor from the stage before, given its place among those that cross and one like it.
 Receive = Callable[[int, torch.Tensor], torch.Tensor]
@@ -196,6 +200,7 @@ class Stage:
         self, model: nn.Module, owners: Mapping[str, Sequence[int]], dtype: torch.dtype
     ) -> None:
         """Remove parameters of other stages. See [Note: parameters of other stages]."""
+        self._orders: dict[nn.Module, tuple[str, ...]] = {}  # of modules that lack some
         in_fp32 = running_norm_params(model)
         names = {id(param): name for name, param in model.named_parameters()}
         for module in model.modules():
@@ -204,8 +209,27 @@ class Stage:
                     continue
                 own_dtype = torch.float32 if id(param) in in_fp32 else dtype
                 fake = self.ghosts.fake_like(param, own_dtype)
-                if self.index not in owners[names[id(param)]]:
-                    remove_param(module, key, fake)
+                name = names[id(param)]
+                if self.index in owners[name]:
+                    continue
+                self.ghosts.mode.refuse_writes(fake, name)
+                self._orders.setdefault(module, tuple(module._parameters))
+                remove_param(module, key, fake)
+
+    def show_params(self, gatherer: Gatherer) -> None:
+        """Have forwards find all parameters of a module, also those of other stages.
+
+        Args:
+            gatherer: of the model, which is sharded.
+        """
+
+        def is_shown() -> bool:
+            return is_walking() or gatherer.active
+
+        for module, order in self._orders.items():
+            own = module._parameters
+            others = {key: vars(module)[key] for key in order if key not in own}
+            module._parameters = WithOthers(own, others, order, is_shown)
 
     def _remove_foreign_buffers(self, model: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
         """Remove the buffers of other stages' blocks; others are saved by one stage only.
@@ -260,7 +284,10 @@ class Stage:
                 walk.end()
         if chunk == self.split.num_chunks - 1:
             if any(isinstance(tensor, FakeTensor) for tensor in tensors_in(walk.passed.result)):
-                raise walk.took_another_way("its result needs what another stage has")
+                raise walk.took_another_way(
+                    "its result needs what another stage has, as a parameter that the first "
+                    "forward does not read outside of its module"
+                )
             return walk.passed
         walk.passed.result = None
         is_skipped = may_skip and not walk.num_calls

@@ -11,14 +11,17 @@ what the forward draws next is what it is where the tensor has values.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from enum import Enum
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from zrun_core.errors import UserCodeError
 from zrun_core.zero.wrap.fakes import FakeMode
+from zrun_core.zero.wrap.lookups import users_line
 
 _NUMBERS = (int, float, bool, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 _MOST_REMEMBERED = 4096  # of a stage, whatever lengths its batches have
@@ -34,6 +37,37 @@ class ValuelessMode(FakeMode):
     def __init__(self) -> None:
         super().__init__()
         self.results: dict[Hashable, tuple[Any, Hashable]] = {}
+        self._names: dict[int, str] = {}  # by storage, of what nobody may write to
+        self._lets_write = False
+
+    def refuse_writes(self, fake: torch.Tensor, name: str) -> None:
+        """Refuse what is written to a parameter of another stage: it would be lost."""
+        self._names[fake.untyped_storage()._cdata] = name
+
+    @contextmanager
+    def letting_write(self) -> Iterator[None]:
+        """Let what runs inside write to any of them."""
+        before, self._lets_write = self._lets_write, True
+        try:
+            yield
+        finally:
+            self._lets_write = before
+
+    def check_write(self, tensor: Any) -> None:
+        """Check that an operation may write to a tensor.
+
+        Raises:
+            UserCodeError: another stage has it.
+        """
+        if self._lets_write or not isinstance(tensor, torch.Tensor):
+            return
+        name = self._names.get(tensor.untyped_storage()._cdata)
+        if name is not None:
+            raise UserCodeError(
+                f"parallel.pp: {name} is written to outside of its module ({users_line()}), on a "
+                "stage that does not have it: write to it in the forward of a module that has it, "
+                "or by a hook of the job after the step; or write pp: 1"
+            )
 
 
 class Valueless(FakeTensor):
@@ -55,6 +89,8 @@ class Valueless(FakeTensor):
             _draw_alike(func, args, kwargs)
         effect = _effects.get(func) or _effect_of(func)
         given = None if effect is _Effect.OTHER else _traits((args, *kwargs.items()))
+        if effect is not _Effect.MAKES_TENSORS and func._schema.is_mutable:
+            _check_writes(args)
         mode = None if given is None else _mode_of(args)
         if mode is None or mode.in_kernel_invocation:
             return cls.of(super().__torch_dispatch__(func, types, args, kwargs))
@@ -82,6 +118,18 @@ def _draw_alike(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
 
     with torch.no_grad():
         func(*map(with_values, args), **{key: with_values(arg) for key, arg in kwargs.items()})
+
+
+def _check_writes(args: Sequence[Any]) -> None:
+    """Check what an operation writes to: its first argument, or the tensors in it.
+
+    Raises:
+        UserCodeError: another stage has one of them.
+    """
+    first = args[0] if args else None
+    for tensor in first if isinstance(first, list | tuple) else [first]:
+        if type(tensor) is Valueless and isinstance(tensor.fake_mode, ValuelessMode):
+            tensor.fake_mode.check_write(tensor)
 
 
 def _mode_of(args: Sequence[Any]) -> ValuelessMode | None:
@@ -123,8 +171,8 @@ def _effect_of(func: Any) -> _Effect:
 def _traits(value: Any) -> Hashable | None:
     """Return all that a result depends on; None: it depends on more than is known here."""
     if type(value) is Valueless:
-        if value.requires_grad:
-            return None
+        if value.requires_grad and torch.is_grad_enabled():
+            return None  # autograd would make a result part of its graph
         return value.shape, value.stride(), value.dtype, value.device
     if isinstance(value, _NUMBERS) or value is None:
         return type(value), value

@@ -138,6 +138,8 @@ def parallelize(
         divided.reads.install(built.module, sharded.gatherer)
     if divided is not None and not job.compile:
         divided.late_reads.install(built.module, sharded.gatherer)
+    if parts is not None:
+        parts.stage.show_params(sharded.gatherer)
     return sharded, notes + moved_share(sharded.layouts, settings.placement)
 
 

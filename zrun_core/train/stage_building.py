@@ -122,6 +122,7 @@ def cut(job: JobConfig, flow: ModelFlow, pp: int) -> tuple[Split, Mapping[str, t
     split = _split_of(job, flow, pp)
     owners = owned(flow.uses, split)
     _check_outside_uses(flow, split, owners)
+    _check_writes(flow, split, owners)
     if job.parallel.facts.updates_each:
         _refuse_tied(job.parallel.schedule, owners)
     for stage in range(split.pp):
@@ -156,6 +157,28 @@ def _refuse_tied(schedule: str, owners: Mapping[str, Sequence[int]]) -> None:
                 f"{', '.join(map(str, stages))}, and each stage updates its parameters without "
                 "waiting for the others: untie it, or write schedule: 1f1b"
             )
+
+
+def _check_writes(flow: ModelFlow, split: Split, owners: Mapping[str, Sequence[int]]) -> None:
+    """Check that what a forward writes to a parameter is written once, where all of it is.
+
+    Raises:
+        JobError: another stage has the parameter too, or the forward outside of modules runs once
+            for each of a stage's chunks.
+    """
+    for name, write in flow.written.items():
+        if len(owners[name]) > 1:
+            stages = ", ".join(map(str, owners[name]))
+            why = f"stages {stages} each have a copy of it, which that would make differ"
+        elif split.virtual > 1 and not write.is_in_node:
+            why = "that would be done once for each chunk of a stage"
+        else:
+            continue
+        raise JobError(
+            f"parallel.pp: the forward writes to {name} ({write.line}), and {why}: write to it in "
+            "the forward of the one module that uses it, or by a hook of the job after the step; "
+            "or write pp: 1"
+        )
 
 
 def _check_outside_uses(flow: ModelFlow, split: Split, owners: Mapping[str, Sequence[int]]) -> None:

@@ -8,7 +8,7 @@ All of these ask the dictionary of a module. What zrun itself asks for stays as 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -70,6 +70,42 @@ class Lookups(dict[str, Any]):
 
     def values(self) -> Any:
         return [self[key] for key in self]
+
+
+class WithOthers(Lookups):
+    """A module's parameters, and those that another rank has where the user's code asks for all.
+
+    What asks for one by its name finds it without: it is an attribute (`foreign.py`).
+    """
+
+    def __init__(
+        self,
+        inner: Mapping[str, Any],
+        others: Mapping[str, Any],
+        order: Sequence[str],
+        is_shown: Callable[[], bool],
+    ) -> None:
+        """
+        Args:
+            others: what stands for them.
+            order: names of all, as the module had them.
+            is_shown: whether a forward runs, and not what surrounds it, as a hook.
+        """
+        super().__init__(inner, lambda key: None)
+        self._others = others
+        self._order = order
+        self._is_shown = is_shown
+
+    def items(self) -> Any:
+        own = dict(self.inner.items())
+        if not self._is_shown() or not is_asked_by_user():
+            return list(own.items())
+        found = own | dict(self._others)
+        known = {key: found[key] for key in self._order if key in found}
+        return list({**known, **found}.items())
+
+    def values(self) -> Any:
+        return [value for _, value in self.items()]
 
 
 def is_asked_by_user() -> bool:

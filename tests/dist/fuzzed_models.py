@@ -1,11 +1,13 @@
 """Random but valid models, of idioms that users write: which of them, and where, follows a seed.
 
     Fuzzed(seed)                   its idioms are `idioms_of(seed)`
+    Fuzzed(seed, more=True)        and up to two that a second generator draws
     Fuzzed(seed, without=[2, 5])   the same without two of them: how a failure is made smaller
 
 Each idiom is one line of a table. It changes activations between a block's divided linears
 (INNER), in the stream from block to block (STREAM), outside of the blocks (OUTSIDE), the loss
-(LOSSES), or the model once it is built (BUILT).
+(LOSSES), or the model once it is built (BUILT). What was added later is in tables of its own
+(MORE_STREAM, MORE_LOSSES, MORE_BUILT), so that the first draw of a seed stays what it was.
 """
 
 from __future__ import annotations
@@ -201,6 +203,49 @@ BUILT: dict[str, Callable[[Any], None]] = {
 }
 
 
+# State that is kept from one forward to the next, in each way that Python has.
+MORE_STREAM: dict[str, Change] = {
+    "average in place": lambda block, x: block.average(x, block.ema),
+    "average of an attribute": lambda block, x: block.average(x, block.trace),
+    "dict in a dict": lambda block, x: block.count_in_dicts(x),
+    "list of tensors": lambda block, x: block.follow_in_list(x),
+    "own object": lambda block, x: x * block.meter.factor(x),
+    "history": lambda block, x: block.look_back(x),
+}
+MORE_LOSSES: dict[str, Callable[[Any, Tensor, Tensor, Tensor], Tensor]] = {
+    "running mean": lambda model, z, y, loss: model.scale_by_mean(loss),
+    "own object": lambda model, z, y, loss: loss * model.meter.factor(z),
+    "counted parameters": lambda model, z, y, loss: loss * (1 + 1e-3 * _size(model)),
+    "largest of a weight": lambda model, z, y, loss: loss + 0.1 * model.head.weight.float().max(),
+}
+MORE_BUILT: dict[str, Callable[[Any], None]] = {
+    "leaves by its batch": lambda model: setattr(model, "leaves", lambda y: int(y.sum()) % 2 == 0),
+    "leaves by its count": lambda model: setattr(model, "leaves", lambda y: model.count() > 1.1),
+    "leaves by chance": lambda model: setattr(model, "leaves", lambda y: random.random() < 0.4),
+}
+BY_RANK = ("leaves by its batch", "leaves by chance")  # data-parallel ranks may do either
+
+
+def _size(model: nn.Module) -> int:
+    return sum(param.numel() for param in model.parameters() if param.requires_grad)
+
+
+class Meter:
+    """Counts and sums what it is shown: no module, and no tensor."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.total = torch.zeros(())
+        self.seen: dict[str, list[Tensor]] = {"last": []}
+
+    def factor(self, x: Tensor) -> Tensor:
+        """Return a number near 1 that follows from this value, and from all before."""
+        self.calls += 1
+        self.total += x.detach().float().mean()
+        self.seen["last"] = [self.total.clone(), *self.seen["last"][:1]]
+        return (1 + 0.1 * torch.tanh(self.seen["last"][-1] / self.calls)).to(x.dtype)
+
+
 def _add_in_place(x: Tensor) -> Tensor:
     x = x * 1.0
     x += 0.1
@@ -231,6 +276,15 @@ def _drop_biases(model: Any) -> None:
         block.up.bias = None
 
 
+_MORE = "more: "  # before the names of what the second generator draws
+
+
+def _of_stream(name: str) -> Change:
+    if name.startswith(_MORE):
+        return MORE_STREAM[name.removeprefix(_MORE)]
+    return STREAM[name]
+
+
 class Idiom(NamedTuple):
     """One line of a table, in its place.
 
@@ -245,8 +299,29 @@ class Idiom(NamedTuple):
     block: int | None = None
 
 
-def idioms_of(seed: int) -> list[Idiom]:
-    """Return the idioms of a model: a function between linears, and up to five others."""
+def idioms_of(seed: int, *, more: bool = False) -> list[Idiom]:
+    """Return the idioms of a model: a function between linears, and up to five others.
+
+    Args:
+        more: also up to two of the tables that were added later.
+    """
+    return [*_first_idioms(seed), *(_more_idioms(seed) if more else ())]
+
+
+def _more_idioms(seed: int) -> list[Idiom]:
+    draw = random.Random(f"more, {seed}")
+    tables = {"stream": MORE_STREAM, "losses": MORE_LOSSES, "built": MORE_BUILT}
+    found = []
+    for _ in range(draw.choice([0, 0, 1, 1, 1, 2])):
+        table = draw.choice(["stream", "stream", "losses", "built"])
+        block = draw.choice([None, 0, 1, 2, 3]) if table == "stream" else None
+        idiom = Idiom(f"more {table}", draw.choice(list(tables[table])), block)
+        if idiom not in found:
+            found.append(idiom)
+    return found
+
+
+def _first_idioms(seed: int) -> list[Idiom]:
     draw = random.Random(seed)
     found = [Idiom("inner", draw.choice(list(INNER)), draw.choice([None, None, 1, 2]))]
     for _ in range(draw.randint(1, 5)):
@@ -290,8 +365,12 @@ class Block(nn.Module):
 
     def add(self, idiom: Idiom) -> None:
         """Take an idiom, and what parameters and buffers it needs."""
-        (self.inner if idiom.table == "inner" else self.stream).append(idiom.name)
         if idiom.table == "inner":
+            self.inner.append(idiom.name)
+            return
+        self.stream.append(idiom.name if idiom.table == "stream" else _MORE + idiom.name)
+        if idiom.table == "more stream":
+            self._add_state(idiom.name)
             return
         match idiom.name:
             case "batch norm":
@@ -306,6 +385,40 @@ class Block(nn.Module):
                 self.register_buffer("mean", torch.zeros(DIM))
             case "buffer count":
                 self.register_buffer("count", torch.zeros(()))
+
+    def _add_state(self, name: str) -> None:
+        match name:
+            case "average in place":
+                self.register_buffer("ema", torch.zeros(DIM))
+            case "average of an attribute":
+                self.trace = torch.zeros(DIM)
+            case "dict in a dict":
+                self.stats = {"seen": {"calls": 0, "mean": torch.zeros(())}}
+            case "list of tensors":
+                self.kept = [torch.zeros(DIM), torch.zeros(())]
+            case "own object":
+                self.meter = Meter()
+            case "history":
+                self.history: list[Tensor] = []
+
+    def average(self, x: Tensor, mean: Tensor) -> Tensor:
+        mean.mul_(0.9).add_(0.1 * x.detach().float().mean((0, 1)))
+        return x - mean.to(x.dtype)
+
+    def count_in_dicts(self, x: Tensor) -> Tensor:
+        seen = self.stats["seen"]
+        seen["calls"] += 1
+        seen["mean"] = 0.9 * seen["mean"] + 0.1 * x.detach().float().mean()
+        return x * (1 + seen["mean"].to(x.dtype)) / (1 + 0.01 * seen["calls"])
+
+    def follow_in_list(self, x: Tensor) -> Tensor:
+        self.kept[0].lerp_(x.detach().float().mean((0, 1)), 0.1)
+        self.kept[1] = self.kept[1] + 1
+        return x - self.kept[0].to(x.dtype) / self.kept[1].to(x.dtype)
+
+    def look_back(self, x: Tensor) -> Tensor:
+        self.history.append(x.detach().float().mean())
+        return x - 0.1 * torch.stack(self.history[-3:]).mean().to(x.dtype)
 
     def follow(self, x: Tensor) -> Tensor:
         with torch.no_grad():
@@ -327,7 +440,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for name in self.stream:
-            x = STREAM[name](self, x)
+            x = _of_stream(name)(self, x)
         h = self.up(self.norm(x))
         for name in self.inner:
             h = INNER[name](self, h)
@@ -337,9 +450,10 @@ class Block(nn.Module):
 class Fuzzed(nn.Module):
     """Tokens [batch, time] -> the mean loss of the next ones."""
 
-    def __init__(self, seed: int, without: Sequence[int] = ()) -> None:
+    def __init__(self, seed: int, without: Sequence[int] = (), *, more: bool = False) -> None:
         """
         Args:
+            more: it has idioms of the tables that were added later, too.
             without: numbers of idioms that are left out.
         """
         super().__init__()
@@ -355,7 +469,9 @@ class Fuzzed(nn.Module):
         self.seen: list[Tensor] = []
         self.leaves_out = self.leaves_early = self.repeats = False
         self.turns_round = self.skips = self.lists = False
-        kept = [each for number, each in enumerate(idioms_of(seed)) if number not in without]
+        self.leaves: Callable[[Tensor], bool] | None = None
+        found = enumerate(idioms_of(seed, more=more))
+        kept = [each for number, each in found if number not in without]
         if not any(each.table == "inner" for each in kept):
             kept.insert(0, Idiom("inner", "gelu"))
         for idiom in kept:
@@ -363,9 +479,11 @@ class Fuzzed(nn.Module):
         for idiom in kept:
             if idiom.table == "built":
                 BUILT[idiom.name](self)
+            elif idiom.table == "more built":
+                MORE_BUILT[idiom.name](self)
 
     def _add(self, idiom: Idiom) -> None:
-        if idiom.table in ("inner", "stream"):
+        if idiom.table in ("inner", "stream", "more stream"):
             for number, block in enumerate(self.blocks):
                 if idiom.block in (None, number):
                     block.add(idiom)
@@ -373,6 +491,19 @@ class Fuzzed(nn.Module):
             self.outside.append(idiom.name)
         elif idiom.table == "losses":
             self.losses.append(idiom.name)
+        elif idiom.table == "more losses":
+            self.losses.append(_MORE + idiom.name)
+            match idiom.name:
+                case "running mean":
+                    self.stats = {"loss": {"mean": torch.zeros(()), "steps": [0]}}
+                case "own object":
+                    self.meter = Meter()
+
+    def scale_by_mean(self, loss: Tensor) -> Tensor:
+        stats = self.stats["loss"]
+        stats["steps"][0] += 1
+        stats["mean"].mul_(0.9).add_(0.1 * loss.detach().float())
+        return loss * (1 + stats["mean"] / stats["steps"][0])
 
     def add_noise(self, x: Tensor) -> Tensor:
         self.noise = torch.randn_like(x).float()
@@ -402,14 +533,15 @@ class Fuzzed(nn.Module):
         x = self.embed(input_ids)
         for name in self.outside:
             x = OUTSIDE[name](self, x)
-        x = self._blocks(x)
+        x = self._blocks(x, self.leaves is not None and self.leaves(labels))
         logits = self.head(x)
         loss = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
         for name in self.losses:
-            loss = LOSSES[name](self, logits, labels, loss)
+            change = MORE_LOSSES[name.removeprefix(_MORE)] if _MORE in name else LOSSES[name]
+            loss = change(self, logits, labels, loss)
         return loss
 
-    def _blocks(self, x: Tensor) -> Tensor:
+    def _blocks(self, x: Tensor, leaves: bool) -> Tensor:
         first = x
         blocks = list(self.blocks)
         if self.turns_round:
@@ -423,6 +555,8 @@ class Fuzzed(nn.Module):
             x = block(x)
             outputs.append(x)
             if self.leaves_early and x.detach().float().abs().mean() > 1e3:
+                break
+            if leaves and len(outputs) == DEPTH - 2:
                 break
         if self.skips:
             x = x + first

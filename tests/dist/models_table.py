@@ -3,7 +3,8 @@
     python tests/dist/models_table.py 0 3000
 
 prints how many of the seeds came to what, what is refused and how often, and each failure as the
-smallest program that still fails.
+smallest program that still fails, on the fewest changes of its layout. Each seed has a variant of
+its own of each family of layouts (`models_layouts.py`).
 """
 
 from __future__ import annotations
@@ -14,46 +15,34 @@ import shutil
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # zrun without installing it
 
 import torch
-from fuzzed_models import idioms_of
+from fuzzed_models import BY_RANK, Idiom, idioms_of
+from models_layouts import FAMILIES, Layout, layout_of
 from pool import RankPool, RanksHangError
 from test_tensor_parallel import small
 from verifying import recorded, verdict_of
 
 from zrun_core.errors import ZrunError
 
-PLAN = {"*.up": "colwise", "*.down": "rowwise"}
-BLOCK = {"draws": "block"}
-# By name: keys of the job, and its data-parallel ranks.
-LAYOUTS: dict[str, tuple[dict[str, Any], int]] = {
-    "zero 3, recomputed": ({"zero": 3, "activations": {"checkpoint": "full"}}, 2),
-    "pp": ({"parallel": {"pp": 2}}, 1),
-    "interleaved": ({"parallel": {"pp": 2, "schedule": "interleaved"}}, 1),
-    "tp": ({"parallel": {"tp": 2, "plan": PLAN}}, 1),
-    "sequence": ({"parallel": {"tp": 2, "plan": PLAN, "sequence": True}}, 1),
-    "layer-major, offload": (
-        {"zero": 3, "parallel": {"schedule": "layer_major"}, "offload": {"optimizer": "host"}},
-        2,
-    ),
-}
 _ALONE_S = 20.0  # that a stage may wait for one that has failed
 _TOLD_EVERY = 100  # seeds
-GOOD = ("equal", "refused", "stopped", "own draws")
+_ANOTHER_WAY = "the model's forward is not the one by which it was cut into stages"
+GOOD = ("equal", "refused", "stopped", "ended", "own draws")
 
 
 class Outcome(NamedTuple):
     """What a model came to on a layout.
 
     Attributes:
-        kind: equal; refused before the first step; stopped in it, before anything changed; own
-            draws, which no other layout has; unlike itself; invalid, also on one rank; failed in a
-            step; or silent: it trained something else.
+        kind: equal; refused before the first step; stopped in it, before anything changed; ended in
+            a later one, whose forward calls other modules than the first, by which a pipeline was
+            cut; own draws, which no other layout has; unlike itself; invalid, also on one rank;
+            failed in a step; or silent: it trained something else.
         text: why, or what differs.
     """
 
@@ -61,25 +50,63 @@ class Outcome(NamedTuple):
     text: str = ""
 
 
-def outcome(
-    ranks: Any, seed: int, layout: str, folder: Path, without: Sequence[int] = ()
-) -> Outcome:
+class Program(NamedTuple):
+    """A model, and the layout that it is trained on.
+
+    Attributes:
+        seed: of the model.
+        layout: it is trained on.
+        more: it has what the second generator draws, too.
+        without: numbers of idioms that are left out.
+    """
+
+    seed: int
+    layout: Layout
+    more: bool = True
+    without: tuple[int, ...] = ()
+
+    @property
+    def idioms(self) -> list[Idiom]:
+        """Those that it has."""
+        found = enumerate(idioms_of(self.seed, more=self.more))
+        return [idiom for number, idiom in found if number not in self.without]
+
+    def __str__(self) -> str:
+        named = ", ".join(f"{i.table}: {i.name}" + _in_block(i.block) for i in self.idioms)
+        return f"seed {self.seed}, {self.layout}: {named}"
+
+
+def program_of(seed: int, family: str) -> Program:
+    """Return what a seed draws: its model, and its variant of a family of layouts.
+
+    Ranks that run other blocks than others wait for each other at ZeRO stage 3, as is documented:
+    what each of them decides by its own batch is left out there.
+    """
+    layout = layout_of(family, seed)
+    gathers = layout.dp > 1 and layout.keys["zero"]["stage"] == 3
+    idioms = enumerate(idioms_of(seed, more=True))
+    without = [number for number, idiom in idioms if gathers and idiom.name in BY_RANK]
+    return Program(seed, layout, without=tuple(without))
+
+
+def outcome(ranks: Any, program: Program, folder: Path, fault: str | None = None) -> Outcome:
     """Train a model on a layout, and compare it with a plain loop.
 
     Args:
         ranks: returns the pool of so many ranks.
-        without: numbers of idioms that are left out.
+        fault: name of a mistake that is put into the run (`verifying.py`).
     """
-    keys, dp = LAYOUTS[layout]
-    error = _error_of(ranks, seed, keys, dp, folder / "many", without)
+    layout = program.layout
+    error = _error_of(ranks, program, layout.keys, layout.dims, folder / "many", fault)
     if error:
-        alone = _error_of(ranks, seed, {}, 1, folder / "one", without)
+        one = {"dp": 1, "tp": 1, "pp": 1}
+        alone = _error_of(ranks, program, layout.alone, one, folder / "one", None)
         if alone:
             return Outcome("invalid", alone)
         # A rank that has recorded its first step has made one.
         has_stepped = any((folder / "many").glob("record/*/step-1"))
         if has_stepped:
-            return Outcome("failed", error)
+            return Outcome("ended" if _ANOTHER_WAY in error else "failed", error)
         if error.startswith("DivergedError: in step 1 "):
             return Outcome("stopped", error)
         is_ours = error.startswith(("JobError: ", "UserCodeError: "))
@@ -98,23 +125,22 @@ def outcome(
 
 def _error_of(
     ranks: Any,
-    seed: int,
+    program: Program,
     keys: dict[str, Any],
-    dp: int,
+    dims: dict[str, int],
     run_dir: Path,
-    without: Sequence[int],
+    fault: str | None,
 ) -> str:
     """Train a model; return the error with which it ends, "" if there is none."""
-    args = {"seed": seed, "without": list(without)}
-    job = small(model={"call": "fuzzed_models.py:Fuzzed", "args": args}, steps=2, **keys)
-    job["precision"] = "bf16" if seed % 6 == 5 else "fp32"
-    parallel = keys.get("parallel", {})
-    dims = {"dp": dp, "tp": parallel.get("tp", 1), "pp": parallel.get("pp", 1)}
+    args = {"seed": program.seed, "more": program.more, "without": list(program.without)}
+    model = {"call": "fuzzed_models.py:Fuzzed", "args": args}
+    batch = {"global": 8, "micro": 2, **keys.get("batch", {})}
+    job = small(**{**keys, "model": model, "steps": 2, "batch": batch})
     size = dims["dp"] * dims["tp"] * dims["pp"]
     shutil.rmtree(run_dir, ignore_errors=True)
     run_dir.mkdir(parents=True)
     try:
-        found = ranks(size).run(recorded, job, str(run_dir), dims, None, None, True)
+        found = ranks(size).run(recorded, job, str(run_dir), dims, None, fault, True)
     except RanksHangError as hang:  # one returned why, and others wait for it
         found = list(hang.results.values())
         return next((each["error"] for each in found if each["error"]), str(hang))
@@ -123,16 +149,19 @@ def _error_of(
     return next((each["error"] for each in found if each["error"]), "")
 
 
-def smallest(ranks: Any, seed: int, layout: str, folder: Path, kind: str) -> str:
-    """Return the fewest idioms of a model that still fail so, in words."""
-    without: list[int] = []
-    idioms = idioms_of(seed)
-    for number in range(len(idioms)):
-        tried = [*without, number]
-        if outcome(ranks, seed, layout, folder, tried).kind == kind:
-            without = tried
-    kept = [idiom for number, idiom in enumerate(idioms) if number not in without]
-    return ", ".join(f"{i.table}: {i.name}" + _in_block(i.block) for i in kept)
+def smallest(ranks: Any, program: Program, folder: Path, kind: str) -> Program:
+    """Return a program with the fewest idioms, and the fewest changes, that still fails so."""
+    for number in range(len(idioms_of(program.seed, more=program.more))):
+        if number in program.without:
+            continue
+        tried = program._replace(without=(*program.without, number))
+        if outcome(ranks, tried, folder).kind == kind:
+            program = tried
+    for key in program.layout.changes:
+        tried = program._replace(layout=program.layout.without(key))
+        if outcome(ranks, tried, folder).kind == kind:
+            program = tried
+    return program
 
 
 def _in_block(block: int | None) -> str:
@@ -150,7 +179,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("first", type=int)
     parser.add_argument("last", type=int)
-    parser.add_argument("--layouts", nargs="*", default=list(LAYOUTS))
+    parser.add_argument("--layouts", nargs="*", default=list(FAMILIES))
     arguments = parser.parse_args()
     torch.set_num_threads(1)  # as the ranks do
     folder = Path(tempfile.mkdtemp(prefix="models-"))
@@ -159,13 +188,14 @@ def main() -> None:
     reasons: Counter[str] = Counter()
     for seed in range(arguments.first, arguments.last):
         for layout in arguments.layouts:
-            found = outcome(pools.__getitem__, seed, layout, folder)
+            program = program_of(seed, layout)
+            found = outcome(pools.__getitem__, program, folder)
             kinds[layout][found.kind] += 1
             if found.kind == "refused":
                 reasons[_reason(found.text)] += 1
             if found.kind not in (*GOOD, "invalid"):
-                least = smallest(pools.__getitem__, seed, layout, folder, found.kind)
-                print(f"{found.kind}: seed {seed}, {layout}: {least}\n    {found.text[:300]}")
+                least = smallest(pools.__getitem__, program, folder, found.kind)
+                print(f"{found.kind}: {least}\n    as drawn: {program}\n    {found.text[:300]}")
                 sys.stdout.flush()
         if (seed + 1) % _TOLD_EVERY == 0:
             print(f"up to seed {seed}: {dict(sum(kinds.values(), Counter()))}", flush=True)

@@ -5,11 +5,26 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from fuzzed_models import BUILT, INNER, LOSSES, OUTSIDE, STREAM, Fuzzed, idioms_of
-from models_table import GOOD, LAYOUTS, outcome
+from fuzzed_models import (
+    BUILT,
+    INNER,
+    LOSSES,
+    MORE_BUILT,
+    MORE_LOSSES,
+    MORE_STREAM,
+    OUTSIDE,
+    STREAM,
+    Fuzzed,
+    idioms_of,
+)
+from models_layouts import FAMILIES, Layout, layout_of, plain
+from models_table import GOOD, Program, outcome, program_of
+from test_tensor_parallel import small
+
+from zrun_core.spine.config import JobConfig
 
 SEEDS = 60  # of each, one layout: the next one for the next seed
-NAMES = list(LAYOUTS)
+NAMES = list(FAMILIES)
 
 # What was found by them, before it was mended: the seed, and its layout.
 FOUND = [
@@ -38,18 +53,78 @@ FOUND = [
     (260, "pp"),  # a ghost hung a hook on what had come from another stage
 ]
 
+# The same of variants: the first idioms of a seed, and what its layout changed.
+FOUND_ON = [
+    # A penalty's gradients came before those of the block, and partial sums on a disk were lost.
+    (1005, Layout("layer-major, offload", {"zero.stage": 1, "offload.optimizer": "disk"})),
+    (1005, Layout("layer-major, offload", {"zero.stage": 0, "offload.optimizer": "disk"})),
+    # The first forward was one of evaluation: running statistics were counted twice.
+    (1008, Layout("tp", {"activations.checkpoint": "full"})),
+    (1022, Layout("tp", {"activations.checkpoint": "every_n", "precision.compute": "bf16"})),
+    # A selective checkpoint counted operators of a gather.
+    (
+        1012,
+        Layout(
+            "zero 3, recomputed",
+            {
+                **{"zero.bucket": "1KiB", "offload.param": "disk", "batch.micro": 4},
+                "activations.checkpoint": "selective",
+            },
+        ),
+    ),
+]
+
 
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_a_random_model_trains_or_is_refused(ranks, tmp_path: Path, seed: int) -> None:
-    found = outcome(ranks, seed, NAMES[seed % len(NAMES)], tmp_path)
-    assert found.kind in (*GOOD, "invalid"), (found, idioms_of(seed))
+    program = program_of(seed, NAMES[seed % len(NAMES)])
+    found = outcome(ranks, program, tmp_path)
+    assert found.kind in (*GOOD, "invalid"), (found, str(program))
 
 
 @pytest.mark.parametrize(("seed", "layout"), FOUND)
 @pytest.mark.at_most(8)
 def test_what_was_found_is_mended(ranks, tmp_path: Path, seed: int, layout: str) -> None:
-    found = outcome(ranks, seed, layout, tmp_path)
-    assert found.kind in ("equal", "refused"), (found, idioms_of(seed))
+    program = Program(seed, plain(layout, seed), more=False)
+    found = outcome(ranks, program, tmp_path)
+    assert found.kind in ("equal", "refused"), (found, str(program))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_variants_are_jobs_and_differ(family: str) -> None:
+    layouts = [layout_of(family, seed) for seed in range(500)]
+    for layout in layouts:
+        JobConfig.model_validate(small(model="fuzzed_models.py:Fuzzed", **layout.keys))
+        assert layout.dims == plain(family, 0).dims
+    assert len(set(map(str, layouts))) > 100
+    assert 50 < sum("bf16" in str(layout) for layout in layouts) < 120
+    assert str(layout_of(family, 7)) == str(layout_of(family, 7))
+
+
+def test_a_second_generator_leaves_the_first_draw_as_it_was() -> None:
+    for seed in range(100):
+        first = idioms_of(seed)
+        assert idioms_of(seed, more=True)[: len(first)] == first
+    drawn = {i.name for seed in range(500) for i in idioms_of(seed, more=True)}
+    assert drawn >= {*MORE_STREAM, *MORE_LOSSES, *MORE_BUILT}
+
+
+@pytest.mark.parametrize(("seed", "layout"), FOUND_ON, ids=str)
+def test_what_was_found_on_a_variant_is_mended(
+    ranks, tmp_path: Path, seed: int, layout: Layout
+) -> None:
+    found = outcome(ranks, Program(seed, layout, more=False), tmp_path)
+    assert found.kind == "equal", (found, idioms_of(seed))
+
+
+@pytest.mark.parametrize("family", ["zero 3, recomputed", "pp", "tp"])
+@pytest.mark.at_most(1)
+def test_a_comparison_in_bf16_can_fail(ranks, tmp_path: Path, family: str) -> None:
+    """A gradient that is a tenth too large is no rounding."""
+    program = Program(86, Layout(family, {"precision.compute": "bf16"}), more=False)
+    assert outcome(ranks, program, tmp_path / "right").kind == "equal", str(program)
+    found = outcome(ranks, program, tmp_path / "wrong", fault="a tenth more of one gradient")
+    assert found.kind == "silent", (found, str(program))
 
 
 def test_models_have_many_idioms() -> None:

@@ -117,7 +117,9 @@ def test_values_that_only_a_later_forward_reads_end_the_run(
 ) -> None:
     with pytest.raises(AssertionError) as error:  # of the pool, which says what each rank raised
         on_axes(keys_of(PP, does, late=True), tmp_path, ranks)
-    assert "its result needs what another stage has, as a parameter that the first" in str(error.value)
+    assert "its result needs what another stage has, as a parameter that the first" in str(
+        error.value
+    )
 
 
 @pytest.mark.at_most(1)
@@ -126,7 +128,9 @@ def test_what_a_later_forward_would_write_to_another_stage_ends_the_run(
 ) -> None:
     with pytest.raises(AssertionError) as error:
         on_axes(keys_of(PP, "clamps", late=True), tmp_path, ranks)
-    assert "embed.weight is written to outside of its module (test_params_elsewhere" in str(error.value)
+    assert "embed.weight is written to outside of its module (test_params_elsewhere" in str(
+        error.value
+    )
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,10 @@ class RecomputedForward:
         self._block = block
         self._forward = forward
         self.options = options
-        self._state: BlockState | None = None  # known once it is called: then the block is whole
+        # Known once it is called: then the block is whole. By which of its modules train: what a
+        # forward in evaluation leaves as it is, as running statistics, others may change.
+        self._modules: list[nn.Module] = []
+        self._states: dict[tuple[bool, ...], BlockState] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -63,9 +66,12 @@ class RecomputedForward:
 
     def call(self) -> Callable[..., Any]:
         """Return the block's forward for one call: it knows the first run from the second."""
-        if self._state is None:
-            self._state = BlockState(self._block)
-        return _Call(self._forward, self._state, self.named)
+        if not self._modules:
+            self._modules = list(self._block.modules())
+        modes = tuple(module.training for module in self._modules)
+        if modes not in self._states:
+            self._states[modes] = BlockState(self._block)
+        return _Call(self._forward, self._states[modes], self.named)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RecomputedForward:
         """Return that of the copied block."""

@@ -42,6 +42,12 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+from torch.utils._python_dispatch import (
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
+from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
+
 from zrun_core.distributed.comm import Comm, CommPhase
 from zrun_core.errors import UserCodeError
 from zrun_core.zero.unit.flat_unit import FlatUnit
@@ -49,6 +55,20 @@ from zrun_core.zero.unit.micro_pass import MicroPass, PassKind
 from zrun_core.zero.unit.unit_params import UnitState
 
 _PassKey = tuple[PassKind, int]  # and its chunk
+_CHECKPOINT_MODES = (_CachedTorchDispatchMode, _CachingTorchDispatchMode)
+
+
+@contextmanager
+def _beside_checkpoints() -> Iterator[None]:
+    """Run operators of ours inside that no selective checkpoint sees.
+
+    It counts those of a block, and a recomputation gathers other units than the forward did.
+    """
+    if any(isinstance(mode, _CHECKPOINT_MODES) for mode in _get_current_dispatch_mode_stack()):
+        with _disable_current_modes():
+            yield
+        return
+    yield
 
 
 class Gatherer:
@@ -318,9 +338,10 @@ class Gatherer:
         step = f"{self._kind.value} {len(asked)} {unit.name}"
         self.schedule_hash = zlib.crc32(step.encode(), self.schedule_hash)
         asked.append(unit)
-        unit.param.unshard(self._comm)
-        self._prefetch_after(unit)  # issued before the wait: both gathers are on their way
-        unit.param.wait_for_unshard()
+        with _beside_checkpoints():
+            unit.param.unshard(self._comm)
+            self._prefetch_after(unit)  # issued before the wait: both gathers are on their way
+            unit.param.wait_for_unshard()
 
     def _prefetch_after(self, unit: FlatUnit) -> None:
         """Begin to gather the units that followed `unit` in the last pass of this kind.

@@ -287,12 +287,19 @@ class Reducer:
         Args:
             units: indices of units, each of one slice only.
         """
-        assert micro.grads is not None
-        micro.grads.awaited = {index for index in micro.grads.awaited if index not in units}
+        grads = micro.grads
+        assert grads is not None
+        begun = {
+            unit.index for unit in grads.order if len(grads.missing[unit.index]) < len(unit.params)
+        }
+        # What a later slice has read, as for a penalty, has gradients already: which one is the
+        # last does not show before the end of this slice.
+        grads.awaited = {index for index in grads.awaited if index not in units or index in begun}
 
     def end_slice(self, micro: MicroPass, units: Container[int]) -> None:
         """Expect no more gradients of the units that `begin_slice` named."""
         assert micro.grads is not None
+        micro.grads.awaited = {index for index in micro.grads.awaited if index not in units}
         for unit in micro.grads.order:
             if unit.index in units:
                 self.mark_complete(micro, unit)

@@ -134,7 +134,7 @@ class RankPool:
         """Start the processes.
 
         Args:
-            alone_s: seconds that a task may take once one rank has returned.
+            alone_s: seconds that a task may take once one rank has returned an error.
         """
         self.world_size = world_size
         self.device = device
@@ -179,7 +179,9 @@ class RankPool:
                     good, value = False, f"died with exit code {self._processes[rank].exitcode}"
                 if good:
                     results[rank] = value
-                    deadline = min(deadline, time.monotonic() + self._alone_s)
+                    has_failed = isinstance(value, dict) and bool(value.get("error"))
+                    if has_failed:  # the others may wait for it
+                        deadline = min(deadline, time.monotonic() + self._alone_s)
                 else:
                     failures.append(f"rank {rank}: {value}")
         if failures:

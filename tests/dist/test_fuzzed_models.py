@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,8 @@ from fuzzed_models import (
     idioms_of,
 )
 from models_layouts import FAMILIES, Layout, layout_of, plain
-from models_table import GOOD, Program, outcome, program_of
+from models_table import ALONE_S, GOOD, Program, outcome, program_of
+from pool import RankPool
 from test_tensor_parallel import small
 
 from zrun_core.spine.config import JobConfig
@@ -59,7 +61,16 @@ FOUND_ON = [
     (1005, Layout("layer-major, offload", {"zero.stage": 1, "offload.optimizer": "disk"})),
     (1005, Layout("layer-major, offload", {"zero.stage": 0, "offload.optimizer": "disk"})),
     # The first forward was one of evaluation: running statistics were counted twice.
-    (1008, Layout("tp", {"activations.checkpoint": "full"})),
+    (
+        1008,
+        Layout(
+            "tp",
+            {
+                "parallel.plan": {"*.up": "colwise_gather_output"},
+                "activations.checkpoint": "full",
+            },
+        ),
+    ),
     (1022, Layout("tp", {"activations.checkpoint": "every_n", "precision.compute": "bf16"})),
     # A selective checkpoint counted operators of a gather.
     (
@@ -75,10 +86,19 @@ FOUND_ON = [
 ]
 
 
+@pytest.fixture(scope="module")
+def alone_soon() -> Iterator[Callable[[int], RankPool]]:
+    """Return pools whose ranks do not wait long for one that has failed."""
+    pools = {size: RankPool(size, alone_s=ALONE_S) for size in (1, 2)}
+    yield pools.__getitem__
+    for pool in pools.values():
+        pool.close()
+
+
 @pytest.mark.parametrize("seed", range(SEEDS))
-def test_a_random_model_trains_or_is_refused(ranks, tmp_path: Path, seed: int) -> None:
+def test_a_random_model_trains_or_is_refused(alone_soon, tmp_path: Path, seed: int) -> None:
     program = program_of(seed, NAMES[seed % len(NAMES)])
-    found = outcome(ranks, program, tmp_path)
+    found = outcome(alone_soon, program, tmp_path)
     assert found.kind in (*GOOD, "invalid"), (found, str(program))
 
 
@@ -120,10 +140,10 @@ def test_what_was_found_on_a_variant_is_mended(
 @pytest.mark.parametrize("family", ["zero 3, recomputed", "pp", "tp"])
 @pytest.mark.at_most(1)
 def test_a_comparison_in_bf16_can_fail(ranks, tmp_path: Path, family: str) -> None:
-    """A gradient that is a tenth too large is no rounding."""
+    """A gradient that is half too large is no rounding; a tenth may be one, in this format."""
     program = Program(86, Layout(family, {"precision.compute": "bf16"}), more=False)
     assert outcome(ranks, program, tmp_path / "right").kind == "equal", str(program)
-    found = outcome(ranks, program, tmp_path / "wrong", fault="a tenth more of one gradient")
+    found = outcome(ranks, program, tmp_path / "wrong", fault="half more of one gradient")
     assert found.kind == "silent", (found, str(program))
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -245,6 +248,72 @@ def test_moments_that_are_lost_are_seen_in_the_next_update(ranks, tmp_path: Path
     difference = verdict_of(folder, later).difference
     assert difference is not None
     assert (difference.step, difference.what) == (3, "update")
+
+
+class Unsteady(Plain):
+    """Tokens that are others each time they are read, made, or in each process."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self._how = how
+        self._own = random.Random(0)
+        self._made = {
+            "made": torch.initial_seed() + int(torch.randint(2**31, ())),
+            "process": os.getpid(),
+        }.get(how, 0)
+
+    def _seed(self, index: int) -> int:
+        if self._how == "own generator":
+            return self._own.getrandbits(60)
+        if self._how == "clock":
+            return time.time_ns()
+        if self._how == "clock in seconds":
+            return int(time.time())
+        if self._how == "no seed" or (self._how == "later" and index >= 8):
+            return random.SystemRandom().getrandbits(60)
+        return self._made
+
+    def __getitem__(self, index: int) -> Any:
+        sample = super().__getitem__(index)
+        generator = torch.Generator().manual_seed(self._seed(index))
+        shift = torch.randint(VOCAB, sample["input_ids"].shape, generator=generator)
+        return {**sample, "input_ids": (sample["input_ids"] + shift) % VOCAB}
+
+
+def unsteady_batch(samples: list[Any]) -> Any:
+    """A batch with a shift that nothing seeds."""
+    batch = torch.utils.data.default_collate(samples)
+    shift = random.SystemRandom().randrange(VOCAB)
+    return {**batch, "input_ids": (batch["input_ids"] + shift) % VOCAB}
+
+
+EACH_READ = "the data are not the same each time they are read: sample {} of the data set, read"
+UNSTEADY = {
+    "own generator": EACH_READ.format(0),
+    "no seed": EACH_READ.format(0),
+    "clock": EACH_READ.format(0),
+    "clock in seconds": "the data are not the same each time they are read: ",
+    "later": EACH_READ.format(8),
+    "made": "the data set is not the same each time it is made: the batch of positions",
+    "process": "the data set is not the same in each process: the batch of positions",
+    "collate": "the data are not the same each time they are read: the batch of positions 0 to 1",
+}
+
+
+@pytest.mark.parametrize("how", UNSTEADY)
+@pytest.mark.at_most(3)
+def test_data_that_differ_from_themselves_are_told(ranks, tmp_path: Path, how: str) -> None:
+    data: dict[str, Any] = {"call": "test_verification.py:Unsteady", "args": {"how": how}}
+    if how == "collate":
+        data = {"call": "runs.py:Plain", "collate": "test_verification.py:unsteady_batch"}
+    keys = small(data={**data, "shuffle": False}, batch={"global": 8, "micro": 2})
+    found = ranks(2).run(recorded, keys, str(tmp_path / "run"), {"dp": 2})
+    assert {each["error"] for each in found} == {""}
+    if how == "clock in seconds":
+        time.sleep(1)
+    verdict = verdict_of(tmp_path / "run")
+    assert verdict.difference is None
+    assert verdict.why_not.startswith(UNSTEADY[how])
 
 
 def test_a_model_that_differs_from_itself_is_told(ranks, tmp_path: Path) -> None:

@@ -89,7 +89,7 @@ class BatchGuard:
         """Digest what this rank has read; the host does not wait for a device here."""
         if not self._is_needed:
             return BatchDigest()
-        fields = [list(_fields(micro.batch, self._seed)) for micro in micro_batches]
+        fields = [list(fields_of(micro.batch, self._seed)) for micro in micro_batches]
         on_host = xxhash.xxh3_64()
         on_device: torch.Tensor | None = None
         for field in (field for of_one in fields for field in of_one):
@@ -211,7 +211,7 @@ def _odd_ones(values: Mapping[int, str]) -> tuple[list[int], int]:
     return [rank for rank, value in values.items() if value != common], other
 
 
-def _fields(value: Any, seed: int, path: str = "batch") -> Iterator[Field]:
+def fields_of(value: Any, seed: int, path: str = "batch") -> Iterator[Field]:
     """Yield the tensors and numbers of a batch, in order."""
     if isinstance(value, torch.Tensor):
         words = f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
@@ -221,13 +221,13 @@ def _fields(value: Any, seed: int, path: str = "batch") -> Iterator[Field]:
         yield Field(path, type(value).__name__, digest)
     elif isinstance(value, Mapping):
         for key, item in value.items():
-            yield from _fields(item, seed, f"{path}[{key!r}]")
+            yield from fields_of(item, seed, f"{path}[{key!r}]")
     elif isinstance(value, list | tuple):
         for place, item in enumerate(value):
-            yield from _fields(item, seed, f"{path}[{place}]")
+            yield from fields_of(item, seed, f"{path}[{place}]")
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
-            yield from _fields(getattr(value, field.name), seed, f"{path}.{field.name}")
+            yield from fields_of(getattr(value, field.name), seed, f"{path}.{field.name}")
 
 
 def _digest(tensor: torch.Tensor, seed: int) -> int | torch.Tensor:

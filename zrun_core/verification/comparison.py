@@ -50,6 +50,7 @@ from zrun_core.verification.record import (
     read_step,
     recorded_steps,
 )
+from zrun_core.verification.steady_data import check_data, check_read_again
 from zrun_core.verification.step_check import DTYPES, OWN, Apart, StepCheck, norm_of
 from zrun_core.verification.verdict import Difference, Unverifiable, Verdict
 
@@ -177,13 +178,15 @@ class _RunComparison:
     # The beginning
 
     def _check_itself(self, begin: StepRecord) -> None:
-        """Run the first micro-batch twice.
+        """Read the first micro-batch twice, and run it twice.
 
         Raises:
-            Unverifiable: the model differs from itself.
+            Unverifiable: the data or the model differ from themselves.
         """
-        parts = split_samples(self._positions(1), self.spec.batch.ranks, self.spec.batch.micro)
-        ((batch, _), *_), *_ = self._data.batches(parts)
+        parts = split_samples(self._data.positions(1), self.spec.batch.ranks, self.spec.batch.micro)
+        first_part = [[parts[0][0]]]
+        (((batch, _),),) = self._data.batches(first_part)
+        check_read_again(self._data, first_part, 0, 0, batch)
         results: list[PlainGradient] = []
         values: list[dict[str, Tensor]] = []
         for _ in range(2):
@@ -349,7 +352,7 @@ class _RunComparison:
 
     def _step(self, step: int, record: StepRecord) -> Difference | None:
         numbers = record.numbers[0]
-        positions = self._positions(step)
+        positions = self._data.positions(step)
         parts = split_samples(positions, self.spec.batch.ranks, self.spec.batch.micro)
         batches = self._data.batches(parts)
         found = self._check_batches(step, record, parts, batches)
@@ -426,15 +429,6 @@ class _RunComparison:
             self._verdict.worst,
         )
 
-    def _positions(self, step: int) -> range:
-        """Return the positions in the stream of a step's samples."""
-        size = self.spec.batch.global_size
-        positions = range((step - 1) * size, step * size)
-        if self.spec.job.epochs is not None and self._data.num_samples is not None:
-            last = self._data.num_samples * self.spec.job.epochs
-            positions = range(positions.start, min(positions.stop, last))
-        return positions
-
     def _check_batches(
         self,
         step: int,
@@ -442,6 +436,11 @@ class _RunComparison:
         parts: Sequence[Sequence[Sequence[int]]],
         batches: Sequence[Sequence[tuple[Any, int]]],
     ) -> Difference | None:
+        """Compare what each rank has read.
+
+        Raises:
+            Unverifiable: the data differ from themselves.
+        """
         for rank, numbers in enumerate(record.numbers):
             of_rank = self.spec.plan.ranks[rank].dp
             expected = [(digest(batch) if size else "", size) for batch, size in batches[of_rank]]
@@ -453,6 +452,9 @@ class _RunComparison:
             else:
                 micro = next(m for m, each in enumerate(read) if each != expected[m])
                 own = parts[of_rank][micro]
+                if own:
+                    batch = batches[of_rank][micro][0]
+                    check_data(self._run_dir, self._data, step, (of_rank, micro), batch)
                 where = f"{own[0]} to {own[-1]}" if own else "none"
                 what = (
                     f"rank {rank}, micro-batch {micro} has {read[micro][1]} other samples than "

@@ -70,6 +70,7 @@ class PlainData:
         self._seed = job.seed
         self._shuffle = job.data.shuffle
         self._epochs = job.epochs
+        self._global_size = spec.batch.global_size
         self._dataset: Any = user.call(Ref(call=job.data.call, args=job.data.args), job_dir)
         self._collate = default_collate
         if job.data.collate is not None:
@@ -85,6 +86,27 @@ class PlainData:
     def num_samples(self) -> int | None:
         """Samples of an epoch; None: only walking tells."""
         return None if self._walk is not None else len(self._dataset)
+
+    def positions(self, step: int) -> range:
+        """Return the positions in the stream of a step's samples."""
+        size = self._global_size
+        positions = range((step - 1) * size, step * size)
+        if self._epochs is not None and self.num_samples is not None:
+            last = self.num_samples * self._epochs
+            positions = range(positions.start, min(positions.stop, last))
+        return positions
+
+    def sample(self, position: int) -> tuple[int, Any] | None:
+        """Return the sample at a position of the stream, and its index in the data set.
+
+        None: samples are not read one by one.
+        """
+        if self._walk is not None or reads_several(self._dataset):
+            return None
+        number = self._number(position)
+        with rng.kept_position(rng.CPU):
+            rng.seed(rng.mix(self._seed, position))
+            return number, self._dataset[number]
 
     def batches(self, parts: Sequence[Sequence[Sequence[int]]]) -> list[list[tuple[Any, int]]]:
         """Return the micro-batches of a step, by data-parallel rank, with their samples' number.

@@ -74,6 +74,15 @@ def data() -> torch.utils.data.Dataset:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(64, 8, generator=generator)
     return torch.utils.data.TensorDataset(x, x[:, :1])
+
+
+def one() -> torch.utils.data.Dataset:
+    return torch.utils.data.Subset(data(), [0])
+
+
+class One(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter([data()[0]])
 """
 
 
@@ -150,6 +159,26 @@ def test_what_cannot_be_verified_is_told_in_one_line(folder: Path) -> None:
     assert ran.returncode == 2
     assert ran.stderr.count("\n") == 1
     assert "a plain loop trains something else" in ran.stderr
+
+
+def test_a_model_without_room_is_told_before_a_trial(folder: Path) -> None:
+    ran = zrun(folder, "verify", "job.yaml", "limits.memory=4KiB")
+    assert ran.returncode == 2
+    assert (
+        "the plain loop has no room: it holds the whole model on one rank, once for " in ran.stderr
+    )
+    assert "of the 4.0 KiB of limits.memory: give net.py:Net arguments that make " in ran.stderr
+    assert "the model stays as large as it is: no argument of net.py:Net has the us" in ran.stderr
+    assert "rank" not in ran.stderr.splitlines()[-1].partition("the plain loop")[0]
+    assert not (folder / "runs").exists()
+
+
+@pytest.mark.parametrize("data", ["one", "One"])
+@pytest.mark.at_most(1)
+def test_data_of_one_sample_are_verified(folder: Path, data: str) -> None:
+    ran = zrun(folder, "verify", "job.yaml", "--steps=2", f"data.call=net.py:{data}")
+    assert ran.returncode == 0, ran.stderr
+    assert "your configuration trains what a plain loop trains: 3 steps" in ran.stdout
 
 
 @pytest.mark.thorough

@@ -11,6 +11,7 @@ import pytest
 
 from zrun.verification.bisect import Feature, bisect, features_of, with_slots
 from zrun.verification.moved_and_held import moved_and_held
+from zrun.verification.room import Place, PlainNeeds, why_too_large
 from zrun.verification.shrink import shrunk
 from zrun.verification.trial import check_method, other_layout, trial_of
 from zrun_core.errors import JobError
@@ -204,6 +205,43 @@ def test_bytes_are_told_beside_those_that_were_planned(tmp_path: Path) -> None:
     ]
     (tmp_path / "events.jsonl").write_text("")
     assert moved_and_held(tmp_path) is None
+
+
+def test_a_factory_without_usual_names_is_told() -> None:
+    assert not trial_of(job(), steps=6, slots=None, gpus=0).stays
+    model = {"call": "m.py:build", "args": {"size": "7b", "depth": True}}
+    trial = trial_of(job(model=model), steps=6, slots=None, gpus=0)
+    assert trial.shrinks == ()
+    assert trial.stays.startswith("no argument of m.py:build has the usual name of a depth or a")
+    tiled = trial_of(job(zero={"stage": 3, "tile": "1MiB"}), steps=6, slots=None, gpus=0)
+    assert "zero.tile" in tiled.stays
+
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("optim", "host", "gpu", "words"),
+    [
+        ("adamw", 60 * GIB, None, ""),  # 4 x 2 of models, 44 of the rest, of each parameter
+        ("adamw", 50 * GIB, None, "takes at least 52.0 GiB of the 50.0 GiB free: A; or write --sl"),
+        ("adamw", 46 * GIB, None, "takes at least 52.0 GiB of the 46.0 GiB free: A"),
+        ("sgd", 40 * GIB, None, ""),
+        ("lion", 40 * GIB, None, "takes at least 44.0 GiB of the 40.0 GiB free: A; or write --sl"),
+        ("adamw", 50 * GIB, 16 * GIB, ""),
+        ("adamw", 50 * GIB, 10 * GIB, "takes at least 12.0 GiB of the 10.0 GiB of a GPU: A; or w"),
+        ("adamw", 40 * GIB, 16 * GIB, "takes at least 44.0 GiB of the 40.0 GiB free: A"),
+    ],
+)
+def test_a_plain_loop_without_room_is_told_before_it_begins(
+    optim: str, host: int, gpu: int | None, words: str
+) -> None:
+    config = job(optim={"name": optim})
+    needs = PlainNeeds.of(config, GIB, GIB)
+    on_device = None if gpu is None else Place(gpu, "of a GPU")
+    told = why_too_large(needs, 2, 4, Place(host, "free"), on_device, ["A"])
+    assert (words in told) if words else told == ""
+    assert told.endswith("--slots 4") == ("write --sl" in words or "or w" in words)
 
 
 def test_each_difference_says_where_to_look() -> None:

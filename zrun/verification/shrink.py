@@ -48,6 +48,13 @@ def shrunk(args: Mapping[str, Any], *, tp: int, blocks: int) -> dict[tuple[str, 
     return found
 
 
+def has_sizes(args: Mapping[str, Any]) -> bool:
+    """Return whether a name among a factory's arguments says that it is a depth or a width."""
+    return any(
+        DEPTHS.fullmatch(path[-1]) or WIDTHS.fullmatch(path[-1]) for path, _ in _numbers(args, ())
+    )
+
+
 def _can_halve(
     widths: Mapping[tuple[str, ...], int],
     heads: Mapping[tuple[str, ...], int],

@@ -9,9 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from zrun.job.smoke import smoke_of
-from zrun.verification.shrink import shrunk
+from zrun.verification.shrink import has_sizes, shrunk
 from zrun_core.errors import JobError
 from zrun_core.spine.config import JobConfig
+from zrun_core.spine.parallel_dims import ParallelDims
 
 _LARGEST_GROUP = 2  # ranks of a shard group, of which a trial on CPUs has two
 _MOST_SAMPLES = 2  # of a micro-batch
@@ -25,12 +26,16 @@ class Trial:
         overrides: of what runs, without those that shrink the model.
         shrinks: those.
         told: what it is, in words.
+        parallel: its axes.
+        stays: why the model does not shrink, in words; "" where it does, or is small already.
         notes: what of the job it leaves out.
     """
 
     overrides: tuple[str, ...]
     shrinks: tuple[str, ...]
     told: str
+    parallel: ParallelDims
+    stays: str = ""
     notes: tuple[str, ...] = ()
 
 
@@ -128,9 +133,17 @@ def trial_of(job: JobConfig, steps: int, slots: int | None, gpus: int) -> Trial:
         f"tp {parallel.tp}, dp {replicas}, pp {parallel.pp}, "
         f"{steps} steps of {micro * replicas * accumulation} samples"
     )
+    stays = ""
     if job.zero.tile is not None or "persist_below" in job.zero.model_fields_set:
         shrinks = []  # a smaller model would have no tiles, or all of it would persist
-    return Trial(tuple(overrides), tuple(shrinks), told, tuple(notes))
+        stays = "a smaller one would have no tiles, or persist whole (zero.tile, persist_below)"
+    elif not has_sizes(job.model.args):
+        stays = (
+            f"no argument of {job.model.call} has the usual name of a depth or a width, such as "
+            "depth, num_layers, dim or hidden_size"
+        )
+    axes = ParallelDims(tp=parallel.tp, dp=replicas, pp=parallel.pp)
+    return Trial(tuple(overrides), tuple(shrinks), told, axes, stays, tuple(notes))
 
 
 def _few_steps(job: JobConfig, steps: int) -> list[str]:

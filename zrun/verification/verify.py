@@ -16,16 +16,20 @@ from tempfile import mkdtemp
 from typing import Any
 
 from zrun.job.load import load_job
+from zrun.job.structure import inspect_structure
 from zrun.system.output import say
 from zrun.topology.machine import read_machine
 from zrun.verification.bisect import bisect, features_of, with_slots
 from zrun.verification.moved_and_held import MovedAndHeld, moved_and_held
 from zrun.verification.passes import Found, Runner, TrialFailedError, recorded_until, trial_folder
+from zrun.verification.room import Place, PlainNeeds, why_too_large
 from zrun.verification.trial import check_method, other_layout, save_at, trial_of
 from zrun_core.checkpoint.names import step_name
-from zrun_core.errors import ExitCode, StoppedError, ZrunError
+from zrun_core.errors import ExitCode, JobError, StoppedError, ZrunError
+from zrun_core.spine import memory_limits
 
 STEPS = 6
+_BUILD_TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True)
@@ -58,12 +62,19 @@ class Verification:
         self._request = request
         self._job = load_job(request.path, request.overrides).config
         check_method(self._job)
-        gpus = len(read_machine().devices)
+        gpus = read_machine().devices
+        self._gpu_memory = None
+        if gpus and gpus[0].memory_bytes is not None:
+            self._gpu_memory = Place(gpus[0].memory_bytes, "of a GPU")
         self._steps = min(request.steps, self._job.steps or request.steps)
-        self._trial = trial_of(self._job, self._steps, request.slots, gpus)
+        self._trial = trial_of(self._job, self._steps, request.slots, len(gpus))
         # Weights of a file fit the model as it is.
-        stays = request.whole or self._job.init_from is not None
-        self._shrinks = () if stays else self._trial.shrinks
+        self._stays = self._trial.stays
+        if request.whole:
+            self._stays = "--whole"
+        elif self._job.init_from is not None:
+            self._stays = "weights of a file (init_from) fit it as it is"
+        self._shrinks = () if self._stays else self._trial.shrinks
         self._results: dict[str, Found] = {}
         self._bytes: dict[str, MovedAndHeld | None] = {}  # of the same passes
 
@@ -71,6 +82,7 @@ class Verification:
         """Run all trials. Returns the exit code."""
         with trial_folder() as folder:
             self._tell_model()
+            self._check_room(folder)
             found = self._run_passes(folder)
             culprit = ""
             if not found.agrees and self._request.bisects:
@@ -83,6 +95,42 @@ class Verification:
         if self._shrinks:
             names = ", ".join(each.removeprefix("model.args.") for each in self._shrinks)
             self._say(f"the model shrinks to {names}; --whole keeps it")
+        elif self._stays and not self._request.whole:
+            self._say(f"the model stays as large as it is: {self._stays}")
+
+    def _check_room(self, folder: Path) -> None:
+        """Refuse a model that this host has no memory for, before a trial runs.
+
+        Raises:
+            JobError: it is too large.
+        """
+        loaded = self._runner(folder).load([])
+        try:
+            structure = inspect_structure(loaded, _BUILD_TIMEOUT_S)
+        except ZrunError:
+            return  # the trial says why
+        parallel = self._trial.parallel
+        refusal = why_too_large(
+            PlainNeeds.of(loaded.config, structure.num_parameters, structure.num_trainable),
+            parallel.dp,
+            parallel.tp * parallel.pp,
+            _memory(self._job.limits.memory),
+            self._gpu_memory if loaded.config.device == "cuda" else None,
+            self._ways_to_shrink(),
+        )
+        if refusal:
+            raise JobError(refusal)
+
+    def _ways_to_shrink(self) -> list[str]:
+        """Return what makes the model smaller, in words."""
+        if self._request.whole and self._trial.shrinks:
+            return ["leave out --whole"]
+        if self._job.init_from is not None and self._trial.shrinks:
+            return ["write init_from=null, for the model shrinks then"]
+        args = [f"model.args.{name}" for name in self._job.model.args]
+        if not args:
+            return [f"give {self._job.model.call} arguments that make it smaller"]
+        return [f"give it smaller arguments, as {args[0]}=... ({', '.join(args[:6])})"]
 
     def _run_passes(self, folder: Path) -> Found:
         """Run the trials, up to one that differs, and return the last."""
@@ -197,6 +245,17 @@ class Verification:
 
     def _say(self, text: str) -> None:
         say(text, sys.stderr)
+
+
+def _memory(most: int | None) -> Place:
+    """Return what a process may take here; `most` is limits.memory."""
+    places = [Place(memory_limits.host_available(), "that this host has free")]
+    process = memory_limits.process_available()
+    if process is not None:
+        places.append(Place(process, "that a process may take (ulimit -d)"))
+    if most is not None:
+        places.append(Place(most, "of limits.memory"))
+    return min(places, key=lambda place: place.num_bytes)
 
 
 def verify(request: VerifyRequest) -> int:

@@ -154,6 +154,7 @@ class _RunComparison:
         begin = read_step(self._run_dir, self._ranks, steps[0])
         self._check_itself(begin)
         self._begin(begin)
+        del begin  # as large as the model
         if self._verdict.difference is not None:
             return
         num_made = 0
@@ -169,6 +170,7 @@ class _RunComparison:
                 return
             self._verdict.steps += 1
             num_made += not record.numbers[0].skipped
+            del record  # before the next one is read
         if not num_made:
             raise Unverifiable(
                 "every step was skipped, as where numbers are not finite: give it more --steps, or "

@@ -8,6 +8,8 @@ it: see [Note: one number for all groups] in `batches.py`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from zrun_core.distributed.mesh import Mesh
@@ -41,8 +43,11 @@ class LossGuard:
         bits = torch.nan_to_num(loss.float()).view(torch.int32)  # a NaN has many
         sums.add(**{APART: bits.double() * self._weight})
 
-    def check(self, apart: float, when: str) -> None:
-        """Check what the numbers of all ranks add up to.
+    def check(self, apart: float, when: str, causes: Callable[[], str]) -> None:
+        """Check what the numbers of all ranks add up to. Collective if losses differ.
+
+        Args:
+            causes: returns why, in words: see `loss_causes.py`.
 
         Raises:
             DivergedError: losses differ.
@@ -50,8 +55,5 @@ class LossGuard:
         if apart:
             raise DivergedError(
                 f"in {when} ranks that share layers (parallel.tp) computed different losses for "
-                "the same samples: a penalty or a norm of weights in the loss or in a hook sees "
-                "only the slices of its rank, and a random generator of your own may differ "
-                "between ranks: compute with what modules return, draw from torch's default "
-                "generator, or write tp: 1"
+                f"the same samples: {causes()}"
             )

@@ -26,6 +26,7 @@ from zrun_core.errors import (
     StoppedError,
 )
 from zrun_core.guards.batches import BatchDigest, BatchGuard
+from zrun_core.guards.loss_causes import LossCauses
 from zrun_core.guards.losses import LossGuard
 from zrun_core.guards.numeric import NumericGuard
 from zrun_core.guards.oom import MemoryGuard
@@ -217,6 +218,8 @@ class Trainer:
         self._replicas = ReplicaGuard(sharded, spec.plan)
         self._batches = BatchGuard(sharded.mesh, self.comm, spec.plan)
         self._losses = LossGuard(sharded.mesh)
+        self.loss_causes = LossCauses(sharded, functions.loss, self._replicas, spec.plan)
+        self._has_ended_step = False  # in this run
         self._numeric = NumericGuard(job, sharded, emitter, is_main=self.recorder.is_main)
         self._numeric_problem: str | None = None  # found within a step, which is to end first
         self.steps = StepRunner(sharded)
@@ -449,7 +452,7 @@ class Trainer:
         for step in ended:
             self.progress.steps += 1
             self.progress.micro_batches += step.issued.micro_batches
-            self._losses.check(step.totals.apart, f"step {step.issued.step}")
+            self._check_losses(step.totals.apart, step.issued.step, step.losses)
             if step.totals.skipped:
                 self.sharded.look_back_at(step.norms)
             self._count(
@@ -514,7 +517,7 @@ class Trainer:
         issued = self._issued
         assert issued is not None
         self._batches.check(totals.batches, self._issued_batches, f"step {issued.step}")
-        self._losses.check(totals.apart, f"step {issued.step}")
+        self._check_losses(totals.apart, issued.step, self._issued_losses)
         self.saves.update(totals)
         if not totals.agreed:
             raise modules_differ(f"step {issued.step}", "zero.leaf")
@@ -584,6 +587,15 @@ class Trainer:
             raise NumericError(told)
 
     # Between two steps
+
+    def _check_losses(self, apart: float, step: int, losses: Sequence[torch.Tensor]) -> None:
+        """Make sure that ranks which share layers have computed the same. Collective if not."""
+
+        def causes() -> str:
+            return self.loss_causes.say(step, losses, is_first=not self._has_ended_step)
+
+        self._losses.check(apart, f"step {step}", causes)
+        self._has_ended_step = True
 
     def check_replicas(self, lr: float) -> None:
         """Compare with the other ranks what must be equal. Collective.

@@ -89,6 +89,7 @@ _SEQUENCE_ADVICE = (
 _ALIKE = 1e-5  # how far numbers are apart, beside the largest, that differ by rounding alone
 _PATIENCE = 1 / 4  # of what ranks wait for each other, as long as one reads values of files
 _ITS_GRADIENTS = "its gradients are "
+_NOT_COMPARED = "not compared before training with what the whole model computes: "
 _DRAWS = 6  # of random numbers that are tried
 
 
@@ -631,7 +632,13 @@ def _reason(error: Exception) -> str:
 
 def not_compared(why: str, what: str = "") -> str:
     """Return the note of a run whose model is not compared."""
-    return f"{what}not compared before training with what the whole model computes: {why}"
+    return f"{what}{_NOT_COMPARED}{why}"
+
+
+def why_not_compared(notes: Sequence[str]) -> str:
+    """Return why a run's model is not compared; "": it is, its gradients perhaps not."""
+    found = (note for note in notes if note.startswith(_NOT_COMPARED))
+    return next(found, "").removeprefix(_NOT_COMPARED)
 
 
 def _watched_state(model: nn.Module, loss: object) -> Callable[[], bool]:

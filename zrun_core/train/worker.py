@@ -75,7 +75,7 @@ from zrun_core.train.rank_phase import RankPhase
 from zrun_core.train.stage_building import StageParts, build_stage
 from zrun_core.train.tensor_building import divide_model, input_partition, plan_tensors
 from zrun_core.train.trainer import Trainer, UserFunctions
-from zrun_core.train.value_check import ValueCheck, not_compared
+from zrun_core.train.value_check import ValueCheck, not_compared, why_not_compared
 from zrun_core.user_code import user
 from zrun_core.user_code.build import Built, build_once_per_host, check_trained
 from zrun_core.user_code.loss import compute_loss
@@ -670,10 +670,13 @@ def _end_value_check(
     if check is None:
         return []
     if isinstance(check, str):
+        trainer.loss_causes.why_not_compared = check
         return [not_compared(check)]
     regions = None if divided is None else divided.regions
     step = None if resumed is None else resumed.path
-    return check.compare(trainer.micro_batches, trainer.sharded, regions, step)
+    notes = check.compare(trainer.micro_batches, trainer.sharded, regions, step)
+    trainer.loss_causes.why_not_compared = why_not_compared(notes)
+    return notes
 
 
 def _first_batch(data: _Data) -> MicroBatch:

@@ -212,6 +212,22 @@ def test_check_prints_the_plan(zrun: Zrun) -> None:
     assert "auto: zero.bucket = " in everything
 
 
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ([], ""),
+        (["parallel.tp=2"], "values: not compared: with --values the 2 ranks of one model start h"),
+        (["parallel.tp=2", "guards.check_values=false"], "values: not compared, neither here nor"),
+        (["parallel.tp=512"], "values: not compared here, where the 512 ranks of one model are t"),
+    ],
+)
+@pytest.mark.at_most(1)
+def test_check_says_that_values_were_not_compared(zrun: Zrun, keys: list[str], words: str) -> None:
+    result = zrun("check", "job.yaml", "--no-import", "--slots", "512", "batch.global=1024", *keys)
+    assert result.code == 0, result.err
+    assert (words in result.out) if words else ("values:" not in result.out)
+
+
 @pytest.mark.usefixtures("warm")
 def test_check_says_which_settings_of_the_model_do_not_count(zrun: Zrun) -> None:
     keys = ["model={call: user.py:Caching}", "activations.checkpoint=full"]

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from zrun.job.load import LoadedJob
     from zrun.job.structure import Structure
     from zrun.placement.plan import ResolvedJob
+    from zrun_core.spine.config import JobConfig
 
 _BUILD_TIMEOUT_S = 300.0
 _WIDE = 120  # columns where there is no terminal
@@ -131,8 +132,9 @@ def check(
         print(json.dumps(_report(loaded, resolved, structure) | where, indent=2))
     else:
         _print(loaded, backend, cluster, resolved, structure, no_plan, everything)
-        if compared is not None:
-            print(f"values: {compared}")
+        told = compared or _why_not_compared(loaded.config)
+        if told:
+            print(f"values: {told}")
         if grid:
             _print_grid(resolved)
     if isinstance(no_plan, PreflightError):
@@ -158,6 +160,26 @@ def _compare_values(job: Path, overrides: list[str]) -> str:
         return compare_values(job, overrides)
     except TrialFailedError as error:  # what it was has been said
         raise typer.Exit(error.exit_code) from None
+
+
+def _why_not_compared(job: JobConfig) -> str:
+    """Return that values of the model's parts were not compared, and how to; "": it has none."""
+    from zrun.topology.machine import read_machine
+
+    ranks = job.parallel.tp * job.parallel.pp
+    if ranks == 1:
+        return ""
+    if not job.guards.check_values:
+        return "not compared, neither here nor in the run: guards.check_values is false"
+    if ranks > max(os.cpu_count() or 1, len(read_machine().devices)):
+        return (
+            f"not compared here, where the {ranks} ranks of one model are too many: the run does "
+            "it before its first step"
+        )
+    return (
+        f"not compared: with --values the {ranks} ranks of one model start here, and what their "
+        "parts compute is compared with the whole one; the run does it before its first step"
+    )
 
 
 def _find_cluster(

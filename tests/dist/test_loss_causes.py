@@ -111,7 +111,7 @@ CASES = [
         Known(
             False, "", "step 3: replicas diverged: rank 1 has another parameter norm.weight t; x"
         ),
-        "or weights that a hook has written; rank 1 has another parameter norm.weight t, by this step or before it",
+        "hook has written; rank 1 has another parameter norm.weight t, by this step or before it",
     ),
     (told(math.nan, 1.0), Known(True, "", ""), "their random streams are alike; "),
 ]

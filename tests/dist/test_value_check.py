@@ -180,6 +180,40 @@ def test_he_may_insist(ranks, tmp_path: Path) -> None:
     assert len(losses(found[0])) > 0
 
 
+@pytest.mark.parametrize(
+    ("function", "trust", "told"),
+    [
+        ("over the width", ["blocks.2"], "with parallel.tp 2 blocks.2 is another than in the whol"),
+        ("over the width", ["blocks.?"], "with parallel.tp 2 blocks.2 is another than in the whol"),
+        ("backward centered", ["blocks.2"], "with parallel.tp 2 the gradient of blocks.2.up.bias "),
+        ("gelu", ["blocks.2"], ""),
+    ],
+)
+@pytest.mark.at_most(1)
+def test_he_may_insist_by_name_and_each_start_tells(
+    ranks, tmp_path: Path, function: str, trust: list[str], told: str
+) -> None:
+    keys = keys_of(function, guards={"trust": trust}, checkpoint={"every": 2}, steps=4)
+    folder = tmp_path / "run"
+    found = on_axes(keys, folder, ranks)
+    saved = {"folder": f"{folder}/checkpoints", "step": 2}
+    again = ranks(2).run(run, keys, str(tmp_path / "later"), saved, None, None, {"dp": 1, "tp": 2})
+    for each in (found, again):
+        assert len(losses(each[0])) > 0, each[0]["error"]
+        (start,) = (event for event in each[0]["events"] if event["type"] == "start")
+        trusted = [note for note in start.get("notes", []) if note.startswith("guards.trust: ")]
+        assert len(trusted) == (1 if told else 0)
+        assert all(told in note for note in trusted)
+
+
+@pytest.mark.parametrize("trust", [["blocks.3"], ["loss"], ["blocks"]])
+@pytest.mark.at_most(1)
+def test_what_is_not_named_is_refused(ranks, tmp_path: Path, trust: list[str]) -> None:
+    found = on_axes(keys_of("over the width", guards={"trust": trust}), tmp_path, ranks)
+    assert {each["code"] for each in found} == {2}
+    assert "if it is right, guards.trust: [blocks.2] trains it all the sa" in found[0]["error"]
+
+
 def notes(found: list[dict[str, Any]]) -> list[str]:
     """What was said of a comparison that was not made."""
     (start,) = (event for event in found[0]["events"] if event["type"] == "start")

@@ -51,6 +51,7 @@ from zrun.transport.agents import AgentGroup
 from zrun.transport.frames import StartRequest
 from zrun.transport.join import JoinedAgent
 from zrun.watch import formatting
+from zrun.watch.checks_left_out import checks_left_out
 from zrun.watch.follow import Follower
 from zrun.watch.panel_layout import Facts
 from zrun.watch.phases import PhaseWatch
@@ -475,15 +476,14 @@ def _conclude(
 
 
 def _tell_not_compared(request: LaunchRequest, event: Event) -> None:
-    """Say, whatever the screen, which checks before the first step were left out.
+    """Say, whatever the screen, which checks before the first step were left out, or overruled.
 
     Ranks may then train something else, and nobody would see. Other screens tell all notes.
     """
     if event["type"] != "start" or request.ui not in (Ui.none, Ui.json) or not request.command:
         return
-    for note in event.get("notes") or ():
-        if "not compared before training" in str(note):
-            say(f"note: {printable(str(note))}", sys.stderr)
+    for note in checks_left_out(event):
+        say(f"note: {printable(note)}", sys.stderr)
 
 
 def _report(claimed: _ClaimedRun, observed: _Observed) -> None:

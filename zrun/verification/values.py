@@ -14,10 +14,10 @@ from zrun.runs.listing import parse_events
 from zrun.topology.machine import read_machine
 from zrun.verification.passes import Runner, trial_folder
 from zrun.verification.trial import trial_of
+from zrun.watch.checks_left_out import NOT_COMPARED, TRUSTED, checks_left_out
 from zrun_core.errors import JobError
 
 WORKER = "zrun_core.verification.check_worker"
-_NOT_COMPARED = "not compared before training"  # of `value_check.not_compared`
 
 
 def compare_values(path: Path, overrides: Sequence[str]) -> str:
@@ -43,13 +43,13 @@ def compare_values(path: Path, overrides: Sequence[str]) -> str:
         run_dir = Runner(path, [*overrides, *trial.overrides], folder, WORKER).train([])
         with (run_dir / "events.jsonl").open("rb") as lines:
             notes = [
-                str(note)
+                note
                 for event in parse_events(lines)
                 if event.get("type") == "start"
-                for note in event.get("notes") or ()
+                for note in checks_left_out(event)
             ]
-    why_not = next((note for note in notes if _NOT_COMPARED in note), "")
-    if why_not.startswith(_NOT_COMPARED):
+    why_not = next(iter(notes), "")
+    if why_not.startswith((NOT_COMPARED, TRUSTED)):
         return why_not
     answer = (
         f"the parts of {ranks} ranks (tp {parallel.tp}, pp {parallel.pp}) compute what the whole "

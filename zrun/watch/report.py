@@ -8,6 +8,7 @@ from pathlib import Path
 from zrun.hosts.cluster import several
 from zrun.watch import formatting
 from zrun.watch.axis_traffic import theory_along
+from zrun.watch.checks_left_out import checks_left_out
 from zrun.watch.profile_table import profile_line
 from zrun.watch.pushes import numerics_in_words, pushes_in_words
 from zrun.watch.run_state import RunState, number
@@ -75,6 +76,7 @@ def report_rows(state: RunState, curve: str = "") -> list[tuple[str, str]]:
     sizes = memory.get("measured_bytes"), memory.get("planned_bytes")
     rows.append(("memory", _compared(*sizes, "in buffers of rank 0", "plan")))
     rows.append(("numerics", numerics_in_words(state.start)))
+    rows.append(("checks", "; ".join(checks_left_out(state.start))))
     rows.append(("staleness", "; ".join(pushes_in_words(state.pushes))))
     rows += stage_rows(state)
     rows += tier_rows(state)

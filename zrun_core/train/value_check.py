@@ -37,6 +37,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -79,12 +80,13 @@ from zrun_core.zero.unit.precision import LossScaler, Precision
 from zrun_core.zero.wrap.auto_wrap import repeated_blocks, running_norm_params
 from zrun_core.zero.wrap.fakes import kept_buffers
 
-KEY = "guards.check_values"
+TRUST = "guards.trust"
+_LOSS = "loss"  # its name in `TRUST`
 _MOST_BYTES = 0.5  # of the memory that is free: more of it than this, and nothing is compared
 _ROUNDING = 1e-4  # relative difference that another order of sums may make, in fp32
 _SEQUENCE_ADVICE = (
     "an operation outside of attention counts, orders or mixes tokens, of which each rank has a "
-    f"slice, or features: write parallel.sequence: false; {KEY}: false trains all the same"
+    "slice, or features: write parallel.sequence: false"
 )
 _ALIKE = 1e-5  # how far numbers are apart, beside the largest, that differ by rounding alone
 _PATIENCE = 1 / 4  # of what ranks wait for each other, as long as one reads values of files
@@ -200,11 +202,13 @@ class ValueCheck:
         *,
         is_compiled: bool = False,
         patience_s: float = math.inf,
+        trust: Sequence[str] = (),
     ) -> None:
         """
         Args:
             batch: the first micro-batch of this rank, on its device.
             loss: the user's loss function; None: the model returns its loss.
+            trust: patterns of modules that may differ.
             patience_s: how long ranks wait for each other.
         """
         self._batch = batch
@@ -215,6 +219,7 @@ class ValueCheck:
         self._mesh = mesh
         self._has_slices = mesh.tensor.size > 1
         self._is_compiled = is_compiled
+        self._trust = trust
         self._reading_s = _PATIENCE * patience_s
         self._widens = self._has_slices and precision.compute != torch.float32
         self._path: Path | None = None  # of the values of the whole model
@@ -431,20 +436,35 @@ class ValueCheck:
         same = [each for each in everyone if each[1] == 0]  # they compute the batch of rank 0
         if len({read for *_, read in same}) > 1:
             return [not_compared("ranks have read different batches")]  # the first step names them
-        for number, (whole_loss, whole_nodes) in enumerate(forwards):
-            found = _Found.of([of_rank[number] for of_rank, *_ in same])
-            nodes = {int(call): Seen(*values) for call, values in whole_nodes.items()}
-            try:
-                self._judge(nodes, whole_loss, found)
-            except JobError as error:
-                if number == 0:
-                    raise
-                raise JobError(self._of_second(str(error))) from None
+        trusted = self._judge_all(forwards, [of_rank for of_rank, *_ in same])
+        if trusted:
+            return [trusted]
         if of_gradients is not None and not runner.makes_trial_steps:
             why_no_gradients = "this schedule makes no step on trial"
         if of_gradients is None or why_no_gradients:
             return [not_compared(why_no_gradients, _ITS_GRADIENTS)]
         return self._compare_gradients(runner, sharded, *of_gradients)
+
+    def _judge_all(self, forwards: Sequence[Any], told: Sequence[Any]) -> str:
+        """Compare each of the forwards; return the note of a difference that is trusted.
+
+        `forwards` are those of the whole model, and `told` has what each rank's have come to.
+
+        Raises:
+            JobError: there is another difference.
+        """
+        for number, (whole_loss, whole_nodes) in enumerate(forwards):
+            found = _Found.of([of_rank[number] for of_rank in told])
+            nodes = {int(call): Seen(*values) for call, values in whole_nodes.items()}
+            try:
+                self._judge(nodes, whole_loss, found)
+            except _DiffersError as error:
+                if self._is_trusted(error.name):
+                    return self._trusted(error.name, error.how)
+                if number == 0:
+                    raise JobError(str(error)) from None
+                raise JobError(self._of_second(error)) from None
+        return ""
 
     def _whole_at(self, goes_on_from: Path | None) -> WholeForward:
         """Return what the whole model has come to, if it has the values of that step."""
@@ -487,13 +507,17 @@ class ValueCheck:
             return []
         nearest = found[-1]  # to the loss: where backward has begun to differ
         others = f" (and those of {len(found) - 1} more)" if len(found) > 1 else ""
+        owner = nearest.name.rpartition(".")[0] or nearest.name
         how = f"{nearest.share:.2g} of its norm differs"
         if nearest.times is not None:
             how = f"it is {nearest.times:.3g} times that"
+        parts = nearest.name.split(".")
+        if any(self._is_trusted(".".join(parts[:end])) for end in range(1, len(parts) + 1)):
+            return [self._trusted(f"the gradient of {nearest.name}", how)]
         raise JobError(
             f"{self._axes}: the gradient of {nearest.name}{others} is another than in the whole "
             f"model, though the forward is the same: for the first micro-batch, {how}; "
-            + self._gradient_advice
+            f"{self._gradient_advice}; {_insist(owner)}"
         )
 
     def _judge(self, whole: Mapping[int, Seen], whole_loss: float, found: _Found) -> None:
@@ -506,34 +530,48 @@ class ValueCheck:
                 advice = self._advice
                 if _has_slices_of_sequence(expected, seen):
                     advice = _SEQUENCE_ADVICE
-                raise JobError(
+                how = f"{apart:.2g} of its norm differs"
+                raise _DiffersError(
+                    expected.name,
+                    f"of what it returns for the first micro-batch, {how}",
                     f"{axes}: {expected.name} computes something else than in the whole model: of "
-                    f"what it returns for the first micro-batch, {apart:.2g} of its norm differs; "
-                    + advice
+                    f"what it returns for the first micro-batch, {how}; {advice}; "
+                    + _insist(expected.name),
                 )
         if found.loss is None or not math.isfinite(whole_loss):
             return
         apart = abs(found.loss - whole_loss) / max(abs(whole_loss), 1e-6)
         if apart > _ROUNDING:
-            raise JobError(
-                f"{axes}: the loss of the first micro-batch is {found.loss:.6g}, and that of the "
-                f"whole model {whole_loss:.6g}, though its blocks return the same: what your "
-                "forward or loss computes outside of them looks at what a rank has a part of; make "
-                f"it of what modules return, or write {self._one()}; {KEY}: false trains all the "
-                "same"
+            how = f"{found.loss:.6g}, and that of the whole model {whole_loss:.6g}"
+            raise _DiffersError(
+                _LOSS,
+                f"for the first micro-batch it is {how}",
+                f"{axes}: the loss of the first micro-batch is {how}, though its blocks return the "
+                "same: what your forward or loss computes outside of them looks at what a rank has "
+                f"a part of; make it of what modules return, or write {self._one()}; "
+                + _insist(_LOSS),
             )
 
-    def _of_second(self, difference: str) -> str:
+    def _is_trusted(self, name: str) -> bool:
+        return any(fnmatchcase(name, pattern) for pattern in self._trust)
+
+    def _trusted(self, name: str, how: str) -> str:
+        """Return the note of a difference that the user insists on."""
+        return (
+            f"{TRUST}: with {self._axes} {name} is another than in the whole model ({how}), and "
+            "trains all the same; what follows it, and gradients, are not compared"
+        )
+
+    def _of_second(self, difference: _DiffersError) -> str:
         """Return what to say of a difference that the first forward does not have."""
-        what = difference.partition(" computes something else")[0]
-        if what == difference:
-            what = f"{self._axes}: the loss"
+        name = difference.name
+        what = f"{self._axes}: {'the loss' if name == _LOSS else name}"
         return (
             f"{what} is another than in the whole model in the second forward, though not in the "
             "first: something that forwards go on with (a counter, a generator of your own, a "
             "tensor that is written in place) is changed by a part of the model that another rank "
             "has; change it where it is read, within one block, draw from torch's generator, or "
-            f"write {self._one()}; {KEY}: false trains all the same"
+            f"write {self._one()}; {_insist(name)}"
         )
 
     @property
@@ -552,18 +590,37 @@ class ValueCheck:
             "the backward of an operation between its divided linears, such as of an "
             "autograd.Function or a hook on a tensor, counts, orders or mixes features, of which "
             "each rank has a slice: write `whole` for these linears in parallel.plan, or write "
-            f"tp: 1; {KEY}: false trains all the same"
+            "tp: 1"
         )
 
     @property
     def _advice(self) -> str:
         if self._mesh.tensor.size == 1:
-            return f"write pp: 1; {KEY}: false trains all the same"
+            return "write pp: 1"
         return (
             "an operation between its divided linears counts, orders or mixes features, of which "
             "each rank has a slice: write `whole` for these linears in parallel.plan, make it of "
-            f"each feature by itself, or write tp: 1; {KEY}: false trains all the same"
+            "each feature by itself, or write tp: 1"
         )
+
+
+class _DiffersError(Exception):
+    """A module, or the loss, is another than in the whole model.
+
+    Attributes:
+        name: of the module; "loss".
+        how: by how much, in words.
+    """
+
+    def __init__(self, name: str, how: str, message: str) -> None:
+        super().__init__(message)
+        self.name = name
+        self.how = how
+
+
+def _insist(name: str) -> str:
+    """Return how to train all the same, in words."""
+    return f"if it is right, {TRUST}: [{name}] trains it all the same, which each start tells"
 
 
 class _Found(NamedTuple):

@@ -482,6 +482,7 @@ class Worker:
             self.spec.batch.global_size,
             is_compiled=self.spec.job.compile,
             patience_s=self.spec.job.limits.collective_s,
+            trust=self.spec.job.guards.trust,
         )
         device = torch.device(self.spec.plan.ranks[self.rank].device)
         if self.spec.resume is not None:

@@ -31,6 +31,12 @@ class GuardsConfig(Section):
         description="with tp or pp, compare before the first step what the parts of the model "
         "compute with what the whole one does (exit 2)",
     )
+    trust: list[str] = Field(
+        default=[],
+        description="modules, as blocks.2 or *.mlp, or loss: trained also where that comparison "
+        "says that they compute something else, which each start tells",
+        examples=[["blocks.2"]],
+    )
     on_oom: Literal["stop", "skip"] = Field(
         default="stop",
         description="stop | skip: all ranks drop a batch when one of them runs out of memory",

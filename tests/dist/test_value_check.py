@@ -175,6 +175,38 @@ def test_what_is_of_each_feature_trains(
     assert notes(found) == []
 
 
+class ReadingBlock(Block):
+    """Leaves a number that is read outside of it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = super().forward(x)
+        self.size = float(out.detach().abs().mean())
+        return out
+
+
+class Reading(Model):
+    """A forward that cannot be followed without values, of blocks that add their input."""
+
+    def __init__(self) -> None:
+        super().__init__("gelu")
+        self.blocks = nn.ModuleList(ReadingBlock(16, "gelu") for _ in range(4))
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        loss = super().forward(input_ids, labels)
+        return loss + 0.1 * sum(block.size for block in self.blocks)
+
+
+def test_a_block_that_adds_its_input_and_reads_values_is_that_of_one_rank(
+    ranks, tmp_path: Path
+) -> None:
+    keys = small(model="test_value_check.py:Reading", parallel={"tp": 2, "plan": PLAN}, steps=4)
+    found = on_axes(keys, tmp_path / "two", ranks)
+    one = on_axes({**keys, "parallel": {}}, tmp_path / "one", ranks)
+    assert losses(found[0]) == pytest.approx(losses(one[0]), rel=1e-6)
+    assert len(losses(one[0])) == 4
+    assert notes(found) == []
+
+
 def test_he_may_insist(ranks, tmp_path: Path) -> None:
     found = on_axes(keys_of("over the width", guards={"check_values": False}), tmp_path, ranks)
     assert len(losses(found[0])) > 0

@@ -73,7 +73,7 @@ def check_on_fakes(
     A region begins at its columns where its module adds its input to what its linears make, or gets
     it inside of something else than a tensor. Whole parameters that are used on slices are summed.
     What is read of parameters outside of their modules is noted in it. A model whose forward looks
-    at values is not checked: a note says so.
+    at values is not checked: a note says so, and it is mended by one that reads 0 for each of them.
 
     Args:
         model: whole, before it is transformed.
@@ -90,15 +90,15 @@ def check_on_fakes(
             forward()
     except _ERRORS as error:
         failed = error
-    mixing = whole.mixing  # so far, if it has failed
-    if blocks and not mixing and failed is not None and _reads_values(failed):
-        mixing = _mixing_behind(model, plan, forward, dtype, device, blocks)
-    for block, operation in mixing.items():
+    seen = whole  # so far, if it has failed
+    if failed is not None and _reads_values(failed):
+        seen = _behind_values(model, plan, forward, dtype, device, blocks)
+    for block, operation in (whole.mixing or seen.mixing).items():
         raise _mixes(block, operation)
     whole.outside.refuse_captured()
     reads = whole.reads(is_complete=failed is None)
     if failed is not None:
-        return CheckedPlan(plan, _not_checked(failed))
+        return CheckedPlan(seen.mended_plan(plan.reads), _not_checked(failed))
     _check_regions(plan, whole)
     divided = _Watch(model, plan, reads=reads)
     shapes = _local_shapes(model, plan)
@@ -118,9 +118,7 @@ def check_on_fakes(
             if wanted != found:
                 raise _sums_less(model, plan, region, wanted, found)
     check_columns(plan, whole.columns.taken, divided.columns.taken)
-    regions = tuple(map(whole.mended, plan.regions))
-    summed = plan.summed | whole.summed
-    return CheckedPlan(replace(plan, regions=regions, summed=summed, reads=reads))
+    return CheckedPlan(whole.mended_plan(reads))
 
 
 def _reads_values(error: Exception) -> bool:
@@ -129,17 +127,17 @@ def _reads_values(error: Exception) -> bool:
     return isinstance(cause, DataDependentOutputException)
 
 
-def _mixing_behind(
+def _behind_values(
     model: nn.Module,
     plan: TensorPlan,
     forward: Callable[[], object],
     dtype: torch.dtype,
     device: torch.device,
     blocks: Sequence[str],
-) -> dict[str, str]:
-    """Return what looks at several tokens, by block, where each number that is read is 0.
+) -> _Watch:
+    """Return what a forward shows in which each number that is read is 0.
 
-    It is found as far as the forward gets so: behind `if x.max() > 100: return early`, say.
+    That is as far as the forward gets so: behind `if x.max() > 100: return early`, say.
     """
     watch = _Watch(model, plan, blocks, zeros=_MAX_ZEROS)
     with (
@@ -149,7 +147,7 @@ def _mixing_behind(
         fake_parameters(model, dtype, device),
     ):
         forward()
-    return watch.mixing
+    return watch
 
 
 def _check_regions(plan: TensorPlan, whole: _Watch) -> None:
@@ -363,9 +361,18 @@ class _Watch(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False  # nothing is compiled in here
 
-    def mended(self, region: Region) -> Region:
-        """Return a region that begins where the gradient of its input is that of its linears."""
-        return replace(region, entries=region.columns) if region.row in self._unfit else region
+    def mended_plan(self, reads: Reads) -> TensorPlan:
+        """Return the plan with what is known now.
+
+        Regions begin where the gradient of their input is that of their linears, and whole
+        parameters that are used on slices are summed.
+        """
+        regions = (
+            replace(region, entries=region.columns) if region.row in self._unfit else region
+            for region in self._plan.regions
+        )
+        summed = self._plan.summed | self.summed
+        return replace(self._plan, regions=tuple(regions), summed=summed, reads=reads)
 
     def reads(self, *, is_complete: bool) -> Reads:
         """Return what is read of parameters outside of their modules.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -257,3 +258,31 @@ def test_the_page_says_where_to_look_too() -> None:
     for what, fragment, where in WHERE:
         like = f"`\N{HORIZONTAL ELLIPSIS} {fragment} \N{HORIZONTAL ELLIPSIS}` " if fragment else ""
         assert f"| {what} | {like}| {where} |" in page
+
+
+def test_the_page_names_tests_that_are_there() -> None:
+    root = Path(__file__).parents[2]
+    page = (root / "docs/verify.md").read_text()
+    _, _, after = page.partition("## What zrun keeps right, and what it refuses")
+    table = after.partition("\n## ")[0]
+    named = set(re.findall(r"`(test_\w+)`", table))
+    files = [path.read_text() for path in (root / "tests/dist").glob("test_*.py")]
+    assert len(named) > 10
+    assert {name for name in named if not any(f"def {name}(" in text for text in files)} == set()
+    told = (
+        "computes something else than in the whole model",
+        "which makes something else than the whole model",
+        "which cannot be put back after a forward that is no part of training",
+        "where a stage has those of its own blocks alone",
+        "other than as its result",
+        "of which each rank has a slice, and the first forward does not read it there",
+    )
+    source = [_literals(path.read_text()) for path in (root / "zrun_core").rglob("*.py")]
+    for words in told:
+        assert words in table
+        assert any(words in text for text in source), words
+
+
+def _literals(source: str) -> str:
+    """Return source with neighbouring string literals joined."""
+    return re.sub(r'"\s*\n\s*f?"', "", source)

@@ -315,6 +315,32 @@ def test_evaluations_and_calls_of_hooks_read_whole_weights(
     assert logged(one)
 
 
+def normalize(context: Any) -> None:
+    """Divide a weight by its norm, of which a rank of `tp` has a slice."""
+    slices = 2 if context.world_size > 1 else 1
+    with context.gathered() as model:
+        weight = model.blocks[0].mlp.up.weight
+        norm = (slices * context.mean(weight.float().square().sum())) ** 0.5
+        weight.div_(norm)
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+@pytest.mark.at_most(1)
+def test_a_hook_is_told_that_it_has_slices_and_can_add_them_up(
+    ranks, tmp_path: Path, dp: int
+) -> None:
+    keys = {"hooks": {"on_step": "test_tensor_penalties.py:normalize"}, "zero": {"stage": 3}}
+    many = on_axes(keys_of(TP, **keys), tmp_path / "many", ranks, dp=dp)
+    one = on_axes({**keys_of({}, **keys), "parallel": {}}, tmp_path / "one", ranks)
+    assert_close(many, one, 1e-6)
+    told = [event["message"] for event in many[0]["events"] if event["type"] == "log"]
+    (line,) = told
+    assert line.startswith("hooks.on_step: inside of gathered() ")
+    assert "parameters are slices of this rank (parallel.tp): " in line
+    assert "blocks.*.attention.out.weight" in line
+    assert not [event for event in one[0]["events"] if event["type"] == "log"]
+
+
 def logged(found: list[dict[str, Any]]) -> list[float]:
     logs = [event for event in found[0]["events"] if event["type"] == "metrics"]
     return [value for event in logs for value in event["values"].values()]

@@ -16,11 +16,13 @@ from torch import nn
 
 from zrun_core.spine.flight_view import MEAN_NAME
 from zrun_core.telemetry.recorder import Recorder, checked_name
+from zrun_core.tensor_parallel.roles import any_number
 from zrun_core.train.micro_batches import MicroBatchRunner
 from zrun_core.train.rank_phase import RankPhase
 from zrun_core.user_code.user import user_code
 from zrun_core.zero.sharded_model import ShardedModel
 
+_MOST_KINDS = 4  # of parameters, that are named
 _REASON_CHARS = 300
 
 
@@ -75,9 +77,10 @@ class HookContext:
         """Make every parameter whole, to read or to write; enter it on all ranks.
 
         With `parallel.pp` each rank has the parameters of its own stage, and calls of the model
-        are those of all stages: what is drawn inside is the same on each of them.
+        are those of all stages: what is drawn inside is the same on each of them. With
+        `parallel.tp` those of divided layers are slices of this rank, which a line says once.
         """
-        return self._hooks.gathered()
+        return self._hooks.gathered(self._name)
 
     def mean(self, value: float | torch.Tensor) -> float:
         """Return the mean of `value` over all ranks, the same on each. Call it on all ranks."""
@@ -130,6 +133,7 @@ class Hooks:
         self._functions = functions
         self._runner = runner
         self._num_gathered = 0  # in this call of a hook
+        self._has_told_slices = False
         self._run_dir = run_dir
         self._phase = phase
         self.sharded = sharded
@@ -180,8 +184,16 @@ class Hooks:
         recorder.hook_metrics(name, context.step, context._values)
 
     @contextmanager
-    def gathered(self) -> Iterator[nn.Module]:
-        """Make every parameter whole inside, for a hook that may call the model. Collective."""
+    def gathered(self, name: str) -> Iterator[nn.Module]:
+        """Make every parameter whole inside, for a hook that may call the model. Collective.
+
+        `name` is that of the hook.
+        """
+        if not self._has_told_slices:
+            self._has_told_slices = True
+            told = slices_in_words(self.sharded, name)
+            if told:
+                self.recorder.log(told)
         self._num_gathered += 1
         step = self.recorder.progress.steps
         with (
@@ -197,3 +209,28 @@ class Hooks:
         own = torch.tensor([value], dtype=torch.float64, device=comm.device)
         total = comm.all_reduce_small(own, world, name=f"{MEAN_NAME}{name}")
         return comm.read(total)[0] / world.size
+
+
+def slices_in_words(sharded: ShardedModel, hook: str) -> str:
+    """Return which parameters are slices also where they are gathered; "": none is.
+
+    A hook that computes with slices may be right, as an average is, or one that adds up a norm over
+    ranks. So it is told, and not refused.
+    """
+    slices = [
+        slot.part.tensor
+        for unit in sharded.units
+        for slot in unit.layout.slots
+        if slot.part.local_shape != slot.part.shape
+    ]
+    if not slices:
+        return ""
+    kinds = sorted({any_number(name) for name in slices})
+    shown = ", ".join(kinds[:_MOST_KINDS])
+    if len(kinds) > _MOST_KINDS:
+        shown += f" and {len(kinds) - _MOST_KINDS} more kinds"
+    return (
+        f"hooks.{hook}: inside of gathered() {len(slices)} parameters are slices of this rank "
+        f"(parallel.tp): {shown}; element by element they are read and written as ever, but a "
+        "norm, a sum, a mean or a shape is that of a slice"
+    )

@@ -7,20 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from zrun_core.spine import heap
 from zrun_core.spine.config import JobConfig
 from zrun_core.spine.spec import LaunchPlan, RankPlace, RunSpec, resolve_batch
 from zrun_core.train.trainer import Trainer
 from zrun_core.train.worker import Worker
-
-
-class _Joined(Worker):
-    """A rank that has met the others."""
-
-    def _join(self, device: torch.device) -> None:
-        pass
 
 
 def prepare(keys: Mapping[str, Any], axis: str, ranks: int, rank: int) -> Trainer:
@@ -46,5 +37,6 @@ def prepare(keys: Mapping[str, Any], axis: str, ranks: int, rank: int) -> Traine
         run_dir=str(folder),
         run_id="bench",
     )
-    trainer, _ = _Joined(spec, rank)._prepare()
-    return trainer
+    worker = Worker(spec, rank)
+    worker.builder._join = lambda: None  # type: ignore[method-assign]  # it has met the others
+    return worker.prepare()

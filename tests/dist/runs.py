@@ -29,11 +29,11 @@ from zrun_core.errors import UserCodeError, ZrunError
 from zrun_core.spine.config import JobConfig
 from zrun_core.spine.parallel_dims import ParallelDims
 from zrun_core.spine.spec import LaunchPlan, RankPlace, ResumeSpec, RunSpec, resolve_batch
+from zrun_core.spine.stop_signals import StopSignals
 from zrun_core.tiers.stored import BlockReader, Stored
-from zrun_core.train.rank_phase import RankPhase
+from zrun_core.train.rank_builder import RankBuilder
 from zrun_core.train.trainer import Trainer
 from zrun_core.train.user_hooks import HookContext
-from zrun_core.train.worker import Worker
 
 VOCAB = 13
 Event = dict[str, Any]
@@ -207,26 +207,23 @@ class Listener:
         self.events.append({"type": kind, **fields})
 
 
-class PoolWorker(Worker):
+class PoolWorker(RankBuilder):
     """A rank in a process that has met the others already.
 
     It has no board to write its phase on.
     """
 
-    def _join(self, device: torch.device) -> None:
+    def __init__(self, spec: RunSpec, rank: int) -> None:
+        self.told = Listener()
+        super().__init__(spec, rank, self.told, StopSignals(), None, _give_up)
+        multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # may have loaders
+
+    def _join(self) -> None:
         pass
 
-    def _connect(self, device: torch.device) -> tuple[Comm, Mesh]:
-        with patch("zrun_core.train.worker.Watchdog"):  # it would outlive the run
-            return super()._connect(device)
-
-    def __init__(self, spec: RunSpec, rank: int) -> None:
-        super().__init__(spec, rank)
-        self.board = None
-        self.phase = RankPhase(None)
-        self.told = Listener()
-        self.emitter = self.told  # type: ignore[assignment]
-        multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # may have loaders
+    def _connect(self) -> tuple[Comm, Mesh]:
+        with patch("zrun_core.train.rank_builder.Watchdog"):  # it would outlive the run
+            return super()._connect()
 
     def close(self) -> None:
         """Give up what a process gives up when it ends."""
@@ -234,7 +231,11 @@ class PoolWorker(Worker):
             release(self.lock)
 
     def prepare(self) -> Trainer:
-        return self._prepare()[0]
+        return self.build()
+
+
+def _give_up(error: ZrunError) -> None:
+    raise AssertionError(error)
 
 
 def device_of(rank: int) -> str:

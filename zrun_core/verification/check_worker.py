@@ -14,9 +14,8 @@ class CheckingWorker(Worker):
     """Does all that a worker does before it trains."""
 
     def run(self) -> None:
-        trainer, world = self._prepare()
-        trainer.recorder.end("checked")
-        trainer.comm.barrier(world)
+        self.prepare().recorder.end("checked")
+        self.wait_for_others()
 
 
 def main() -> NoReturn:

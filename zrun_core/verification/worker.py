@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-from zrun_core.distributed.transport import Group
 from zrun_core.train import worker
 from zrun_core.train.trainer import Trainer
 from zrun_core.train.worker import Worker, import_for
@@ -17,14 +16,14 @@ __all__ = ["import_for", "main"]  # what a fork server looks for
 class RecordingWorker(Worker):
     """Trains as a worker does, and records it."""
 
-    def _prepare(self) -> tuple[Trainer, Group]:
+    def prepare(self) -> Trainer:
+        """Return the trainer, which a witness watches."""
         if self.spec.plan.dims.tp > 1:
             self._drops_nothing = without_dropout()  # for the life of the process
             self._drops_nothing.__enter__()
-        trainer, world = super()._prepare()
-        assert self.streams is not None
-        Witness(trainer, self.streams, self.run_dir, self.rank)
-        return trainer, world
+        trainer = super().prepare()
+        Witness(trainer, self.builder.streams, self.run_dir, self.rank)
+        return trainer
 
 
 def main() -> NoReturn:

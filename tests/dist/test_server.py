@@ -109,7 +109,7 @@ def compare_replicas() -> list[str]:
             with sharded.evaluation():
                 sharded.module(*data(1)[0])
         if number == 2 and rank == size - 1:
-            sharded.units[0].full[:1].view(torch.int16)[0] ^= 1
+            sharded.units[0].param.full[:1].view(torch.int16)[0] ^= 1
         try:
             guard.check(2, {"updates": 2.0})
             found.append("")

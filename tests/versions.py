@@ -33,17 +33,17 @@ PASSED, FAILED, NOT_INSTALLED = "passed", "failed", "not installed"
 
 # What depends on torch: its kernels and private names, autograd, fake tensors, groups of ranks.
 OWN = """
-tests/unit/test_chunked.py
-tests/unit/test_ghosts.py
-tests/unit/test_graph_breaks.py
-tests/unit/test_high_water.py
-tests/unit/test_layerwise.py
-tests/unit/test_lightweight.py
-tests/unit/test_metrics.py
-tests/unit/test_plan_trace.py::test_a_linear_model_to_the_byte
-tests/unit/test_plan_trace.py::test_blocks_that_did_not_run_are_written_out
-tests/unit/test_plan_trace.py::test_recomputing_costs_flops_and_saves_memory
-tests/unit/test_recomputed_calls.py
+tests/unit/optim/test_chunked.py
+tests/unit/stages/test_ghosts.py
+tests/unit/zero/test_graph_breaks.py
+tests/unit/telemetry/test_high_water.py
+tests/unit/optim/test_layerwise.py
+tests/unit/optim/test_lightweight.py
+tests/unit/telemetry/test_metrics.py
+tests/unit/plan/test_plan_trace.py::test_a_linear_model_to_the_byte
+tests/unit/plan/test_plan_trace.py::test_blocks_that_did_not_run_are_written_out
+tests/unit/plan/test_plan_trace.py::test_recomputing_costs_flops_and_saves_memory
+tests/unit/activations/test_recomputed_calls.py
 tests/dist/test_axes.py::test_one_process
 tests/dist/test_library.py::test_the_loop_is_bit_equal_to_ddp
 tests/dist/test_offload.py::test_where_states_live_changes_no_bit
@@ -61,10 +61,10 @@ tests/e2e/test_init_train.py
 """
 # What depends on transformers: its models, whole, as stages and in slices, and their files.
 MODELS = """
-tests/unit/test_gpt2_names.py
-tests/unit/test_plan_pretrained.py
-tests/unit/test_tensor_fakes.py
-tests/unit/test_tensor_plan.py
+tests/unit/models/test_gpt2_names.py
+tests/unit/plan/test_plan_pretrained.py
+tests/unit/tensor_parallel/test_tensor_fakes.py
+tests/unit/tensor_parallel/test_tensor_plan.py
 tests/dist/test_pipeline_models.py::test_model
 tests/dist/test_pretrained.py
 tests/dist/test_tensor_parallel.py::test_models

@@ -185,7 +185,7 @@ def planned(keys: dict[str, Any], world_size: int, rank: int) -> dict[str, int]:
     )
     for buffer in rank_buffers(cut, settings, dims, rank=Coordinates(dp=rank), device="cpu"):
         assert (buffer.tier, buffer.pinned, buffer.phases) == ("device", False, None)
-        if buffer.kind is not Kind.TEMP:  # which a process has once: tests/unit/test_plan_states.py
+        if buffer.kind is not Kind.TEMP:  # which a process has once: `test_plan_states.py`
             found[buffer.kind.value] += buffer.num_bytes
     return found
 

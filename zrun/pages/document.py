@@ -10,7 +10,7 @@ from pathlib import Path
 from zrun_core.errors import JobError
 
 # Colours that any eye tells apart, each of which stands out from its ground:
-# `tests/unit/test_pages.py` computes both.
+# `tests/unit/watch/test_pages.py` computes both.
 LIGHT = ("#0072b2", "#d55e00", "#009e73", "#ca699f", "#995e34", "#258dfb", "#58299e", "#5e6770", \
 "#7a1f2b")  # fmt: skip
 DARK = ("#56b4e9", "#e69f00", "#aeff9d", "#d4afaa", "#f8ff1c", "#2469ad", "#b352ff", "#6b6a66", \

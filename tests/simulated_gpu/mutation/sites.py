@@ -2,8 +2,8 @@
 
 A site is a call whose name says that it waits, or `settle`, which does so for all that is under
 way, or one by which the host reads numbers of the device: `accelerator.fetch`, and `read` of a
-`Comm`. Waits lie in one another: `param.wait_for_unshard()` waits by `self._handle.wait()`, and that
-by `work.wait()`. Each of them is a site: what is called in one place may be needed there and not in
+`Comm`. Waits lie in one another: `wait_for_unshard()` waits by `self._handle.wait()`, and that by
+`work.wait()`. Each of them is a site: what is called in one place may be needed there and not in
 another. `table.py` refuses a run in which something waits that is no site.
 """
 

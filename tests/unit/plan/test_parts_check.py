@@ -1,0 +1,93 @@
+"""`zrun check` refuses what ranks with parts of a model would, and the first evaluation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from zrun_core.errors import JobError
+from zrun_core.plan.trace.parts_check import check_parts
+from zrun_core.spine.config import JobConfig
+
+HERE = Path(__file__).parent
+MODELS = HERE.parents[1] / "dist"  # has models as users write them
+
+
+def job(model: Any, data: str = "zoo.py:vectors", **keys: Any) -> JobConfig:
+    call, args = (model, {}) if isinstance(model, str) else model
+    return JobConfig.model_validate(
+        {
+            "name": "t",
+            "model": {"call": call, "args": args},
+            "data": data,
+            "steps": 1,
+            "batch": {"global": 4, "micro": 2},
+            "parallel": {"pp": 2},
+            **keys,
+        }
+    )
+
+
+def of_transformers(name: str, **settings: Any) -> Any:
+    return "pretrained.py:build", {"name": name, **settings}
+
+
+def once(model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Metrics that look at values, as those of the last stage may."""
+    return {"mean": model(**batch).logits.mean().item()}
+
+
+def twice(model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {"spread": (model(**batch).logits - model(**batch).logits).abs().mean()}
+
+
+EVAL = {"data": "pretrained.py:Texts", "metrics": f"{__file__}:once"}
+TEXTS = "pretrained.py:Texts"
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.at_most(1)
+def test_a_mixture_is_cut_divided_and_evaluated(
+    precision: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model = of_transformers("MixtralForCausalLM")
+    parts = {"tp": 2, "pp": 2}
+    keys = job(model, TEXTS, precision=precision, parallel=parts, eval=EVAL)
+    assert check_parts(keys, MODELS) == []
+    assert "Traceback" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        (
+            job(of_transformers("MixtralForCausalLM", output_router_logits=True), TEXTS),
+            "write model.config.output_router_logits = False where the model is made, or pp: 1",
+        ),
+        (job("pipeline_zoo.py:ByAttribute"), "return it from blocks.0"),
+        (job("pipeline_zoo.py:LooksAtValues"), "looks at values of hidden states"),
+        (
+            job(
+                of_transformers("LlamaForCausalLM"),
+                TEXTS,
+                eval={**EVAL, "metrics": f"{__file__}:twice"},
+            ),
+            "the evaluation of eval.data calls model.embed_tokens in place of nothing more",
+        ),
+    ],
+)
+def test_what_a_stage_would_refuse(keys: JobConfig, words: str) -> None:
+    with pytest.raises(JobError) as error:
+        check_parts(keys, MODELS)
+    assert str(error.value).startswith("parallel.pp: ")
+    assert words in str(error.value)
+
+
+def test_data_that_is_not_here_is_no_mistake_of_the_job() -> None:
+    keys = job("pipeline_zoo.py:Regression", "zoo.py:no_such_data")
+    (note,) = check_parts(keys, MODELS)
+    assert note.startswith("parallel: not tried on a first batch, as the data was not read: ")

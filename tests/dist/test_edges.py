@@ -8,10 +8,12 @@ from __future__ import annotations
 import gc
 import time
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from test_offload import DISK, HOST, sharded_at
 from torch import nn
 from toys import (
     Block,
@@ -26,6 +28,7 @@ from toys import (
 )
 
 from zrun_core.errors import UserCodeError
+from zrun_core.memory.buffers import Placement, Tier
 from zrun_core.zero.account import expected_traffic
 
 
@@ -52,6 +55,23 @@ def test_parameters_looked_at_first_are_those_of_the_last_update(ranks, options)
             continue  # compiled blocks: parameters are whole inside `gathered` only
         for losses in ranks(2).run(train, stage, options):
             assert losses == pytest.approx(plain, abs=2e-6), f"stage {stage}"
+
+
+def train_elsewhere(tier: Tier, folder: str) -> list[float]:
+    sharded = sharded_at(3, Placement(param=tier), folder, {})
+    return train_sharded(sharded, data(4), loss_of=penalty_first)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("tier", [HOST, DISK])
+@pytest.mark.at_most(4)
+def test_parameters_that_live_elsewhere_are_there_when_the_loss_reads_them(
+    ranks, tmp_path: Path, tier: Tier, num_ranks: int
+):
+    """A rank alone has all of them, but not here."""
+    plain = train_plain(build(), data(4), loss_of=penalty_first)
+    for losses in ranks(num_ranks).run(train_elsewhere, tier, str(tmp_path)):
+        assert losses == pytest.approx(plain, abs=2e-6)
 
 
 class Unused(nn.Module):

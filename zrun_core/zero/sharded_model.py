@@ -143,7 +143,9 @@ class ShardedModel:
         self.reducer.before_last_backward = self.updates.read_ahead
         self.planned_rings = self.ring_bytes
         watched: list[nn.Module] = []
-        if mesh.data.size > 1:  # a rank alone never lacks a parameter, nor waits for a gradient
+        # A rank alone waits for no gradient, and lacks parameters only if they live elsewhere.
+        comes_and_goes = any(unit.param.reshard_after_use for unit in self.units)
+        if mesh.data.size > 1 or comes_and_goes:
             watched = [inner for inner in module.modules() if id(inner) not in compiled]
         install(module, self.units, planned.hooked, self.gatherer, self.reducer, watched=watched)
         for _, tiled in tiled_linears(module):

@@ -31,7 +31,10 @@ from zrun_core.errors import ZrunError
 
 ALONE_S = 5.0  # that a stage may wait for one that has failed
 _TOLD_EVERY = 100  # seeds
-_ANOTHER_WAY = "the model's forward is not the one by which it was cut into stages"
+_LEFT_EARLY = (
+    "the model's forward is not the one by which it was cut into stages",
+    "which leaves blocks out and so was there first",
+)
 GOOD = ("equal", "refused", "stopped", "ended", "own draws")
 
 
@@ -111,7 +114,7 @@ def outcome(ranks: Any, program: Program, folder: Path, fault: str | None = None
         # A rank that has recorded its first step has made one.
         has_stepped = any((folder / "many").glob("record/*/step-1"))
         if has_stepped:
-            return Outcome("ended" if _ANOTHER_WAY in error else "failed", error)
+            return Outcome("ended" if any(why in error for why in _LEFT_EARLY) else "failed", error)
         if error.startswith("DivergedError: in step 1 "):
             return Outcome("stopped", error)
         is_ours = error.startswith(("JobError: ", "UserCodeError: "))

@@ -6,7 +6,8 @@ blocks, and that its loss reads, is not that of the micro-batch which came betwe
     micro-batch 0   self.noise = a  |                    |  loss reads a
     micro-batch 1                   |  self.noise = b    |                  |  loss reads b
 
-A counter goes from one micro-batch to the next in the part of the forward that counts.
+A counter goes from one micro-batch to the next in the part of the forward that counts. They come to
+that part in their order, unless one of them leaves blocks out: then it is ahead of those before it.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ class Turns:
         self._is_first_step = True
         self._begun: AttributesCopy = []  # the first turn
         self._seen: AttributesCopy = []  # what has changed in the first step
+        self._last: dict[tuple[int, str], int] = {}  # micro-batch that has counted on, in this step
 
     @property
     def are_watched(self) -> bool:
@@ -46,8 +48,31 @@ class Turns:
             self._begun = self._begun or begun
             self._seen = joined(self._seen, changed) if self._seen else changed
 
+    def check_order(self, number: int, begun: AttributesCopy, changed: AttributesCopy) -> None:
+        """Check that micro-batches go on with an attribute in their order.
+
+        Args:
+            number: of the micro-batch whose turn ends.
+
+        Raises:
+            JobError: a later one has been there before.
+        """
+        for owner, (was, now) in enumerate(zip(begun, changed, strict=True)):
+            for name, value in now.items():
+                if name not in was or not goes_on(value, was[name]):
+                    continue
+                last = self._last.get((owner, name), number)
+                if last > number:
+                    raise JobError(
+                        f"{self.key}: the forward of micro-batch {number} goes on with `{name}` of "
+                        f"a module after that of micro-batch {last}, which leaves blocks out and "
+                        f"so was there first: do it in front of the blocks, or {self.instead}"
+                    )
+                self._last[owner, name] = number
+
     def end_step(self) -> None:
         """Know from now on whether forwards change any, and which."""
+        self._last = {}
         if self._is_first_step and self._begun:
             self.attributes.leave_out_steady(self._begun, self._seen)
         self._is_first_step = False
@@ -57,8 +82,13 @@ class Turns:
 class OwnAttributes:
     """What the forward of one micro-batch has written so far."""
 
-    def __init__(self, turns: Turns) -> None:
+    def __init__(self, turns: Turns, number: int) -> None:
+        """
+        Args:
+            number: of the micro-batch in its step.
+        """
         self._turns = turns
+        self._number = number
         self._own: AttributesCopy | None = None  # None: nothing, before its first turn
 
     @contextmanager
@@ -80,6 +110,7 @@ class OwnAttributes:
             begun = attributes.copy()
         yield
         changed = attributes.changed(begun)
+        self._turns.check_order(self._number, begun, changed)
         if self._own is None:
             self._own = changed
         else:

@@ -326,7 +326,7 @@ def test_a_buffer_that_an_attribute_holds_too_is_a_buffer() -> None:
 def test_turns_keep_nothing_of_the_first_step() -> None:
     model = Holder(torch.zeros(2))
     turns = Turns(Attributes(model.modules(), None), "key", "instead")
-    with OwnAttributes(turns).turn():
+    with OwnAttributes(turns, 0).turn():
         model.last = torch.zeros(3)
     last = weakref.ref(model.last)
     turns.end_step()

@@ -90,7 +90,7 @@ class Walk:
         self.call = ParkedCall(functools.partial(self._forward, call), f"micro-batch {number}")
         self.slices = slices
         self._stream = TurnStream(slices.device)
-        self._attributes = OwnAttributes(slices.turns)
+        self._attributes = OwnAttributes(slices.turns, number)
         self._starts: list[int] = []  # of slices that it went through: number of the next node
         self._started: list[int] = []  # these slices
         self._cuts: list[_Cut] = []

@@ -61,7 +61,13 @@ RIGHT: dict[str, tuple[str, ...]] = {
     "compiled": ("compile=true",),
     "lamb": ("optim.name=lamb",),
     "lion": ("optim.name=lion", "optim.lr=1e-4"),
-    "pipedream": ("parallel.pp=2", "parallel.schedule=pipedream", "optim.clip=null"),
+    "pipedream": (
+        "zero=0",
+        "parallel.pp=2",
+        "parallel.schedule=pipedream",
+        "optim.clip=null",
+        "slots=2",
+    ),
 }
 
 

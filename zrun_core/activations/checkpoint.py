@@ -25,6 +25,7 @@ from zrun_core.activations.recomputed_call import RecomputedForward
 from zrun_core.errors import JobError
 from zrun_core.hardware.spans import Spans
 from zrun_core.spine.sections.activations import ActivationsConfig
+from zrun_core.user_code.forward_layers import Layer, wrap_forward
 from zrun_core.zero.wrap.auto_wrap import repeated_blocks
 
 _OWN = "gradient_checkpointing"  # attribute of modules of transformers
@@ -72,17 +73,17 @@ def apply_checkpointing(
     if config.checkpoint == "selective":
         options["context_fn"] = selectively
     for name, block in blocks[::every]:
-        own = {key: value for key, value in vars(block).items() if key == "forward"}
-        undo.callback(_put_back, block, own)
         forward = RecomputedForward(block, block.forward, options)
         if spans is not None:
             forward.named = functools.partial(spans.named, name, "recompute")
         if inputs is not None:
-            block.forward = inputs.checkpointed(name, forward)
+            moved = inputs.checkpointed(name, forward)
+            undo.callback(wrap_forward(block, Layer.INPUT_ELSEWHERE, moved))
         elif compiles:
-            block.forward = functools.partial(checkpoint, block.forward, **options)
+            in_graph = functools.partial(checkpoint, block.forward, **options)
+            undo.callback(wrap_forward(block, Layer.RECOMPUTED_IN_GRAPH, in_graph))
         else:
-            block.forward = forward
+            undo.callback(wrap_forward(block, Layer.RECOMPUTED, forward.recomputed))
         guard = functools.partial(refuse_cache, name)
         undo.callback(block.register_forward_pre_hook(guard, with_kwargs=True).remove)
     return undo
@@ -94,11 +95,6 @@ def own_checkpointing(model: nn.Module) -> list[nn.Module]:
     Those of transformers do after `gradient_checkpointing_enable()`.
     """
     return [module for module in model.modules() if vars(module).get(_OWN) is True]
-
-
-def _put_back(block: nn.Module, own: dict[str, Any]) -> None:
-    vars(block).pop("forward", None)
-    vars(block).update(own)
 
 
 def selectively() -> Any:

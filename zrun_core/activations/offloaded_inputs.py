@@ -75,12 +75,14 @@ class OffloadedInputs:
 
     def checkpointed(self, name: str, recomputed: RecomputedForward) -> Callable[..., Any]:
         """Return a forward that is recomputed from an input that was elsewhere meanwhile."""
-        return functools.partial(self._call, name, recomputed)
+        return functools.partial(self._input_elsewhere, name, recomputed)
 
-    def _call(self, name: str, recomputed: RecomputedForward, *args: Any, **kwargs: Any) -> Any:
+    def _input_elsewhere(
+        self, name: str, recomputed: RecomputedForward, *args: Any, **kwargs: Any
+    ) -> Any:
         place = _place_of_input(args, kwargs) if torch.is_grad_enabled() else None
         if place is None:
-            return recomputed(*args, **kwargs)
+            return recomputed.recomputed(*args, **kwargs)
         tensor = args[place] if isinstance(place, int) else kwargs[place]
         handle = self._begin(name, tensor)
         # torch finds the device, whose random state it keeps, by a tensor among the arguments.

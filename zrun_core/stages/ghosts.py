@@ -108,6 +108,7 @@ class Ghosts:
         stand_ins: list[tuple[nn.Module, str, Any]] = []
         for module in node.module.modules():
             if module is not node.module:
+                # Not a layer: for this call it has no hooks. See `forward_layers.py`.
                 stand_ins.append((module, "_call_impl", module.forward))
             buffers = {key: b if b is None else b.clone() for key, b in module._buffers.items()}
             stand_ins.append((module, "_buffers", buffers))  # a ghost leaves the true ones alone

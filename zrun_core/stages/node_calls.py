@@ -19,6 +19,7 @@ from torch import nn
 
 from zrun_core.distributed.rng import ForwardStreams
 from zrun_core.errors import UserCodeError
+from zrun_core.user_code.forward_layers import Layer, calls_without_layers, wrap_forward
 
 _here = threading.local()  # `walk`: of the pass that this thread runs
 
@@ -52,7 +53,7 @@ class DrawingWalk:
 
 
 class Node:
-    """Stands before a module's hooks, as its `_call_impl`.
+    """Stands before a module's hooks: a layer.
 
     Attributes:
         module: whose calls come here.
@@ -69,7 +70,8 @@ class Node:
         self.forward = module.forward
         self.is_elsewhere = False
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def call_of_node(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module, or have the walk that is under way do it."""
         walk: Walk | None = getattr(_here, "walk", None)
         if walk is None and self.is_elsewhere:
             raise UserCodeError(
@@ -114,18 +116,9 @@ def walking(walk: Walk) -> Iterator[None]:
 @contextmanager
 def installed_nodes(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> Iterator[None]:
     """Have a model's nodes installed inside, and afterwards those that were."""
-    modules = list(model.modules())
-    before = [vars(module).get("_call_impl") for module in modules]
-    for module in modules:
-        vars(module).pop("_call_impl", None)
-    install_nodes(model, blocks)
-    try:
+    with calls_without_layers(list(model.modules())):
+        install_nodes(model, blocks)
         yield
-    finally:
-        for module, node in zip(modules, before, strict=True):
-            vars(module).pop("_call_impl", None)
-            if node is not None:
-                vars(module)["_call_impl"] = node
 
 
 def install_nodes(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> list[Node]:
@@ -150,7 +143,7 @@ def install_nodes(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> 
         has_params = any(True for _ in module.parameters())
         if is_block or (has_params and not holds_block):
             node = Node(module, name, is_block=is_block)
-            vars(module)["_call_impl"] = node
+            wrap_forward(module, Layer.NODE, node.call_of_node)
             found.append(node)
             if is_block:
                 return

@@ -25,6 +25,7 @@ from zrun_core.tensor_parallel.linear_product import (
     is_linear,
     late_product,
 )
+from zrun_core.user_code.forward_layers import Layer, wrap_forward
 from zrun_core.user_code.grad_hooks import has_late_hooks, hooks_of
 
 
@@ -62,9 +63,10 @@ class WeightGrads:
             if is_of_region:
                 vars(inner)[PRODUCT] = self._product
             else:
-                vars(inner)["forward"] = partial(self._forward, inner)
+                late = partial(self._late_weight_grads, inner)
+                wrap_forward(inner, Layer.LATE_WEIGHT_GRADS, late)
 
-    def _forward(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    def _late_weight_grads(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return self._product(module, x, module._parameters["bias"])
 
     def _product(

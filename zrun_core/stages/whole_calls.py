@@ -13,7 +13,7 @@ back from stage to stage, on the links of gradients, and each stage returns just
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from zrun_core.errors import UserCodeError
 from zrun_core.stages.links import StageLinks
 from zrun_core.stages.node_calls import is_walking, walking
 from zrun_core.stages.stage import Stage, StageWalk
+from zrun_core.user_code.forward_layers import Layer, wrapped_forward
 from zrun_core.zero.passes.module_hooks import tensors_in
 
 _RANGE = 2**62  # of digests, within an int64
@@ -49,16 +50,11 @@ class WholeCalls:
         blocks = [model.get_submodule(name) for name in self._stage.flow.blocks]
         around = [each for each in model.modules() if set(blocks) <= set(each.modules())]
         around = [each for each in around if type(each).forward is not nn.Module.forward]
-        before = [vars(module).get("_call_impl") for module in around]
-        for module in around:
-            vars(module)["_call_impl"] = _Entry(self, module)
-        try:
+        with ExitStack() as layers:
+            for module in around:
+                call = _Entry(self, module).call_of_all_stages
+                layers.enter_context(wrapped_forward(module, Layer.WHOLE_CALL, call))
             yield
-        finally:
-            for module, own in zip(around, before, strict=True):
-                vars(module).pop("_call_impl", None)
-                if own is not None:
-                    vars(module)["_call_impl"] = own
 
     def call(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         """Call a module together with the other stages; return what the last one does.
@@ -119,13 +115,13 @@ class WholeCalls:
 
 
 class _Entry:
-    """Stands before a module that has all blocks, as its `_call_impl`."""
+    """Stands before a module that has all blocks: a layer."""
 
     def __init__(self, calls: WholeCalls, module: nn.Module) -> None:
         self._calls = calls
         self._module = module
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def call_of_all_stages(self, *args: Any, **kwargs: Any) -> Any:
         if is_walking():  # within the call of a module around it
             return type(self._module)._call_impl(self._module, *args, **kwargs)
         return self._calls.call(self._module, args, kwargs)

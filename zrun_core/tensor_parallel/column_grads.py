@@ -28,6 +28,7 @@ from zrun_core.tensor_parallel.linear_product import (
     plain_product,
 )
 from zrun_core.tensor_parallel.second_grads import refuse_second_grads
+from zrun_core.user_code.forward_layers import Layer, wrap_forward
 
 
 class _Pass(NamedTuple):
@@ -56,7 +57,7 @@ class ColumnGrads:
         self._pass: _Pass | None = None
         for column in self._columns:
             vars(column)[PRODUCT] = self._product
-            vars(column)["forward"] = partial(_forward, column)
+            wrap_forward(column, Layer.COLUMN, partial(_column, column))
 
     def enter(
         self, tensors: Sequence[torch.Tensor], borders: Sequence[Border]
@@ -110,7 +111,7 @@ class ColumnGrads:
         return late_product(linear, x, bias, LatePlan(lambda: partial(_keep, kept), (first,)))
 
 
-def _forward(linear: nn.Module, x: torch.Tensor) -> torch.Tensor:
+def _column(linear: nn.Module, x: torch.Tensor) -> torch.Tensor:
     bias = linear._parameters["bias"]
     if torch.compiler.is_compiling():
         return plain_product(linear, x, bias)

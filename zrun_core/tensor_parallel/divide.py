@@ -129,9 +129,8 @@ def divide(
         # Else it is a ghost, which hands out whole tensors.
         if runs_here(owner) and not lacks_params(module):
             setattr(module, attribute, value)
-    for name, entry in entries.items():
-        if entry.role is Role.ONCE:
-            count_once(model, name, comm.size)
+    once = [name for name, entry in entries.items() if entry.role is Role.ONCE]
+    count_once(model, once, comm.size)
     blocks = {name for span in spans(chunks) for name in span}
     if chunks and not blocks:
         raise JobError(

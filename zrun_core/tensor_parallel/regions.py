@@ -18,7 +18,7 @@ forgotten, by the next one that is entered.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -34,6 +34,7 @@ from zrun_core.tensor_parallel.region_plan import Region
 from zrun_core.tensor_parallel.sequence import gather_border, scatter_out
 from zrun_core.tensor_parallel.tensor_comm import TensorComm
 from zrun_core.tensor_parallel.torch_attention import replace_forward
+from zrun_core.user_code.forward_layers import Layer, wrap_forward
 from zrun_core.zero.passes.graph_breaks import outside_graphs
 
 
@@ -82,13 +83,13 @@ class Regions:
             replace_forward(attention, self.comm, region.around)
 
         @outside_graphs
-        def forward(x: torch.Tensor) -> torch.Tensor:
+        def rows_summed(x: torch.Tensor) -> torch.Tensor:
             y: torch.Tensor = send(vars(row)[PRODUCT](row, x, None), name=region.row)
             bias = row._parameters.get("bias")
             return y if bias is None else y + bias.to(y.dtype)
 
         vars(row)[PRODUCT] = plain_product
-        vars(row)["forward"] = forward
+        wrap_forward(row, Layer.ROW, rows_summed)
 
     def _send_out(
         self, part: torch.Tensor, *, name: str, columns: Sequence[ColumnGrads], is_sliced: bool
@@ -145,14 +146,14 @@ class Regions:
         enter = outside_graphs(self.enter)
         leave = outside_graphs(self.leave)
 
-        def drawing(*args: Any, **kwargs: Any) -> Any:
+        def draws_inside(*args: Any, **kwargs: Any) -> Any:
             enter(is_training=block.training)
             try:
                 return forward(*args, **kwargs)
             finally:
                 leave()
 
-        block.forward = drawing
+        wrap_forward(block, Layer.DRAWS_INSIDE, draws_inside)
 
     @contextmanager
     def watched(self) -> Iterator[Callable[[], bool]]:
@@ -184,10 +185,10 @@ def _send_results(module: nn.Module, send: Callable[[torch.Tensor], torch.Tensor
     inner = module.forward
 
     @functools.wraps(inner)
-    def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
+    def experts_summed(*args: Any, **kwargs: Any) -> torch.Tensor:
         return send(inner(*args, **kwargs))
 
-    vars(module)["forward"] = forward
+    wrap_forward(module, Layer.EXPERTS, experts_summed)
 
 
 def _columns_by_entry(model: nn.Module, region: Region) -> dict[str, ColumnGrads]:
@@ -200,26 +201,34 @@ def _columns_by_entry(model: nn.Module, region: Region) -> dict[str, ColumnGrads
     return {region.entries[0]: ColumnGrads(columns)}
 
 
-def count_once(model: nn.Module, name: str, degree: int) -> None:
-    """Let a module or a parameter of experts count once, where ranks sum what they make with it.
+def count_once(model: nn.Module, names: Iterable[str], degree: int) -> None:
+    """Let modules and parameters of experts count once, where ranks sum what they make with them.
 
-    Each rank has an equal part of it, and so has a part of its gradient.
+    Each rank has an equal part of them, and so has a part of their gradients.
     """
-    prefix, _, key = name.rpartition(".")
-    owner = model.get_submodule(prefix)
-    if key in owner._modules:
-        owner.get_submodule(key).register_forward_hook(lambda module, args, out: out / degree)
-    elif owner._parameters.get(key) is not None:  # else it is of another stage
-        inner = owner.forward
+    params: dict[nn.Module, list[str]] = {}
+    for name in names:
+        prefix, _, key = name.rpartition(".")
+        owner = model.get_submodule(prefix)
+        if key in owner._modules:
+            owner.get_submodule(key).register_forward_hook(lambda module, args, out: out / degree)
+        elif owner._parameters.get(key) is not None:  # else it is of another stage
+            params.setdefault(owner, []).append(key)
+    for owner, keys in params.items():
+        _divide_while_called(owner, keys, degree)
 
-        @functools.wraps(inner)
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            whole = owner._parameters
-            part = {**whole, key: owner.get_parameter(key) / degree}
-            owner._parameters = part  # type: ignore[assignment]
-            try:
-                return inner(*args, **kwargs)
-            finally:
-                owner._parameters = whole
 
-        owner.forward = forward
+def _divide_while_called(owner: nn.Module, keys: Sequence[str], degree: int) -> None:
+    inner = owner.forward
+
+    @functools.wraps(inner)
+    def counted_once(*args: Any, **kwargs: Any) -> Any:
+        whole = owner._parameters
+        part: dict[str, Any] = {key: owner.get_parameter(key) / degree for key in keys}
+        owner._parameters = {**whole, **part}
+        try:
+            return inner(*args, **kwargs)
+        finally:
+            owner._parameters = whole
+
+    wrap_forward(owner, Layer.ONCE, counted_once)

@@ -21,6 +21,7 @@ from torch import nn
 from zrun_core.errors import UserCodeError
 from zrun_core.tensor_parallel.borders import gather_out, sum_out
 from zrun_core.tensor_parallel.tensor_comm import TensorComm
+from zrun_core.user_code.forward_layers import Layer, wrap_forward
 
 
 def replace_forward(
@@ -32,11 +33,11 @@ def replace_forward(
         attention: with slices of its parameters. Its attributes stay those of all heads.
         comm: of the ranks that have the other heads; None: as one of them, without messages.
     """
-    vars(attention)["forward"] = functools.partial(_forward, attention, comm, name)
-    return functools.partial(vars(attention).pop, "forward")
+    forward = functools.partial(_own_heads, attention, comm, name)
+    return wrap_forward(attention, Layer.ATTENTION, forward)
 
 
-def _forward(
+def _own_heads(
     attention: nn.MultiheadAttention,
     comm: TensorComm | None,
     name: str,

@@ -20,6 +20,7 @@ from zrun_core.tensor_parallel.borders import copy_border, sum_out
 from zrun_core.tensor_parallel.column_grads import ColumnGrads
 from zrun_core.tensor_parallel.logit_slice import logit_slice
 from zrun_core.tensor_parallel.vocabulary import Vocabulary
+from zrun_core.user_code.forward_layers import Layer, wrap_forward
 from zrun_core.zero.passes.graph_breaks import outside_graphs
 
 # Options of an embedding that need all of its rows, or change them while the model runs.
@@ -79,11 +80,11 @@ def divide_embedding(module: nn.Module, vocabulary: Vocabulary) -> None:
     forward = module.forward
 
     @outside_graphs
-    def divided(*args: Any, **kwargs: Any) -> Any:
+    def own_rows(*args: Any, **kwargs: Any) -> Any:
         with _Lookups(module, vocabulary):
             return forward(*args, **kwargs)
 
-    vars(module)["forward"] = divided
+    wrap_forward(module, Layer.EMBEDDING, own_rows)
 
 
 def divide_head(module: nn.Module, vocabulary: Vocabulary) -> None:
@@ -97,13 +98,13 @@ def divide_head(module: nn.Module, vocabulary: Vocabulary) -> None:
     forward = module.forward
 
     @outside_graphs
-    def divided(x: Tensor) -> Tensor:
+    def own_logits(x: Tensor) -> Tensor:
         (entered,) = columns.enter([x], [border])
         logits = forward(entered)
         columns.leave()
         return logit_slice(logits, vocabulary)
 
-    vars(module)["forward"] = divided
+    wrap_forward(module, Layer.HEAD, own_logits)
 
 
 class _Lookups(TorchFunctionMode):

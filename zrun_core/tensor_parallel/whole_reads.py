@@ -27,6 +27,7 @@ from zrun_core.memory.tensors import TensorPart
 from zrun_core.tensor_parallel.plan import TensorPlan
 from zrun_core.tensor_parallel.reads import Read
 from zrun_core.tensor_parallel.tensor_comm import TensorComm
+from zrun_core.user_code.forward_layers import Layer, wrap_forward
 from zrun_core.zero.passes.gather import Gatherer
 from zrun_core.zero.wrap.lookups import Lookups, is_asked_by_user
 
@@ -93,14 +94,14 @@ class WholeReads:
         inner = module.forward
 
         @functools.wraps(inner)
-        def forward(*args: Any, **kwargs: Any) -> Any:
+        def known_to_run(*args: Any, **kwargs: Any) -> Any:
             self._calls.append(_Call(name))
             try:
                 return inner(*args, **kwargs)
             finally:
                 self._calls.pop()
 
-        vars(module)["forward"] = forward
+        wrap_forward(module, Layer.READS, known_to_run)
 
     def install(self, model: nn.Module, gatherer: Gatherer) -> None:
         """Hand out whole parameters from now on.

@@ -34,6 +34,7 @@ from zrun_core.spine.spec import resolve_bucket
 from zrun_core.tensor_parallel.divide import Divided
 from zrun_core.train.stage_building import StageParts
 from zrun_core.user_code.build import Built
+from zrun_core.user_code.forward_layers import Layer, wrap_forward
 from zrun_core.zero.sharded_model import ShardedModel
 from zrun_core.zero.unit.exchange import Exchange
 from zrun_core.zero.unit.precision import Precision
@@ -283,5 +284,6 @@ def compile_blocks(model: nn.Module) -> None:
         raise JobError("compile: the model has no repeated blocks to compile; write compile: false")
     for _, block in blocks:
         for _, tiled in tiled_linears(block):  # the hooks of its tiles are outside of the graph
-            vars(tiled)["forward"] = torch.compiler.disable(tiled.forward)
-        block.forward = torch.compile(block.forward)
+            outside = torch.compiler.disable(tiled.forward)
+            wrap_forward(tiled, Layer.OUTSIDE_GRAPHS, outside)
+        wrap_forward(block, Layer.COMPILED, torch.compile(block.forward))

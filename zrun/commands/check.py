@@ -67,6 +67,12 @@ def check(
         bool,
         typer.Option("--grid", help="Draw the pipeline schedule: what each stage computes when."),
     ] = False,
+    layers: Annotated[
+        bool,
+        typer.Option(
+            "--layers", help="Print what ranks put around the forwards of the model's modules."
+        ),
+    ] = False,
     everything: Annotated[
         bool, typer.Option("--all", help="Print every key of the job, with its value.")
     ] = False,
@@ -77,7 +83,9 @@ def check(
     Nothing is started, and nothing is changed on any host. With --simulate the
     memory of each rank is estimated, too. With --values the ranks of one model
     are started here, on CPUs where GPUs are too few: stages, and slices of
-    layers, are compared with the whole model, and nothing is trained.
+    layers, are compared with the whole model, and nothing is trained. With
+    --layers the functions that ranks put around the forward of each module are
+    listed, by the names that stacks and debuggers have for them.
 
     Exit codes: 0 it can train; 2 the job is wrong; 3 some hosts cannot be used,
     or it does not fit; 5 its own code failed.
@@ -96,6 +104,9 @@ def check(
     where_else = {"--simulate": simulate is not None, "--no-import": no_import}
     for flag, is_given in where_else.items():
         _refuse_together({"--values": values, flag: is_given}, "--values runs the model here")
+    _refuse_together(
+        {"--layers": layers, "--no-import": no_import}, "--layers builds the model of the job"
+    )
     options = HostOptions(hosts, host_list, include, exclude, nodes, gpus)
     given = [f"slots={slots}"] if slots is not None else []
     loaded = load_job(job, [*(overrides or ()), *given])
@@ -105,7 +116,7 @@ def check(
             raise JobError(
                 f"--simulate says which hosts and devices there are: leave out {named[0]}"
             )
-        code = _check_simulated(loaded, simulate, no_import, grid, as_json, everything)
+        code = _check_simulated(loaded, simulate, no_import, grid, as_json, everything, layers)
         raise typer.Exit(code)
     backend = find_backend(loaded.config, options, os.environ, job.absolute().parent, gethostname())
     cluster, no_plan = _find_cluster(backend, loaded, offline)
@@ -118,7 +129,8 @@ def check(
         gpu_ranks = 0
         if resolved is not None and backend.kind == "local" and resolved.job.device == "cuda":
             gpu_ranks = len(resolved.plan.ranks)
-        structure = inspect_structure(loaded, _BUILD_TIMEOUT_S, gpu_ranks)
+        on = _device_of_layers(loaded, resolved) if layers else None
+        structure = inspect_structure(loaded, _BUILD_TIMEOUT_S, gpu_ranks, layers_on=on)
     compared = None
     if values:
         compared = _compare_values(job, [*(overrides or ()), *given])
@@ -139,6 +151,15 @@ def check(
             _print_grid(resolved)
     if isinstance(no_plan, PreflightError):
         raise typer.Exit(no_plan.exit_code)
+
+
+def _device_of_layers(loaded: LoadedJob, resolved: ResolvedJob | None) -> str:
+    """Return the type of the devices whose ranks' layers are listed: "cpu" where it is not known.
+
+    Between CPUs and their hosts' memory nothing is moved.
+    """
+    job = loaded.config if resolved is None else resolved.job
+    return "cuda" if job.device == "cuda" else "cpu"
 
 
 def _refuse_together(flags: dict[str, bool], why: str) -> None:
@@ -251,6 +272,7 @@ def _check_simulated(
     grid: bool,
     as_json: bool,
     everything: bool,
+    layers: bool,
 ) -> int:
     """Say all of a job that needs no host, and what was not looked at. Returns the exit code."""
     from zrun.estimate.answer import answer
@@ -263,7 +285,10 @@ def _check_simulated(
 
     hardware = parse_simulate(simulate)
     resolved, cluster = plan_on(loaded, hardware)
-    structure = None if no_import else inspect_structure(loaded, _BUILD_TIMEOUT_S)
+    structure = None
+    if not no_import:
+        on = _device_of_layers(loaded, resolved) if layers else None
+        structure = inspect_structure(loaded, _BUILD_TIMEOUT_S, layers_on=on)
     found = None if no_import else answer(of_job_on(loaded, hardware))
     if as_json:
         where: dict[str, Any] = {
@@ -292,12 +317,17 @@ def _check_simulated(
 
 
 def _print_structure(structure: Structure | None) -> None:
+    from zrun.watch.layer_lines import layer_lines
+
     if structure is None:
         print("structure: not checked")
         return
     print(f"structure: {_in_words(structure)}")
     for note in structure.notes:
         print(f"note: {note}")
+    if structure.layers is not None:
+        for line in layer_lines(structure.layers):
+            print(line)
 
 
 def _print_grid(resolved: ResolvedJob | None) -> None:

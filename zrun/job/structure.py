@@ -36,6 +36,8 @@ class Structure:
         num_tensors: number of parameters.
         parameter_bytes: bytes of them.
         notes: settings of the model's own that do not count in training.
+        layers: `LayeredKind`s, as data: what lies around the forwards of its modules; None: that
+            was not asked for.
     """
 
     class_name: str
@@ -44,14 +46,19 @@ class Structure:
     num_tensors: int
     parameter_bytes: int
     notes: list[str]
+    layers: list[dict[str, Any]] | None = None
 
 
-def inspect_structure(job: LoadedJob, timeout_s: float, gpu_ranks: int = 0) -> Structure:
+def inspect_structure(
+    job: LoadedJob, timeout_s: float, gpu_ranks: int = 0, *, layers_on: str | None = None
+) -> Structure:
     """Import everything that `job` refers to, and build its model on torch's meta device.
 
     Args:
         timeout_s: seconds for all of it.
         gpu_ranks: number of ranks that are to train on the GPUs of this host.
+        layers_on: "cpu" or "cuda": look what ranks on such devices put around the forwards of its
+            modules, too.
 
     Raises:
         PreflightError: torch cannot train on these.
@@ -65,6 +72,7 @@ def inspect_structure(job: LoadedJob, timeout_s: float, gpu_ranks: int = 0) -> S
             "job": job.config.model_dump(by_alias=True, exclude_unset=True),
             "job_dir": str(job_dir),
             "gpu_ranks": gpu_ranks,
+            "layers_on": layers_on,
         }
     )
     env = os.environ | worker_environment(job.config, os.environ)
@@ -128,9 +136,10 @@ def _references(job: JobConfig) -> dict[str, Ref]:
     return {key: ref for key, ref in found.items() if isinstance(ref, Ref)}
 
 
-def _inspect(job: JobConfig, job_dir: Path) -> Structure:
+def _inspect(job: JobConfig, job_dir: Path, layers_on: str | None) -> Structure:
     from zrun_core.optim.resolve import resolve_optimizer
     from zrun_core.pipeline.split import check_blocks
+    from zrun_core.plan.trace.layers_check import layered_kinds
     from zrun_core.plan.trace.parts_check import check_parts
     from zrun_core.train import parallelize
     from zrun_core.train.tensor_building import planned
@@ -167,6 +176,9 @@ def _inspect(job: JobConfig, job_dir: Path) -> Structure:
     notes += parallelize.transform(
         model, job.zero, job.precision, job.activations, compile=job.compile
     )
+    layers = None
+    if layers_on is not None:
+        layers = [asdict(kind) for kind in layered_kinds(job, job_dir, layers_on)]
     return Structure(
         class_name=type(model).__name__,
         num_parameters=sum(parameter.numel() for parameter in parameters),
@@ -174,6 +186,7 @@ def _inspect(job: JobConfig, job_dir: Path) -> Structure:
         num_tensors=len(parameters),
         parameter_bytes=sum(parameter.nbytes for parameter in parameters),
         notes=notes,
+        layers=layers,
     )
 
 
@@ -206,9 +219,9 @@ def _main() -> None:
     try:
         if request["gpu_ranks"]:
             _check_gpus(request["gpu_ranks"])
-        answer = asdict(
-            _inspect(JobConfig.model_validate(request["job"]), Path(request["job_dir"]))
-        )
+        job = JobConfig.model_validate(request["job"])
+        job_dir = Path(request["job_dir"])
+        answer = asdict(_inspect(job, job_dir, request["layers_on"]))
     except ZrunError as error:
         answer = {"error": str(error), "exit_code": error.exit_code}
     with open(answer_fd, "w") as file:

@@ -218,10 +218,10 @@ def transform(
 ) -> list[str]:
     """Prepare a model to be sharded, in place.
 
-    The order matters. Tiles come first: they are modules. Checkpointing replaces the forward of a
-    block; compile then traces the replacement, with its recomputation; the hooks of sharding stay
-    outside of the compiled graph. Where inputs of blocks move, compile comes first: copies stay
-    outside of the graph too.
+    The order matters, and is that of `Layer`. Tiles come first: they are modules. Checkpointing
+    replaces the forward of a block; compile then traces the replacement, with its recomputation;
+    the hooks of sharding stay outside of the compiled graph. Where inputs of blocks move, compile
+    comes first: copies stay outside of the graph too.
 
     Args:
         compile: whether to compile each repeated block.

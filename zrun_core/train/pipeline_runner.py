@@ -45,10 +45,17 @@ class _InChunk(NamedTuple):
 class PipelineRunner(MicroBatchRunner):
     """Runs the actions of one stage."""
 
-    def __init__(self, context: RunnerContext, stage: Stage, links: StageLinks) -> None:
+    def __init__(
+        self,
+        context: RunnerContext,
+        stage: Stage,
+        links: StageLinks,
+        weight_grads: WeightGrads | None = None,
+    ) -> None:
         """
         Args:
             context: as of every runner.
+            weight_grads: keeps those that the schedule makes later; None: it makes all at once.
         """
         super().__init__(context)
         self._step = 0
@@ -61,10 +68,9 @@ class PipelineRunner(MicroBatchRunner):
             self._fewest = stage.split.pp
         self._links = links
         self._under_way: dict[tuple[int, int], _InChunk] = {}  # by chunk and micro-batch
-        self._weight_grads: WeightGrads | None = None
-        if context.spec.job.parallel.facts.splits_backward:
-            self._weight_grads = WeightGrads(stage.own_blocks)
-            self._split_backward = SplitBackward(context.sharded, self._weight_grads.params)
+        self._weight_grads = weight_grads
+        if weight_grads is not None:
+            self._split_backward = SplitBackward(context.sharded, weight_grads.params)
         self._held: dict[tuple[int, int], MicroPass] = {}  # whose weights' gradients are to be made
 
     def order(self, micro_batches: int) -> tuple[Action, ...]:

@@ -24,10 +24,13 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
+_TORCH = str(Path(torch.__file__).parent) + "/"
 _LAYERS = "_zrun_layers"  # attribute of a module: its layers, from the outermost
 _CALL = "_call_impl"
 _FORWARD = "forward"
@@ -67,6 +70,11 @@ class Layer(Enum):
         self.frame = frame
         self.about = about
         self.number = len(type(self).__members__)
+
+    @property
+    def label(self) -> str:
+        """What to call it where stacks have no name of ours for it, too."""
+        return self.frame or self.name.lower()
 
     @property
     def is_before_hooks(self) -> bool:
@@ -184,11 +192,12 @@ def _outermost(on: Iterable[Layer], place: str) -> Layer | None:
 
 def _code_name(function: Any) -> str:
     """Return the name of a function's code, by which stacks know its frames."""
-    while True:
-        inner = getattr(function, "_torchdynamo_orig_callable", None)  # kept out of graphs
-        if inner is None:
-            inner = getattr(function, "func", None)  # a partial one
-        if inner is None:
-            break
-        function = inner
-    return getattr(getattr(function, "__code__", None), "co_name", type(function).__name__)
+    if isinstance(function, functools.partial):
+        return _code_name(function.func)
+    code = getattr(function, "__code__", None)
+    # Kept out of graphs. A function with `functools.wraps` may have a copy of that attribute.
+    if code is not None and code.co_filename.startswith(_TORCH):
+        inner = getattr(function, "_torchdynamo_orig_callable", None)
+        if inner is not None:
+            return _code_name(inner)
+    return getattr(code, "co_name", type(function).__name__)

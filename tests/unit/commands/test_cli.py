@@ -61,6 +61,19 @@ class Judging(Heads):
     def forward(self, x):
         loss = super().forward(x)
         return loss * (1 if loss > 0 else 2)
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = torch.nn.Linear(2, 2)
+    def forward(self, x):
+        return x + self.up(x)
+class Stack(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(Block() for _ in range(4))
+        self.blocks[3].forward = self.blocks[3].up.forward
+    def forward(self, x):
+        return self.blocks(x).mean()
 def vectors():
     return torch.zeros(8, 6, 32)
 def no_model():
@@ -239,6 +252,46 @@ def test_check_says_which_settings_of_the_model_do_not_count(zrun: Zrun) -> None
         "note: config.use_cache is off in training; model.generate still uses it",
     ]
     assert json.loads(zrun("check", "job.yaml", "--json", *keys).out)["structure"]["notes"]
+
+
+def test_check_lists_the_layers_of_modules(zrun: Zrun, warm: None) -> None:
+    keys = ["model=user.py:Stack", "activations={checkpoint: every_n, n: 2}", "--layers"]
+    shown = zrun("check", "job.yaml", "parallel={draws: block}", *keys).out
+    node = "draws from a stream of its own; a pipeline is cut between such calls"
+    assert shown.partition("structure: ")[2].partition("\n")[2] == (
+        "layers: what ranks put around the forwards of modules, from the outermost\n"
+        "  blocks.*: Block, 2 of 4: blocks.0, blocks.2\n"
+        f"    call_of_node  {node}\n"
+        "    recomputed    is recomputed in backward\n"
+        "    Block.forward\n"
+        "  blocks.*: Block, 1 of 4: blocks.1\n"
+        f"    call_of_node  {node}\n"
+        "    Block.forward\n"
+        "  blocks.*: Block, 1 of 4: blocks.3\n"
+        f"    call_of_node  {node}\n"
+        "    the forward that the model's code has put on this Block\n"
+    )
+    assert "layers: none: ranks run the forward of" in zrun("check", "job.yaml", "--layers").out
+    report = zrun("check", "job.yaml", *keys, "--json").out
+    (kind,) = json.loads(report)["structure"]["layers"]
+    assert kind["names"] == ["blocks.0", "blocks.2"]
+    assert kind["layers"] == [["recomputed", "is recomputed in backward"]]
+    assert json.loads(zrun("check", "job.yaml", "--json").out)["structure"]["layers"] is None
+
+
+def test_layers_of_slices_and_stages(zrun: Zrun, warm: None) -> None:
+    keys = [*HEADS, DIVIDED, "--slots", "2", "--layers"]
+    shown = zrun("check", "job.yaml", *keys).out
+    assert (
+        "  out: Linear\n    rows_summed  ends a region: sums over ranks what slices make\n"
+        "    (in place of Linear.forward)\n" in shown
+    )
+    unread = zrun("check", "job.yaml", *keys, "data=user.py:broken")
+    assert unread.code != ExitCode.OK
+    assert "by a forward of a first batch, and the data was not read: " in unread.err
+    refused = zrun("check", "job.yaml", "--layers", "--no-import")
+    assert refused.code == ExitCode.USAGE
+    assert "--layers and --no-import: --layers builds the model of the job" in refused.err
 
 
 def test_check_without_the_users_code(zrun: Zrun) -> None:

@@ -50,13 +50,22 @@ def divide_alone(
     """
     plan = planned(model, parallel)
     group = Group(TENSOR, tuple(range(parallel.tp)), 0, None)
-    comm = TensorComm(cast(Comm, _NoTraffic(device)), group)
+    comm = TensorComm(comm_of_none(device), group)
     divided = divide_model(model, plan, parallel, comm, None)
     if divided is None:
         return NO_PARTS
     if for_real:
         _cut_values(model, divided)
     return divided.table
+
+
+def comm_of_none(device: str) -> Comm:
+    """Return collectives that move nothing, in a process without others.
+
+    Args:
+        device: type of what trains, "cpu" or "cuda".
+    """
+    return cast(Comm, _NoTraffic(device))
 
 
 def _cut_values(model: nn.Module, divided: Divided) -> None:

@@ -48,7 +48,7 @@ def check_parts(job: JobConfig, job_dir: Path) -> list[str]:
         samples = samples_of(job, job_dir)
     except ZrunError as error:
         return [f"parallel: not tried on a first batch, as the data was not read: {error}"]
-    micro = _MICRO if job.batch.micro == "auto" else job.batch.micro
+    micro = micro_of(job)
     notes = check_division(job, job_dir, samples, micro)
     _check_stages(job, job_dir, samples, micro)
     return notes
@@ -71,7 +71,7 @@ def check_division(
     """
     if job.parallel.tp == 1:
         return []
-    subject = _Subject(job, job_dir, samples, micro)
+    subject = Subject(job, job_dir, samples, micro)
     _, notes = plan_tensors(subject.model, job.parallel, subject.forward, subject.dtype, _CPU)
     return notes
 
@@ -80,7 +80,7 @@ def _check_stages(job: JobConfig, job_dir: Path, samples: SampleBatches, micro: 
     """Refuse a job whose model cannot be cut into stages so, or not be evaluated on these."""
     if job.parallel.pp == 1:
         return
-    subject = _Subject(job, job_dir, samples, micro)
+    subject = Subject(job, job_dir, samples, micro)
     omit_cache(subject.model, only_with_gradients=False)
     flow = follow(subject.model, subject.forward, subject.dtype, _CPU)
     cut(job, flow, job.parallel.pp)
@@ -100,7 +100,12 @@ def _check_stages(job: JobConfig, job_dir: Path, samples: SampleBatches, micro: 
             _check_calls(key, subject, flow, partial(evaluate, subject.model, batch))
 
 
-class _Subject:
+def micro_of(job: JobConfig) -> int:
+    """Return the samples of a micro-batch with which a job's model is tried."""
+    return _MICRO if job.batch.micro == "auto" else job.batch.micro
+
+
+class Subject:
     """A job's model without values, where its factory bears that, and a batch for it.
 
     Attributes:
@@ -109,6 +114,13 @@ class _Subject:
     """
 
     def __init__(self, job: JobConfig, job_dir: Path, samples: SampleBatches, micro: int) -> None:
+        """
+        Args:
+            micro: samples of the batch.
+
+        Raises:
+            UserCodeError: the model cannot be built, or a batch made.
+        """
         with user.user_code("making a batch failed"):
             self._batch = samples.real_batch(micro)
         self._loss: LossFunction | None = None
@@ -148,7 +160,7 @@ def _first_of(dataset: Any, micro: int, samples: SampleBatches) -> object:
 
 
 def _check_calls(
-    key: str, subject: _Subject, flow: ModelFlow, evaluate: Callable[[], object]
+    key: str, subject: Subject, flow: ModelFlow, evaluate: Callable[[], object]
 ) -> None:
     """Refuse an evaluation that calls the model otherwise than the steps do.
 

@@ -143,8 +143,8 @@ def run(case: Case) -> dict[str, Any]:
             run_id="planner",
         )
         worker = Worker(spec, 0)
-        worker.emitter = Ear(None, 0)
-        trainer, _ = worker._prepare()
+        worker.builder.emitter = Ear(None, 0)
+        trainer = worker.prepare()
         step = trainer.step
 
         def counted(micro_batches: Any) -> None:

@@ -283,7 +283,7 @@ def run(case: Case, folder: str) -> None:
         run_dir=folder,
         run_id="planner",
     )
-    trainer, _ = Worker(spec, rank)._prepare()
+    trainer = Worker(spec, rank).prepare()
     step = trainer.step
 
     def marked(micro_batches: Any) -> None:

@@ -31,6 +31,7 @@ from zrun_core.spine.parallel_dims import ParallelDims
 from zrun_core.spine.spec import LaunchPlan, RankPlace, ResumeSpec, RunSpec, resolve_batch
 from zrun_core.spine.stop_signals import StopSignals
 from zrun_core.tiers.stored import BlockReader, Stored
+from zrun_core.train import failure_note
 from zrun_core.train.rank_builder import RankBuilder
 from zrun_core.train.trainer import Trainer
 from zrun_core.train.user_hooks import HookContext
@@ -215,6 +216,7 @@ class PoolWorker(RankBuilder):
 
     def __init__(self, spec: RunSpec, rank: int) -> None:
         self.told = Listener()
+        self.trainer: Trainer | None = None
         super().__init__(spec, rank, self.told, StopSignals(), None, _give_up)
         multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # may have loaders
 
@@ -231,7 +233,13 @@ class PoolWorker(RankBuilder):
             release(self.lock)
 
     def prepare(self) -> Trainer:
-        return self.build()
+        self.trainer = self.build()
+        return self.trainer
+
+    def report(self, error: BaseException) -> None:
+        failure_note.report(
+            error, Path(self.spec.run_dir), self.rank, self.phase.name, self.trainer
+        )
 
 
 def _give_up(error: ZrunError) -> None:
@@ -366,7 +374,7 @@ def report(keys: dict[str, Any], run_dir: str, fault: str) -> dict[str, Any]:
         raise KeyboardInterrupt if fault == "hook" else MemoryError
 
     try:
-        trainer = worker._trainer = worker.prepare()
+        trainer = worker.prepare()
         match fault:
             case "forward":
                 trainer.module.register_forward_pre_hook(fail)

@@ -369,8 +369,7 @@ def ended(keys: dict[str, Any], folder: str) -> dict[str, Any]:
     spec = make_spec(keys, folder, None)
     worker = PoolWorker(spec.model_copy(update={"job_dir": folder}), 0)
     try:
-        trainer = worker._trainer = worker.prepare()
-        trainer.run()
+        worker.prepare().run()
     except BaseException as error:
         worker.report(error)
     finally:

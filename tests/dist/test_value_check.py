@@ -20,7 +20,7 @@ from torch import nn
 
 from zrun_core.checkpoint.whole_values import WholeValues, newest_step
 from zrun_core.spine.spec import ResumeSpec
-from zrun_core.train import value_check, worker
+from zrun_core.train import rank_builder, value_check
 from zrun_core.train.gradient_check import SavedTensors
 
 PLAN = {"*.up": "colwise", "*.down": "rowwise"}
@@ -531,7 +531,7 @@ def run_on(keys: dict[str, Any], folder: str, patience: float, problem: str = ""
         return newest_step(source)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(worker, "newest_step", opened)
+        patch.setattr(rank_builder, "newest_step", opened)
         patch.setattr(value_check, "_PATIENCE", patience)
         return {**run(keys, folder, {}, None, None, {"dp": 1, "tp": 2}), "locked": found}
 

@@ -33,6 +33,14 @@ HANG_S = 4.0
 LEFT_S = 60.0
 
 
+def _begun(pid: int) -> int:
+    """Return when a process began, in the system's ticks; 0: it has gone."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except OSError:
+        return 0
+
+
 @dataclass
 class Launch:
     """A job under way on the hosts of a rig."""
@@ -47,8 +55,9 @@ class Launch:
         return [event for event in map(json.loads, lines) if event["type"] == kind]
 
     def pids(self, host: str, text: str) -> list[int]:
-        """Processes on a host whose command line has `text`."""
-        return sorted(pid for pid, line in self.rig.hosts[host].commands().items() if text in line)
+        """Processes on a host whose command line has `text`, the oldest first."""
+        found = [pid for pid, line in self.rig.hosts[host].commands().items() if text in line]
+        return sorted(found, key=lambda pid: (_begun(pid), pid))  # numbers begin anew at times
 
     def agent(self, host: str) -> int:
         """The agent of a host, which is not the first process there with its command line.

@@ -27,7 +27,6 @@ from zrun_core.errors import JobError, UserCodeError
 from zrun_core.hardware.accelerator import is_accelerator
 from zrun_core.spine.sections.data import DataConfig
 from zrun_core.spine.spec import BatchPlan
-from zrun_core.spine.tracebacks import add_location, message_of
 from zrun_core.user_code.user import user_code
 
 _LOOKED_AT = 64  # samples to come, by which ranks compare their order
@@ -258,13 +257,7 @@ def eval_batches(
 @contextmanager
 def _reading(which: str) -> Iterator[None]:
     with user_code(f"reading the {which} data failed"):
-        try:
-            yield
-        except RuntimeError as error:
-            if "DataLoader worker" in message_of(error):
-                way_out = "data.workers: 0 has the rank itself do its work"
-                add_location(error, f": a data-loading process died; {way_out}")
-            raise
+        yield
 
 
 def _open(

@@ -90,6 +90,8 @@ def in_users_terms(error: BaseException, phase: str) -> BaseException:
         where = f" at {place}" if place is not None else ""
         why = tracebacks.first_line(error)
         told = OutOfMemoryError(f"{phase} failed{where}: out of memory: {why}")
+    elif user.is_loaders_end(error):
+        told = UserCodeError(f"{phase} failed: {user.LOADERS_END}\n{tracebacks.first_line(error)}")
     elif isinstance(error, KeyboardInterrupt):  # no signal raises one here: the user's code did
         told = UserCodeError(f"{phase} failed\n{tracebacks.user_traceback(error)}")
     else:

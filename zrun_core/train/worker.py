@@ -153,13 +153,13 @@ class Worker:
         self._trainer = trainer
         self.stop.can_finish = True
         trainer.run()
-        self.wait_for_others()
+        self.meet_others()
 
     def prepare(self) -> Trainer:
         """Return the trainer."""
         return self.builder.build()
 
-    def wait_for_others(self) -> None:
+    def meet_others(self) -> None:
         """Wait until all ranks have come here: until then they may need this one."""
         self.builder.comm.barrier(self.builder.mesh.world)
 

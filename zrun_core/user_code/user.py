@@ -65,6 +65,8 @@ TAKES: dict[str, tuple[str, ...]] = {
 # How torch says that a product of tensors of two formats, one of them float64, is none.
 _MEETS_FLOAT64 = re.compile(r"(?i)(?=.*type)(?=.*\bdouble\b).*\b(float|bfloat16|half)\b")
 
+LOADERS_END = "a data-loading process died; data.workers: 0 has the rank itself do its work"
+
 # The runtime's code that runs under the user's model: in hooks, and in what these call.
 _OWN_PACKAGE = Path(__file__).parents[1]
 _MECHANISMS = (
@@ -258,12 +260,22 @@ def _remark(error: BaseException) -> str:
             ": a tensor of float64, numpy's own format, meets one of another: give samples the "
             'format of the model, as by x.astype("float32") or x.float() in the dataset'
         )
+    if is_loaders_end(error):
+        return f": {LOADERS_END}"
     if "CUDA error" in message_of(error):
         return (
             ": CUDA reports errors late; with env: {CUDA_LAUNCH_BLOCKING: 1} in the job the "
             "traceback names the line, and device: cpu often gives a plainer message"
         )
     return ""
+
+
+def is_loaders_end(error: BaseException) -> bool:
+    """Return whether a process of torch's data loader has died.
+
+    Torch says so to whatever runs when the system tells of it, far from the data.
+    """
+    return isinstance(error, RuntimeError) and "DataLoader worker (pid" in message_of(error)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -15,7 +15,7 @@ class CheckingWorker(Worker):
 
     def run(self) -> None:
         self.prepare().recorder.end("checked")
-        self.wait_for_others()
+        self.meet_others()
 
 
 def main() -> NoReturn:

@@ -33,7 +33,7 @@ ALONE_S = 5.0  # that a stage may wait for one that has failed
 _TOLD_EVERY = 100  # seeds
 _LEFT_EARLY = (
     "the model's forward is not the one by which it was cut into stages",
-    "which leaves blocks out and so was there first",
+    "leaves blocks out, and so ends before",
 )
 GOOD = ("equal", "refused", "stopped", "ended", "own draws")
 

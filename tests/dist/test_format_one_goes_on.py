@@ -16,7 +16,7 @@ from torch import nn
 import zrun_core
 from zrun_core.checkpoint.folder import CheckpointFolder, read_step
 
-sys.path.append(str(Path(__file__).parents[1] / "unit"))
+sys.path += [str(Path(__file__).parents[1] / "unit" / room) for room in ("checkpoint", "")]
 
 import format_one
 from test_format_one import WRITTEN

@@ -239,7 +239,7 @@ REFUSED = {
     "InPlace": "encoder.0 writes to its input in place",
     "odd": "the backward of parts.1 was run twice",
     "reentrant checkpoint": "blocks.0 is called under torch.no_grad() with an input that requires",
-    "Leaving": "goes on with `mean` of a module after that of micro-batch 3, which leaves blocks",
+    "Leaving": "micro-batch 3 leaves blocks out, and so ends before that of micro-batch 0 changes",
     "Faulty": "ValueError: no such domain",
 }
 

@@ -252,6 +252,35 @@ def notes(found: list[dict[str, Any]]) -> list[str]:
     return [note for note in start.get("notes", []) if "not compared before training" in note]
 
 
+class Leaving(Model):
+    """Leaves out the third block, but in some batches."""
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.embed(input_ids)
+        for number, block in enumerate(self.blocks):
+            if number != 2 or len(labels) > 99:
+                x = block(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize(
+    "parallel", [{}, {"plan": {"blocks.0.up": "colwise", "blocks.0.down": "rowwise"}}]
+)
+def test_a_block_that_nobody_has_seen_in_slices_is_refused(
+    ranks, tmp_path: Path, parallel: dict[str, Any]
+) -> None:
+    model = {"call": "test_value_check.py:Leaving", "args": {"function": "over the width"}}
+    keys = keys_of("gelu") | {"model": model}
+    keys["parallel"] = keys["parallel"] | parallel
+    found = on_axes(keys, tmp_path, ranks)
+    if parallel:
+        assert {each["code"] for each in found} == {0}, found[0]["error"]
+        return
+    assert {each["code"] for each in found} == {2}
+    assert "the forward of the first micro-batch leaves out blocks.2, so" in found[0]["error"]
+    assert "guards.trust: [blocks.2]" in found[0]["error"]
+
+
 class Fickle(Model):
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return super().forward(input_ids, labels) * (1 + time.perf_counter_ns() % 997 / 997)

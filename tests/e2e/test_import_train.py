@@ -12,7 +12,7 @@ from waiting import PATIENCE_S
 
 from zrun.job.load import load_job
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "peers"))
 import peer_configs as peers
 
 DEEPSPEED = {

@@ -55,6 +55,11 @@ class Divided:
     late_reads: LateReads
     _whole: Mapping[str, tuple[nn.Module, Mapping[str, nn.Parameter]]]
 
+    def divides(self, module: str) -> bool:
+        """Return whether this rank has slices of a module's parameters."""
+        parts = (part for name, part in self.table.items() if name.startswith(f"{module}."))
+        return any(part.shape != part.local_shape for part in parts)
+
     def read(self, read: Read) -> Read:
         """Return a function that reads this rank's parts of what `read` reads.
 

@@ -51,8 +51,7 @@ class ModelPart:
         if isinstance(self.check, str):
             trainer.loss_causes.why_not_compared = self.check
             return [not_compared(self.check)]
-        regions = None if self.divided is None else self.divided.regions
         step = None if resumed is None else resumed.path
-        notes = self.check.compare(trainer.micro_batches, trainer.sharded, regions, step)
+        notes = self.check.compare(trainer.micro_batches, trainer.sharded, self.divided, step)
         trainer.loss_causes.why_not_compared = why_not_compared(notes)
         return notes

@@ -56,6 +56,7 @@ from zrun_core.sizes import format_size
 from zrun_core.spine.sections.activations import ActivationsConfig
 from zrun_core.spine.tracebacks import first_line
 from zrun_core.stages.node_calls import DrawingWalk, Node, Walk, installed_nodes, walking
+from zrun_core.tensor_parallel.divide import Divided
 from zrun_core.tensor_parallel.regions import Regions
 from zrun_core.train.evaluator import evaluation_mode
 from zrun_core.train.gradient_check import (
@@ -386,7 +387,7 @@ class ValueCheck:
         self,
         runner: MicroBatchRunner,
         sharded: ShardedModel,
-        regions: Regions | None,
+        divided: Divided | None,
         goes_on_from: Path | None,
     ) -> list[str]:
         """Run the forward with what each rank has, and compare. Collective over all ranks.
@@ -394,7 +395,7 @@ class ValueCheck:
         Args:
             sharded: what this rank has of the model.
             goes_on_from: the step of which it has the values; None: the run begins.
-            regions: where its activations are slices; None: nowhere.
+            divided: layers of which it has slices; None: it has all of each.
 
         Returns:
             Notes for the user: why nothing was compared.
@@ -413,12 +414,15 @@ class ValueCheck:
         forwards, why_not, draw, of_gradients, why_no_gradients = json.loads(told[0])
         if why_not:
             return [not_compared(why_not)]
+        if divided is not None:
+            self._check_all_ran(divided, model, forwards)
         seen = []
         with ExitStack() as stack:
             if self._widens:  # what gathers parameters within a forward keeps their format
                 stack.enter_context(sharded.gathered())
             for context in self._contexts(model):
                 stack.enter_context(context)
+            regions = None if divided is None else divided.regions
             has_drawn = stack.enter_context(_drawing_in(regions))
             for _ in forwards:
                 watch = Watch()
@@ -444,6 +448,23 @@ class ValueCheck:
         if of_gradients is None or why_no_gradients:
             return [not_compared(why_no_gradients, _ITS_GRADIENTS)]
         return self._compare_gradients(runner, sharded, *of_gradients)
+
+    def _check_all_ran(self, divided: Divided, model: nn.Module, forwards: Sequence[Any]) -> None:
+        """Check that the whole model's forwards ran each block of which ranks have slices.
+
+        Raises:
+            JobError: they left one out, and nobody has seen what its slices compute.
+        """
+        ran = {Seen(*values).name for _, nodes in forwards for values in nodes.values()}
+        for name, _ in repeated_blocks(model):
+            if name in ran or not divided.divides(name) or self._is_trusted(name):
+                continue
+            raise JobError(
+                f"{self._axes}: the forward of the first micro-batch leaves out {name}, so that "
+                "what ranks compute with its slices cannot be compared with the whole model: have "
+                f"it run in evaluation mode, or write `whole` for its linears in parallel.plan; or "
+                f"tp: 1; {_insist(name)}"
+            )
 
     def _judge_all(self, forwards: Sequence[Any], told: Sequence[Any]) -> str:
         """Compare each of the forwards; return the note of a difference that is trusted.

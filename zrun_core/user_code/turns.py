@@ -7,7 +7,8 @@ blocks, and that its loss reads, is not that of the micro-batch which came betwe
     micro-batch 1                   |  self.noise = b    |                  |  loss reads b
 
 A counter goes from one micro-batch to the next in the part of the forward that counts. They come to
-that part in their order, unless one of them leaves blocks out: then it is ahead of those before it.
+that part in their order, unless one leaves blocks out: then it ends before others have changed what
+it would have read of them.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Turns:
         self._is_first_step = True
         self._begun: AttributesCopy = []  # the first turn
         self._seen: AttributesCopy = []  # what has changed in the first step
-        self._last: dict[tuple[int, str], int] = {}  # micro-batch that has counted on, in this step
+        self._ended = -1  # the last of this step's micro-batches whose forward is over
 
     @property
     def are_watched(self) -> bool:
@@ -48,31 +49,30 @@ class Turns:
             self._begun = self._begun or begun
             self._seen = joined(self._seen, changed) if self._seen else changed
 
-    def check_order(self, number: int, begun: AttributesCopy, changed: AttributesCopy) -> None:
-        """Check that micro-batches go on with an attribute in their order.
+    def note_end(self, number: int) -> None:
+        """Note that the forward of a micro-batch is over."""
+        self._ended = max(self._ended, number)
+
+    def check_order(self, number: int, changed: AttributesCopy) -> None:
+        """Check that no later micro-batch has ended before it could read what this one changes.
 
         Args:
             number: of the micro-batch whose turn ends.
 
         Raises:
-            JobError: a later one has been there before.
+            JobError: one has.
         """
-        for owner, (was, now) in enumerate(zip(begun, changed, strict=True)):
-            for name, value in now.items():
-                if name not in was or not goes_on(value, was[name]):
-                    continue
-                last = self._last.get((owner, name), number)
-                if last > number:
-                    raise JobError(
-                        f"{self.key}: the forward of micro-batch {number} goes on with `{name}` of "
-                        f"a module after that of micro-batch {last}, which leaves blocks out and "
-                        f"so was there first: do it in front of the blocks, or {self.instead}"
-                    )
-                self._last[owner, name] = number
+        name = next((name for now in changed for name in now), None)
+        if name is not None and self._ended > number:
+            raise JobError(
+                f"{self.key}: the forward of micro-batch {self._ended} leaves blocks out, and so "
+                f"ends before that of micro-batch {number} changes `{name}` of a module, which it "
+                f"may read: change it in front of the blocks, or {self.instead}"
+            )
 
     def end_step(self) -> None:
         """Know from now on whether forwards change any, and which."""
-        self._last = {}
+        self._ended = -1
         if self._is_first_step and self._begun:
             self.attributes.leave_out_steady(self._begun, self._seen)
         self._is_first_step = False
@@ -110,7 +110,7 @@ class OwnAttributes:
             begun = attributes.copy()
         yield
         changed = attributes.changed(begun)
-        self._turns.check_order(self._number, begun, changed)
+        self._turns.check_order(self._number, changed)
         if self._own is None:
             self._own = changed
         else:

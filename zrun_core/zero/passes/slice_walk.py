@@ -87,6 +87,7 @@ class Walk:
     def __init__(self, call: Callable[[], Any], number: int, slices: SlicedPasses) -> None:
         self.micro = MicroPass()
         self.slice = 0
+        self._number = number
         self.call = ParkedCall(functools.partial(self._forward, call), f"micro-batch {number}")
         self.slices = slices
         self._stream = TurnStream(slices.device)
@@ -108,6 +109,8 @@ class Walk:
         """Run its forward to the next border, or to the end."""
         with self._stream.turn(), self._attributes.turn():
             self.call.go_on()
+        if self.call.is_over:
+            self.slices.turns.note_end(self._number)
 
     def cross(self, block: nn.Module, inputs: Any) -> Any:
         """Wait at the border before `block`, and return its inputs as leaves."""

@@ -14,10 +14,10 @@
 # make test-gpu     the tests that need a GPU, on those of this machine
 # make bench-gpu    zrun at each ZeRO stage beside DDP, FSDP2 and a plain loop, on all GPUs of this machine: 25 minutes at most
 # make test-devices  of the tables on simulated GPUs, the rows that make test runs: two minutes, for each of SEEDS='1-20' anew
-# make test-simulated-gpu  the tests of CUDA on simulated GPUs (installs g++, as root, where it is missing): over an hour
+# make test-simulated-gpu  the tests of CUDA on simulated GPUs (installs g++, as root, where it is missing): three quarters of an hour
 # make test-simulated-gpu ALL=1  and every stage with every place of states, size, format and accumulation: hours
 # make test-gpu-hosts  of these, the tests on two hosts, which either may lose (as root; installs sshd): 5 minutes
-# make test-gpu-faults  a table of what goes wrong on simulated GPUs, on one host and on two, and what zrun makes of it: 7 minutes
+# make test-gpu-faults  a table of what goes wrong on simulated GPUs, on one host and on two, and what zrun makes of it: 3 minutes
 # make bigger-than-memory  train a model whose states are six times the memory that it may take, through the disk: 6 minutes
 # All set up .venv first, with the versions of constraints.txt.
 

@@ -102,6 +102,39 @@ class Leaving(Bordered):
         return loss / self.mean
 
 
+class Carrying(Bordered):
+    """The end of a forward leaves a mean of losses: the beginning of the next one reads it."""
+
+    is_read_first = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.mean = 0, 1.0
+
+    def forward(self, x: Tensor, y: Tensor, domain: Tensor) -> Tensor:
+        self.calls += 1
+        if self.is_read_first:
+            x = x * self.mean
+        loss = super().forward(x, y, domain) / self.mean
+        self.mean = 0.9 * self.mean + 0.1 * float(loss.detach())
+        return loss
+
+
+class CarryingBuffer(Carrying):
+    """The mean is a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.mean
+        self.register_buffer("mean", torch.ones(()))
+
+
+class CarryingAtEnd(Carrying):
+    """The end of the next one reads it."""
+
+    is_read_first = False
+
+
 class Twice(Bordered):
     def forward(self, x: Tensor, y: Tensor, domain: Tensor) -> Tensor:
         return super().forward(x, y, domain) + super().forward(x * 2, y, domain)
@@ -197,8 +230,9 @@ NEAR = {  # a weight, or a tensor, that several slices use
 @pytest.mark.parametrize(("size", "stage"), [(1, 0), (2, 3), (2, 2)])
 @pytest.mark.at_most(1)
 def test_layers_first_is_the_same_with_two_gathers_per_step(ranks, tmp_path, size, stage):
+    guards = {"check_values": False}  # which gathers, before the first step
     jobs = {
-        name: {**keys, "zero": {**keys["zero"], "stage": stage}}
+        name: {**keys, "zero": {**keys["zero"], "stage": stage}, "guards": guards}
         for name, keys in (SAME | NEAR).items()
     }
     if stage == 2:  # ranks may run different modules
@@ -255,6 +289,35 @@ def test_what_it_cannot_do_is_named_and_what_raises_is_the_users(ranks, tmp_path
                 assert "write parallel.schedule: 1f1b" in sliced["error"]
             assert sliced["threads left"] == 0, name
         assert "test_layer_major.py" in of_rank["Faulty"][1]["error"]
+
+
+@pytest.mark.parametrize(
+    ("model", "names"),
+    [
+        ("Carrying", "`Carrying.calls`, `Carrying.mean`"),
+        ("CarryingBuffer", "`CarryingBuffer.calls`, `mean`"),
+    ],
+)
+def test_what_a_forward_leaves_for_the_beginning_of_the_next_is_named(
+    ranks, tmp_path, model, names
+):
+    for of_rank in ranks(2).run(in_both_orders, {model: case(model)}, str(tmp_path)):
+        plain, sliced = of_rank[model]
+        assert not plain["error"]
+        assert "layer_major: the loss of micro-batch 1 is " in sliced["error"], sliced["error"]
+        assert f"a forward leaves {names} behind" in sliced["error"], sliced["error"]
+        assert "change it where it is read, or write parallel.schedule: 1f1b" in sliced["error"]
+        assert not sliced["grads"]  # nothing was updated
+
+
+def test_what_a_forward_leaves_for_the_end_of_the_next_trains(ranks, tmp_path):
+    """To look at it leaves no trace in the losses, nor in what is counted."""
+    (of_rank,) = ranks(1).run(in_both_orders, {"right": case("CarryingAtEnd")}, str(tmp_path))
+    plain, sliced = of_rank["right"]
+    assert not plain["error"] + sliced["error"], sliced["error"]
+    assert sliced["losses"] == pytest.approx(plain["losses"], rel=1e-6)
+    for numbers in sliced["traffic"].values():
+        assert numbers["measured_bytes"] == numbers["expected_bytes"]
 
 
 @pytest.mark.thorough

@@ -25,9 +25,11 @@ from zrun_core.stages.node_calls import DrawingWalk, Watcher, installed_nodes, w
 from zrun_core.telemetry.flops import FlopCount
 from zrun_core.telemetry.metrics import StepClock, StepPhase
 from zrun_core.telemetry.stage_fields import ActionMarks
+from zrun_core.train.forward_order import ForwardOrder
 from zrun_core.train.rank_phase import RankPhase
 from zrun_core.user_code.loss import Loss, LossFunction, LossKind, compute_loss
 from zrun_core.user_code.user import user_code
+from zrun_core.zero.passes.slice_walk import INSTEAD, KEY
 from zrun_core.zero.sharded_model import ShardedModel
 from zrun_core.zero.unit.flat_unit import FlatUnit
 from zrun_core.zero.unit.micro_pass import MicroPass
@@ -101,6 +103,9 @@ class MicroBatchRunner:
     def begin_step(self) -> None:
         """Forget how long the last step waited."""
         self.waited = {phase: Waits(self._comm.device) for phase in StepPhase}
+
+    def look_ahead(self, micro_batches: Sequence[MicroBatch]) -> None:
+        """See the micro-batches of the next step, before it begins. Collective."""
 
     def flops(self, micro_batches: Sequence[MicroBatch]) -> float:
         """Return the FLOPs of a step over these micro-batches; 0 if they are not known."""
@@ -326,9 +331,24 @@ class LayerMajorRunner(MicroBatchRunner):
         """
         super().__init__(context)
         self._passes = self._sharded.use_slices(self._loss)
+        self._order: ForwardOrder | None = None  # after the first step, and if nothing is checked
+        if context.spec.job.guards.check_values:
+            self._order = ForwardOrder(self._sharded, self._loss, self._trial_loss_of, KEY, INSTEAD)
 
     def order(self, micro_batches: int) -> tuple[Action, ...]:
         return layer_major(self._passes.num_slices, micro_batches)
+
+    def look_ahead(self, micro_batches: Sequence[MicroBatch]) -> None:
+        if self._order is not None:
+            self._order.look_ahead(micro_batches)
+
+    def _trial_loss_of(self, batch: MicroBatch) -> Loss:
+        """Compute a loss that counts for nothing."""
+        counts_flops, self._counts_flops = self._counts_flops, False
+        try:
+            return self._loss_of(batch)
+        finally:
+            self._counts_flops = counts_flops
 
     def run(
         self,
@@ -354,6 +374,7 @@ class LayerMajorRunner(MicroBatchRunner):
                     self._memory.release()
                     sums.add(dropped=1.0)
                     self._execute(action, micro_batches, sums, shares)
+        self._order = None
         return list(shares.values())
 
     def _execute(
@@ -376,6 +397,8 @@ class LayerMajorRunner(MicroBatchRunner):
                 self._passes.forward(action)
                 if turns_round and not self._passes.is_lost:
                     loss = self._passes.take_result(number)
+                    if self._order is not None:
+                        self._order.check(number, loss)
                     self._add_numbers(sums, micro_batches[number], loss)
                     shares[number] = self._share_of(loss, micro_batches[number])
             self.waited[StepPhase.FORWARD] += self._comm.waits.take()

@@ -381,6 +381,7 @@ class Trainer:
             micro_batches: of this rank, as many on every rank.
         """
         passes = self.micro_batches
+        passes.look_ahead(micro_batches)
         if self.watcher is not None:
             self.watcher.begin_step(micro_batches, self.loader.last_step)
         self.progress.steps += 1

@@ -73,7 +73,7 @@ from zrun_core.train.micro_batches import MicroBatchRunner, share_of
 from zrun_core.train.tensor_sums import NUM_SUMS, distance, sums_of
 from zrun_core.user_code.build import Built
 from zrun_core.user_code.loss import LossFunction, compute_loss
-from zrun_core.user_code.trial import Attributes, kept_attributes
+from zrun_core.user_code.trial import kept_attributes, watched_state
 from zrun_core.user_code.user import user_code
 from zrun_core.zero.passes.module_hooks import tensors_in
 from zrun_core.zero.sharded_model import ShardedModel
@@ -285,9 +285,9 @@ class ValueCheck:
         with ExitStack() as stack:
             for context in self._contexts(model):
                 stack.enter_context(context)
-            leaves_something = _watched_state(model, self._loss)
+            names_of_changed = watched_state(model, self._loss)
             first = self._next_forward(model, device, draw)
-            if not leaves_something():
+            if not names_of_changed():
                 return first
             return replace(first, second=self._next_forward(model, device, draw))
 
@@ -717,20 +717,6 @@ def why_not_compared(notes: Sequence[str]) -> str:
     """Return why a run's model is not compared; "": it is, its gradients perhaps not."""
     found = (note for note in notes if note.startswith(_NOT_COMPARED))
     return next(found, "").removeprefix(_NOT_COMPARED)
-
-
-def _watched_state(model: nn.Module, loss: object) -> Callable[[], bool]:
-    """Return what says whether forwards have changed attributes or buffers since now."""
-    attributes = Attributes(model.modules(), loss)
-    before = attributes.copy()
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-
-    def has_changed() -> bool:
-        if any(attributes.changed(before)):
-            return True
-        return not all(torch.equal(now, was) for now, was in buffers)
-
-    return has_changed
 
 
 @contextmanager

@@ -67,22 +67,25 @@ def is_users(cls: type) -> bool:
     return cls.__module__.partition(".")[0] not in _OTHERS
 
 
-def _class_variables(classes: ClassVariables) -> dict[tuple[type, str], Any]:
+def _class_variables(classes: ClassVariables) -> dict[str, Any]:
+    """Return what classes have, by the number of the class and the name: "0.calls"."""
     return {
-        (cls, key): value
-        for cls in classes
+        f"{number}.{key}": value
+        for number, cls in enumerate(classes)
         for key, value in vars(cls).items()
         if not (key.startswith("__") or callable(value) or hasattr(value, "__get__"))
     }
 
 
-def _set_class_variables(classes: ClassVariables, values: Mapping[tuple[type, str], Any]) -> None:
+def _set_class_variables(classes: ClassVariables, values: Mapping[str, Any]) -> None:
     now = _class_variables(classes)
-    for cls, key in now.keys() - values.keys():
-        delattr(cls, key)
-    for (cls, key), value in values.items():
-        if now.get((cls, key), _ABSENT) is not value:
-            setattr(cls, key, value)
+    for name in now.keys() - values.keys():
+        number, _, key = name.partition(".")
+        delattr(classes[int(number)], key)
+    for name, value in values.items():
+        if now.get(name, _ABSENT) is not value:
+            number, _, key = name.partition(".")
+            setattr(classes[int(number)], key, value)
 
 
 class Part(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FunctionType, MethodType
 from typing import Any
@@ -49,6 +49,23 @@ def kept_attributes(model: nn.Module, loss: object = None, batch: object = None)
         yield
     finally:
         attributes.put_back(before)
+
+
+def watched_state(model: nn.Module, loss: object) -> Callable[[], list[str]]:
+    """Return what names the attributes and buffers that forwards have changed since now."""
+    attributes = Attributes(model.modules(), loss)
+    before = attributes.copy()
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+    def names_of_changed() -> list[str]:
+        found = attributes.names_of(attributes.changed(before))
+        now = dict(model.named_buffers())  # a forward may have given it another
+        for name in sorted(now.keys() | buffers.keys()):
+            if not _have_same_values(now.get(name), buffers.get(name)):
+                found.append(name)
+        return found
+
+    return names_of_changed
 
 
 class Attributes:
@@ -117,6 +134,12 @@ class Attributes:
                 {key: each for key, each in own.items() if not _is_same(each, was.get(key))}
             )
         return found
+
+    def names_of(self, values: AttributesCopy) -> list[str]:
+        """Return the names of attributes, as of `changed`, with the classes of their modules."""
+        pairs = zip(self._names, values, strict=True)
+        found = [f"{label}.{key}" if label else key for label, own in pairs for key in own]
+        return ["a class variable" if name == "classes" else name for name in found]
 
     def leave_out_steady(self, before: AttributesCopy, changed: AttributesCopy) -> None:
         """Copy no more of what takes time and no forward between these two has written."""
@@ -221,6 +244,12 @@ def first_written_tensor(changed: AttributesCopy, before: AttributesCopy) -> str
             if content is not None and key in was and content.writes_tensors(was[key][1]):
                 return key
     return ""
+
+
+def _have_same_values(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    if one is None or other is None or one.dtype != other.dtype:
+        return False
+    return torch.equal(one, other)
 
 
 def _is_same(now: Attribute, was: Attribute | None) -> bool:

@@ -19,8 +19,9 @@ from torch import nn
 
 from zrun_core.errors import JobError
 from zrun_core.user_code import kept_content, object_kinds
-from zrun_core.user_code.trial import Attributes, kept_attributes
+from zrun_core.user_code.trial import Attributes, kept_attributes, watched_state
 from zrun_core.user_code.turns import OwnAttributes, Turns
+from zrun_core.zero.wrap.fakes import kept_buffers
 
 
 class Holder(nn.Module):
@@ -333,3 +334,46 @@ def test_turns_keep_nothing_of_the_first_step() -> None:
     model.last = None
     assert turns.has_changed
     assert last() is None
+
+
+class Counting(nn.Module):
+    """It has a class variable, a buffer that is replaced, and one that cannot be written."""
+
+    calls = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(2))
+        self.register_buffer("mask", torch.ones(1).expand(3))
+
+
+def test_what_forwards_change_is_named_and_nothing_else_is() -> None:
+    model = Counting()
+    names_of_changed = watched_state(model, None)
+    assert names_of_changed() == []  # a class variable, too, is what it was
+    model.mean = torch.ones(2)
+    assert names_of_changed() == ["mean"]
+    model.seen = 1
+    Counting.calls += 1
+    assert names_of_changed() == ["Counting.seen", "a class variable", "mean"]
+
+
+def test_buffers_are_put_back_that_were_replaced_or_cannot_be_written() -> None:
+    model = Counting()
+    mean, mask = model.mean, model.mask
+    with kept_buffers(model):
+        model.mean = torch.ones(2)
+        mean.add_(5)
+    assert model.mean is mean
+    assert model.mask is mask
+    assert mean.tolist() == [0, 0]
+
+
+def test_class_variables_are_put_back() -> None:
+    model = Counting()
+    before = Counting.calls
+    with kept_attributes(model):
+        Counting.calls += 1
+        Counting.new = 1
+    assert Counting.calls == before
+    assert not hasattr(Counting, "new")

@@ -105,7 +105,15 @@ def kept_buffers(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for module, key, buffer, values in kept:
-            module._buffers[key] = buffer.copy_(values)
+            module._buffers[key] = buffer
+            if not _is_expanded(buffer):  # nobody can write there
+                buffer.copy_(values)
+
+
+def _is_expanded(tensor: torch.Tensor) -> bool:
+    """Return whether several of its elements have the same place in memory, as of `expand`."""
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    return any(size > 1 and stride == 0 for size, stride in pairs)
 
 
 @contextmanager

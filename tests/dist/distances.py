@@ -63,6 +63,9 @@ def values(found: Found) -> dict[tuple[str, str], Any]:
     orders = {name: order for of_rank in found for name, order in of_rank["orders"].items()}
     ordered = {}
     for key, flat in flats.items():
+        if key[0] not in orders:  # a buffer
+            ordered[key] = flat
+            continue
         shape, stride = orders[key[0]]
         strides = [step * flat.itemsize for step in stride]
         ordered[key] = np.lib.stride_tricks.as_strided(flat, shape, strides)

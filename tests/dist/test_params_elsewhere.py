@@ -81,12 +81,15 @@ class Model(nn.Module):
         return loss
 
 
-def keys_of(parallel: dict[str, Any], does: str, *, late: bool, **keys: Any) -> dict[str, Any]:
-    model = {"call": "test_params_elsewhere.py:Model", "args": {"does": does, "late": late}}
+def keys_of(
+    parallel: dict[str, Any], does: str, *, late: bool, model: str = "Model", **keys: Any
+) -> dict[str, Any]:
+    call = {"call": f"test_params_elsewhere.py:{model}", "args": {"does": does, "late": late}}
     keys = {"steps": 6, "batch": {"global": 2, "micro": 2}, **keys}
-    return small(model=model, parallel=parallel, **keys)
+    return small(model=call, parallel=parallel, **keys)
 
 
+NEEDS = "its result needs what another stage has, as a parameter or a buffer that the first forward"
 ALIKE = ["counts", "counts those that train", "names", "asks for the kind"]
 
 
@@ -117,9 +120,92 @@ def test_values_that_only_a_later_forward_reads_end_the_run(
 ) -> None:
     with pytest.raises(AssertionError) as error:  # of the pool, which says what each rank raised
         on_axes(keys_of(PP, does, late=True), tmp_path, ranks)
-    assert "its result needs what another stage has, as a parameter that the first" in str(
-        error.value
-    )
+    assert NEEDS in str(error.value)
+
+
+class SeeingBlock(Block):
+    """It keeps a mean of what it returns."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__(dim)
+        self.register_buffer("seen", torch.zeros(dim))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = super().forward(x)
+        self.seen.mul_(0.9).add_(out.detach().mean((0, 1)), alpha=0.1)
+        return out
+
+
+class Seeing(Model):
+    """Its first blocks, and what comes before them, have buffers that they change, and others."""
+
+    def __init__(self, does: str, *, late: bool, dim: int = 8) -> None:
+        super().__init__(does, late=late, dim=dim)
+        self.blocks = nn.ModuleList(SeeingBlock(dim) for _ in range(4))
+        self.embed = nn.Sequential(self.embed, Normed(dim))
+
+    def changed(self, loss: torch.Tensor) -> torch.Tensor:
+        normed = self.embed[1]
+        if self.does == "counts":
+            buffers = dict(self.named_buffers())
+            numel = sum(buffer.numel() for buffer in buffers.values())
+            return loss * (numel / 100 + list(buffers).index("blocks.2.seen"))
+        if self.does == "reads a constant":
+            return loss * normed.scale
+        if self.does == "reads all":
+            return loss + sum(buffer.float().square().sum() for buffer in self.buffers())
+        if self.does == "reads what a block has seen":
+            return loss + self.blocks[0].seen.sum()
+        if self.does == "reads statistics":
+            return loss + normed.norm.running_mean.square().sum()
+        if self.does == "counts batches":
+            return loss * normed.norm.num_batches_tracked
+        if self.does == "reads what was put there":
+            return loss + normed.last.square().sum()
+        values = [each for name, each in self.state_dict().items() if name.endswith("seen")]
+        return loss + torch.stack(values).square().sum()
+
+
+class Normed(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(dim)
+        self.register_buffer("scale", torch.tensor(1.5))
+        self.register_buffer("last", torch.zeros(dim))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.norm(x.flatten(0, 1)).view_as(x)
+        self.last = out.detach().mean((0, 1))
+        return out * self.scale
+
+
+@pytest.mark.parametrize("does", ["counts", "reads a constant"])
+@pytest.mark.at_most(1)
+def test_buffers_of_other_stages_are_counted_and_constants_are_read(
+    ranks, tmp_path: Path, alone: Any, does: str
+) -> None:
+    keys = keys_of(PP, does, late=True, model="Seeing")
+    assert_close(on_axes(keys, tmp_path / "run", ranks), alone(keys), 1e-6)
+
+
+@pytest.mark.parametrize(
+    "does",
+    [
+        "reads all",
+        "reads what a block has seen",
+        "reads statistics",
+        "counts batches",
+        "reads what was put there",
+        "saves",
+    ],
+)
+@pytest.mark.at_most(1)
+def test_buffers_that_only_a_later_forward_reads_end_the_run(
+    ranks, tmp_path: Path, does: str
+) -> None:
+    with pytest.raises(AssertionError) as error:
+        on_axes(keys_of(PP, does, late=True, model="Seeing"), tmp_path, ranks)
+    assert NEEDS in str(error.value)
 
 
 @pytest.mark.at_most(1)

@@ -113,6 +113,7 @@ class ModelFlow:
         collecting: setting by which the model collects what its blocks make inside; "": none.
         differentiates: file and line at which the forward asks for gradients; "": nowhere.
         written: by name of a parameter, the first write to it.
+        changed: names of buffers that nodes change.
     """
 
     blocks: tuple[str, ...]
@@ -125,6 +126,7 @@ class ModelFlow:
     collecting: str = ""
     differentiates: str = ""
     written: Mapping[str, ParamWrite] = field(default_factory=dict)
+    changed: frozenset[str] = frozenset()
 
     def crossing(self, block: int) -> tuple[Leaf, ...]:
         """Return what crosses the border before block `block`.

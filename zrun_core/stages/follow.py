@@ -70,7 +70,7 @@ def follow(
             walk = _FollowingWalk(params, model)
             with walking(walk), walk, walk.left.noting_writes(), noting_gradients() as asked:
                 loss = forward()
-            walk.end(loss)
+            walk.end(loss, model)
             if walk.left.is_any_written:
                 _refuse_numbers_left(walk, forward)
     except (UserCodeError, RuntimeError, TypeError, ValueError) as error:
@@ -221,6 +221,12 @@ class _FollowingWalk(TorchDispatchMode):
         self._handed_out: dict[int, set[_Source]] = {}  # by storage, the leaves that it holds
         self._written: dict[_Source, int] = {}  # the first segment that does
         self._params_written: dict[str, ParamWrite] = {}
+        self._buffers: dict[str, int] = {}  # by name, the storage; of those that have one
+        for name, buffer in model.named_buffers(remove_duplicate=False):
+            self._buffers[name] = self._storage(buffer)
+        self._buffer_storages = set(self._buffers.values())
+        self._changed: set[int] = set()  # storages of buffers that nodes write to
+        self._buffers_changed: frozenset[str] = frozenset()
         self._has_grad = torch.is_grad_enabled()
         self._segment = 0
 
@@ -324,6 +330,7 @@ class _FollowingWalk(TorchDispatchMode):
                     self._used_in[source].add(self._segment)
             sources = frozenset([_Source(self._running)])
         written = [args[0]] if func._schema.is_mutable and args else []
+        self._note_changes(func, args)
         for tensor in tensors_in(written):
             storage = self._storage(tensor)
             if storage in self._params:
@@ -338,6 +345,18 @@ class _FollowingWalk(TorchDispatchMode):
                 self._add(storage, sources)
         return out
 
+    def _note_changes(self, func: Any, args: Any) -> None:
+        """Note to which buffers an operation writes, if it is one of a node."""
+        if self._running is None:
+            return
+        if "batch_norm" in func._schema.name:  # which does not tell of running statistics
+            written = tensors_in(args)
+        elif func._schema.is_mutable:
+            written = tensors_in(args[:1])
+        else:
+            return
+        self._changed |= self._buffer_storages & set(map(self._storage, written))
+
     def _add(self, storage: int, sources: _Sources) -> None:
         if storage not in self._params:
             self._made_of[storage] = self._made_of.get(storage, _NONE) | sources
@@ -348,8 +367,14 @@ class _FollowingWalk(TorchDispatchMode):
         address: int = storage._cdata
         return address
 
-    def end(self, result: object) -> None:
-        """End the forward, whose result is used after the last block."""
+    def end(self, result: object, model: nn.Module) -> None:
+        """End the forward of `model`, whose result is used after the last block."""
+        now = dict(model.named_buffers(remove_duplicate=False))
+        self._buffers_changed = frozenset(
+            name
+            for name, storage in self._buffers.items()
+            if storage in self._changed or name not in now or self._storage(now[name]) != storage
+        )
         for tensor in tensors_in(result):
             for source in self._made_of.get(self._storage(tensor), _NONE):
                 self._used_in[source].add(self._segment)
@@ -391,6 +416,7 @@ class _FollowingWalk(TorchDispatchMode):
             tuple(outside),
             self._counter.note,
             written=self._params_written,
+            changed=self._buffers_changed,
         )
 
 

@@ -200,7 +200,7 @@ class Stage:
         self, model: nn.Module, owners: Mapping[str, Sequence[int]], dtype: torch.dtype
     ) -> None:
         """Remove parameters of other stages. See [Note: parameters of other stages]."""
-        self._orders: dict[nn.Module, tuple[str, ...]] = {}  # of modules that lack some
+        self._orders: dict[nn.Module, tuple[str, ...]] = {}  # of modules that lack parameters
         in_fp32 = running_norm_params(model)
         names = {id(param): name for name, param in model.named_parameters()}
         for module in model.modules():
@@ -216,8 +216,8 @@ class Stage:
                 self._orders.setdefault(module, tuple(module._parameters))
                 remove_param(module, key, fake)
 
-    def show_params(self, gatherer: Gatherer) -> None:
-        """Have forwards find all parameters of a module, also those of other stages.
+    def show_others(self, gatherer: Gatherer) -> None:
+        """Have forwards find all parameters and buffers of a module, also those of other stages.
 
         Args:
             gatherer: of the model, which is sharded.
@@ -226,17 +226,22 @@ class Stage:
         def is_shown() -> bool:
             return is_walking() or gatherer.active
 
-        for module, order in self._orders.items():
-            own = module._parameters
+        def with_others(module: nn.Module, own: dict[str, Any], order: Sequence[str]) -> WithOthers:
             others = {key: vars(module)[key] for key in order if key not in own}
-            module._parameters = WithOthers(own, others, order, is_shown)
+            return WithOthers(own, others, order, is_shown)
+
+        for module, order in self._orders.items():
+            module._parameters = with_others(module, module._parameters, order)
+        for module, order in self._buffer_orders.items():
+            module._buffers = with_others(module, module._buffers, order)
 
     def _remove_foreign_buffers(self, model: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
-        """Remove the buffers of other stages' blocks; others are saved by one stage only.
+        """Remove buffers that others have: all of their blocks, and what their nodes change.
 
-        What a forward reads outside of nodes every stage keeps.
+        Others every stage keeps, for what a forward reads outside of nodes; one stage saves them.
         """
         self.saved_elsewhere: set[str] = set()
+        self._buffer_orders: dict[nn.Module, tuple[str, ...]] = {}  # of modules that lack some
         here: dict[str, bool] = {}  # by node
         for call in self.flow.calls:
             stage = self.split.stage_of(self.split.chunk_of_segment(call.segment))
@@ -246,16 +251,21 @@ class Stage:
             is_saved_here = self.index == 0 if node is None else here[node]
             if is_saved_here:
                 continue
+            # Without parameters, a node runs on each stage.
+            is_ghost = node is not None and lacks_params(model.get_submodule(node))
+            order = tuple(module._buffers)
             for key, buffer in list(module._buffers.items()):
                 if buffer is None:
                     continue
+                full_name = f"{name}.{key}" if name else key
                 if node is None:
-                    self.saved_elsewhere.add(f"{name}.{key}" if name else key)
-                    continue
-                module._non_persistent_buffers_set.add(key)
-                if node in blocks:
+                    self.saved_elsewhere.add(full_name)
+                elif node in blocks or (is_ghost and full_name in self.flow.changed):
+                    self._buffer_orders[module] = order
                     del module._buffers[key]
                     vars(module)[key] = self.ghosts.mode.from_tensor(buffer)
+                else:
+                    module._non_persistent_buffers_set.add(key)
 
     def forward(
         self,
@@ -285,8 +295,8 @@ class Stage:
         if chunk == self.split.num_chunks - 1:
             if any(isinstance(tensor, FakeTensor) for tensor in tensors_in(walk.passed.result)):
                 raise walk.took_another_way(
-                    "its result needs what another stage has, as a parameter that the first "
-                    "forward does not read outside of its module"
+                    "its result needs what another stage has, as a parameter or a buffer that "
+                    "the first forward does not read outside of its module"
                 )
             return walk.passed
         walk.passed.result = None

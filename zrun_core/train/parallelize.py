@@ -140,7 +140,7 @@ def parallelize(
     if divided is not None and not job.compile:
         divided.late_reads.install(built.module, sharded.gatherer)
     if parts is not None:
-        parts.stage.show_params(sharded.gatherer)
+        parts.stage.show_others(sharded.gatherer)
     return sharded, notes + moved_share(sharded.layouts, settings.placement)
 
 

@@ -126,7 +126,7 @@ class ModelFlow:
     collecting: str = ""
     differentiates: str = ""
     written: Mapping[str, ParamWrite] = field(default_factory=dict)
-    changed: frozenset[str] = frozenset()
+    changed: tuple[str, ...] = ()
 
     def crossing(self, block: int) -> tuple[Leaf, ...]:
         """Return what crosses the border before block `block`.

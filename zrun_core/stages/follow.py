@@ -226,7 +226,7 @@ class _FollowingWalk(TorchDispatchMode):
             self._buffers[name] = self._storage(buffer)
         self._buffer_storages = set(self._buffers.values())
         self._changed: set[int] = set()  # storages of buffers that nodes write to
-        self._buffers_changed: frozenset[str] = frozenset()
+        self._buffers_changed: tuple[str, ...] = ()
         self._has_grad = torch.is_grad_enabled()
         self._segment = 0
 
@@ -370,7 +370,7 @@ class _FollowingWalk(TorchDispatchMode):
     def end(self, result: object, model: nn.Module) -> None:
         """End the forward of `model`, whose result is used after the last block."""
         now = dict(model.named_buffers(remove_duplicate=False))
-        self._buffers_changed = frozenset(
+        self._buffers_changed = tuple(
             name
             for name, storage in self._buffers.items()
             if storage in self._changed or name not in now or self._storage(now[name]) != storage

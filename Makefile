@@ -8,14 +8,14 @@
 # make test-pipelines  a table of models in pipelines, none of which may change a bit: an hour
 # make test-saves  a table of checkpoints that go on with other axes, in which nothing may change a bit: 6 minutes
 # make test-tensors  a table of models whose layers ranks divide, each compared with one process: 6 minutes
-# make test-models  3,000 random models on six layouts, each of which trains what a plain loop trains or is refused: 2 hours
+# make test-models  3,000 random models on six layouts, each of which trains what a plain loop trains or is refused: 5 hours
 # make test-versions  a table of releases of torch and transformers, lowest to newest, and whether tests pass: 20 minutes, 15 GB once
 # make test-trackers  runs kept by tensorboard, wandb, mlflow and trackio, read by their own readers (installs them): a minute
 # make test-gpu     the tests that need a GPU, on those of this machine
 # make bench-gpu    zrun at each ZeRO stage beside DDP, FSDP2 and a plain loop, on all GPUs of this machine: 25 minutes at most
 # make test-devices  of the tables on simulated GPUs, the rows that make test runs: two minutes, for each of SEEDS='1-20' anew
 # make test-simulated-gpu  the tests of CUDA on simulated GPUs (installs g++, as root, where it is missing): three quarters of an hour
-# make test-simulated-gpu ALL=1  and every stage with every place of states, size, format and accumulation: hours
+# make test-simulated-gpu ALL=1  and every stage with every place of states, size, format and accumulation: half an hour more
 # make test-gpu-hosts  of these, the tests on two hosts, which either may lose (as root; installs sshd): 5 minutes
 # make test-gpu-faults  a table of what goes wrong on simulated GPUs, on one host and on two, and what zrun makes of it: 3 minutes
 # make bigger-than-memory  train a model whose states are six times the memory that it may take, through the disk: 6 minutes

@@ -178,6 +178,7 @@ def test_states_leave_the_device_where_nothing_else_fits() -> None:
     missing = [-each.headroom for each in only.rejected]
     assert missing == sorted(missing)
     assert missing[0] > 0
+    assert len({row_of(each) for each in only.rejected}) == len(missing), "no two look the same"
 
 
 def test_homes_that_are_alike_in_all_do_not_confuse_a_search() -> None:

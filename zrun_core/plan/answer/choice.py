@@ -120,11 +120,9 @@ class Choice:
         first = None if lead is None else lead.first
         if first is None and self.replaces:
             first = self.base
-        rows: dict[tuple[float, int], Estimate] = {}
-        for each in ([] if first is None else [first], sorted(fitting, key=self._simplicity)):
-            for found in each:
-                rows.setdefault(row_of(found), found)
-        return sorted(rows.values(), key=lambda each: (each is not first, *self.rank(each)))
+        leading = [] if first is None else [first]
+        rows = distinct([*leading, *sorted(fitting, key=self._simplicity)])
+        return sorted(rows, key=lambda each: (each is not first, *self.rank(each)))
 
     def rank(self, found: Estimate) -> tuple[bool, float, int, str]:
         """Return what estimates are sorted by: room, time, memory."""
@@ -154,6 +152,14 @@ def row_of(found: Estimate) -> tuple[float, int]:
     seconds = found.time.seconds
     digits = 2 - math.floor(math.log10(seconds)) if seconds > 0 else 0
     return round(seconds, digits), round(100 * found.headroom / max(1, found.capacity))
+
+
+def distinct(found: Iterable[Estimate]) -> list[Estimate]:
+    """Return the first of each time and free memory."""
+    rows: dict[tuple[float, int], Estimate] = {}
+    for each in found:
+        rows.setdefault(row_of(each), each)
+    return list(rows.values())
 
 
 def _layout(candidate: Candidate) -> tuple[object, ...]:

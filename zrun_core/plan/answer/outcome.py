@@ -139,7 +139,8 @@ class SearchResult:
         best: what fits, best first; at most ten, of which no two look the same.
         pareto: what fits and is beaten by nothing in both time and headroom, to a hundredth of
             each; by time.
-        rejected: what does not fit, the smallest overshoot first; at most ten.
+        rejected: what does not fit, the smallest overshoot first; at most ten, of which no two look
+            the same.
         tried: configurations that were estimated.
         pruned: configurations that a bound has ruled out.
         keeps_base: nothing is faster for sure than what was asked for, which is the first of

@@ -20,7 +20,7 @@ from typing import Literal, NamedTuple
 from zrun_core.errors import JobError
 from zrun_core.hardware.hardware import Hardware
 from zrun_core.plan.answer.bounds import BoundedCandidate, Bounds
-from zrun_core.plan.answer.choice import Choice, Lead, row_of
+from zrun_core.plan.answer.choice import Choice, Lead, distinct, row_of
 from zrun_core.plan.answer.outcome import Estimate, SearchResult, offloaded_bytes
 from zrun_core.plan.answer.planner import Planner
 from zrun_core.plan.answer.search_space import SearchSpace, candidates, offload_chains
@@ -294,11 +294,8 @@ class _Search:
             changed = changes(base, found.candidate)
             return is_tight, changed, found.time.cautious, str(found.candidate)
 
-        rows: dict[object, Estimate] = {}
-        for each in sorted(fitting, key=cost):
-            rows.setdefault(row_of(each), each)
         nearest = [] if is_interrupted else self._nearest(missed)
-        found = self._result(list(rows.values()), fitting, nearest)
+        found = self._result(distinct(sorted(fitting, key=cost)), fitting, nearest)
         return replace(found, is_interrupted=is_interrupted)
 
     def _try_group(
@@ -416,7 +413,7 @@ class _Search:
         return SearchResult(
             best=complete(ordered[:SHOWN]),
             pareto=complete(_pareto(fitting)),
-            rejected=complete(sorted(rejected, key=by_overshoot)[:SHOWN]),
+            rejected=complete(distinct(sorted(rejected, key=by_overshoot))[:SHOWN]),
             tried=tried,
             pruned=self._considered - len(self._done),
         )

@@ -140,6 +140,14 @@ def test_what_was_found_on_a_variant_is_mended(
     assert found.kind == "equal", (found, idioms_of(seed))
 
 
+@pytest.mark.at_most(1)
+def test_a_buffer_of_rounding_alone_is_no_difference(ranks, tmp_path: Path) -> None:
+    """An average of what a batch norm returns: its means are zero but for rounding."""
+    layout = Layout("pp", {"zero.stage": 3, "offload.param": "disk"})
+    found = outcome(ranks, Program(3254, layout, without=(0, 2, 3)), tmp_path)
+    assert found.kind == "equal", (found, idioms_of(3254, more=True))
+
+
 @pytest.mark.parametrize("family", ["zero 3, recomputed", "pp", "tp"])
 @pytest.mark.at_most(1)
 def test_a_comparison_in_bf16_can_fail(ranks, tmp_path: Path, family: str) -> None:

@@ -373,19 +373,24 @@ class _RunComparison:
                 replica.load(self._values)
             wide = self._wide.gradient(step, batches, numbers.scale)
         check = self._step_check(step, record, plain, wide)
-        found = self._check_scale(step, numbers) or check.loss_and_gradients(self._values)
+
+        def difference() -> Difference | None:
+            return (
+                self._check_scale(step, numbers)
+                or check.loss_and_gradients(self._values)
+                or self._check_buffers(step, record, check)
+            )
+
+        found = difference()
         is_rounding = found is not None and self._repeats(step, batches, numbers.scale, plain)
         for nudge in range(_NUDGES):  # a branch is not taken otherwise by each of them
             if found is None or not is_rounding:
                 break
             nudged = self._loop.nudged(step, nudge, batches, numbers.scale, self._values)
             check = self._step_check(step, record, plain, wide, nudged)
-            found = self._check_scale(step, numbers) or check.loss_and_gradients(self._values)
-        found = (
-            found
-            or self._check_update(step, record, check)
-            or self._check_buffers(step, record, check)
-        )
+            found = difference()
+        self._load_buffers(record)
+        found = found or self._check_update(step, record, check)
         if found is None:
             self._end_step(step, overflows=not math.isfinite(numbers.norm))
         return found
@@ -507,7 +512,6 @@ class _RunComparison:
         """Compare the buffers of each data-parallel rank: those of one of its stages and slices."""
         plain = [replica.buffers() for replica in self._loop.replicas]
         if record.numbers[0].skipped:
-            self._load_buffers(record)
             return None
         wide = plain
         if self._wide is not None:
@@ -524,13 +528,14 @@ class _RunComparison:
                 size = max(float(expected.double().norm()), 1e-12)
                 apart = min(float((v.double() - expected.double()).norm()) for v in alike) / size
                 other = float((expected.double() - wide[rank][name].double()).norm())
-                allowed = OWN + check.allowed_for_format(other, size)
+                nudged = check.nudged_buffers[rank][name] if check.nudged_buffers else expected
+                moved = float((expected.double() - nudged.double()).norm())
+                allowed = OWN + check.allowed_for_format(max(other, moved), size)
                 if not apart <= allowed and not any(torch.equal(v, expected) for v in alike):
                     like = f"of data-parallel rank {rank}"
                     return Difference(step, "buffer", name, apart, allowed, like)
                 if math.isfinite(apart):
                     self._verdict.worst.buffer = max(self._verdict.worst.buffer, apart)
-        self._load_buffers(record)
         return None
 
     def _end_step(self, step: int, *, overflows: bool) -> None:

@@ -54,12 +54,14 @@ class PlainGradient(NamedTuple):
         weight: of them.
         grads: by parameter, of the sum of losses over the nominal global batch, times the scale.
         parts: of each micro-batch, which add up to it; none where they would take too much memory.
+        buffers: by replica, what they left in its buffers; of a step that is run again.
     """
 
     loss: float
     weight: float
     grads: Mapping[str, Tensor]
     parts: Sequence[Contribution]
+    buffers: Sequence[Mapping[str, Tensor]] = ()
 
 
 class PlainData:
@@ -421,6 +423,7 @@ class PlainLoop:
             replica.put_back(state)
             replica.load(begin)
         found = self.gradient(step, batches, scale)
+        found = found._replace(buffers=[replica.buffers() for replica in self.replicas])
         self._begun = begun
         for replica, state in zip(self.replicas, ended, strict=True):
             replica.put_back(state)

@@ -7,8 +7,9 @@ left. In bf16 and fp16 the plain loop runs in fp32 as well. What the format itse
 gradient is measured by that, and three times as much is allowed.
 
 Some models make much of little: a batch norm of values that are all but equal divides their
-rounding by its own size. So what seems to differ is looked at once more: the plain loop makes the
-step with values that are off by rounding, and three times what that changes is rounding too.
+rounding by its own size, and the mean of what one returns is nothing but rounding. So what seems
+to differ, a gradient or a buffer, is looked at once more: the plain loop makes the step with values
+that are off by rounding, and three times what that changes is rounding too.
 """
 
 from __future__ import annotations
@@ -68,7 +69,12 @@ class Apart(NamedTuple):
 
 
 class StepCheck:
-    """Compares one step. Each check returns what differs first, or None."""
+    """Compares one step. Each check returns what differs first, or None.
+
+    Attributes:
+        nudged_buffers: by replica, with values that are off by rounding; none where that was not
+            needed.
+    """
 
     def __init__(
         self,
@@ -96,6 +102,7 @@ class StepCheck:
         self._plain = plain
         self._wide = wide
         self._nudged = plain if nudged is None else nudged
+        self.nudged_buffers = self._nudged.buffers
         self._worst = worst
         dtype = DTYPES[spec.job.precision.compute]
         self._is_narrow = dtype != torch.float32

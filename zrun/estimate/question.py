@@ -12,7 +12,6 @@ import os
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -235,14 +234,10 @@ def _question(
         from zrun_core.plan.answer.planner import Planner
         from zrun_core.plan.trace.parameters_only import with_guesses
 
-        formula = _formula(job)
-        if formula is None:
-            profile = with_guesses(profile, (asked.checkpoint,))
         return Planner(
-            profile,
+            with_guesses(profile, (asked.checkpoint,)),
             hardware,
             job,
-            formula=formula,
             divide=divide,
             load=lambda name: user.load(Ref(call=name), job_dir),
         )
@@ -336,14 +331,6 @@ def _divided(job: JobConfig, tp: int, sequence: bool) -> JobConfig:
 
 def _import_planner() -> None:
     import zrun_core.plan.answer.search  # noqa: F401
-
-
-def _formula(job: JobConfig) -> TransformerShape | None:
-    from zrun_core.plan.question.transformer import TransformerShape
-
-    with suppress(JobError):
-        return TransformerShape.from_model_args(job.model.call, job.model.args)
-    return None
 
 
 def _resolved_on(config: JobConfig, hardware: Hardware) -> tuple[JobConfig, BatchPlan]:

@@ -255,46 +255,20 @@ def test_a_flow_that_is_not_known_is_no_mistake_of_the_job(
     assert error.value.exit_code is code
 
 
-def test_tensor_parallelism_is_planned_by_formula() -> None:
-    shape = TransformerShape.gpt(BLOCKS, WIDTH, 8, seq=TOKENS, vocab=1000)
-    found = Planner(profile(), HARDWARE, JOB, formula=shape).estimate(
-        Candidate(0, ParallelDims(1, tp=2), 4, 1)
-    )
-    assert found.source == "formula"
-    assert any("by formula" in note for note in found.notes)
-    assert (
-        Planner(profile(), HARDWARE, JOB, formula=shape)
-        .estimate(Candidate(0, ParallelDims(1), 4, 1))
-        .source
-        == "traced"
-    )
+def test_a_part_of_a_traced_model_is_traced_too() -> None:
+    """No formula stands in for it: of what nobody can trace, nothing is said."""
+    halves = Candidate(0, ParallelDims(1, tp=2), 4, 1)
+    with pytest.raises(JobError, match="tp 2: how this model is divided is not known"):
+        Planner(profile(), HARDWARE, JOB).estimate(halves)
+    asked = []
 
+    def divide(tp: int, sequence: bool) -> Profile:
+        asked.append((tp, sequence))
+        return profile()
 
-@pytest.mark.parametrize("launch_s", [0.0, 1e-4])
-def test_parts_by_formula_are_as_far_off_as_the_whole(launch_s: float) -> None:
-    """Else what a formula leaves out, of the whole model alone, would speak for dividing it."""
-    shape = TransformerShape.gpt(BLOCKS, WIDTH, 8, seq=TOKENS, vocab=1000)
-    hardware = replace(HARDWARE, device=replace(HARDWARE.device, launch_s=launch_s))
-    both = CostModel(Subject(profile(), formula=shape), hardware, TimingSettings())
-    formula = CostModel(Subject(shape), hardware, TimingSettings())
-    key = Candidate(0, ParallelDims(1), 4, 1).key
-    traced, told = both.micro_batch(key), formula.micro_batch(key)
-    halves = key._replace(tp=2)
-    found, plain = both.micro_batch(halves), formula.micro_batch(halves)
-    assert found.blocks[0].forward != pytest.approx(plain.blocks[0].forward)
-    for place in range(BLOCKS):
-        one = found.blocks[place]
-        assert one.forward_launches == traced.blocks[place].forward_launches == launch_s
-        ahead = traced.blocks[place].forward / told.blocks[place].forward
-        assert one.forward == pytest.approx(plain.blocks[place].forward * ahead + launch_s / 2)
-        back = traced.blocks[place].backward / told.blocks[place].backward
-        launched = traced.blocks[place].backward_launches / 2
-        assert one.backward == pytest.approx(plain.blocks[place].backward * back + launched)
-    assert len(set(map(id, found.blocks))) == 1
-    untraced = key._replace(checkpoint="every_n")
-    one, told_of_it = both.micro_batch(untraced), formula.micro_batch(untraced)
-    ahead = traced.blocks[0].forward / told.blocks[0].forward
-    assert one.blocks[0].forward == pytest.approx(told_of_it.blocks[0].forward * ahead)
+    found = Planner(profile(), HARDWARE, JOB, divide=divide).estimate(halves)
+    assert found.source == "traced"
+    assert asked == [(2, False)]
 
 
 def test_ranks_with_parts_of_layers_wait_for_each_other() -> None:

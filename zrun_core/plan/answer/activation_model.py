@@ -87,7 +87,7 @@ class ActivationModel:
     def _peak_beyond(
         self, candidate: Candidate, stage: PipelineStage, beyond: Mapping[TracePhase, int]
     ) -> Peak:
-        if self._cost_model.uses_formula(candidate.key):
+        if self._cost_model.uses_formula:
             formula = self._cost_model.formula
             assert formula is not None
             every_n = self._job.activations.n
@@ -98,7 +98,7 @@ class ActivationModel:
         self, candidate: Candidate, stage: PipelineStage, steady: Mapping[TracePhase, int]
     ) -> Course | None:
         """Return what a stage holds through a step, arguments as of `peak`; None: by formula."""
-        if self._cost_model.uses_formula(candidate.key):
+        if self._cost_model.uses_formula:
             return None
         return self._passes(candidate, stage, steady).course()
 
@@ -116,7 +116,7 @@ class ActivationModel:
         Args:
             moments: bytes of each moment that the optimizer keeps on the device.
         """
-        if self._cost_model.uses_formula(candidate.key) or candidate.dims.pp > 1:
+        if self._cost_model.uses_formula or candidate.dims.pp > 1:
             return rank_memory.formula_slack(peak.dynamic)
         profile = self._profile(candidate)
         late = () if self._device_type == "cuda" else moments
@@ -135,7 +135,7 @@ class ActivationModel:
         """Return the bytes of code that a CPU's library makes for the shapes of products."""
         device = self._hardware.device
         has_instructions = device.flops(candidate.precision) > device.flops("fp32")
-        if self._cost_model.uses_formula(candidate.key) or not has_instructions:
+        if self._cost_model.uses_formula or not has_instructions:
             return 0
         return rank_memory.kernel_bytes(self._profile(candidate), candidate)
 
@@ -199,7 +199,7 @@ class ActivationModel:
         if not rank_memory.moves_inputs(candidate):
             return []
         profile = None
-        if not self._cost_model.uses_formula(candidate.key):
+        if not self._cost_model.uses_formula:
             profile = self._profile(candidate)
         shape = self._cost_model.formula
         return rank_memory.input_bytes(profile, shape, candidate, self._every(candidate))
@@ -216,7 +216,7 @@ class ActivationModel:
         Raises:
             JobError: nothing tells of them.
         """
-        if self._cost_model.uses_formula(candidate.key):
+        if self._cost_model.uses_formula:
             return "formula"
         return self._profile(candidate).source_of(candidate.checkpoint)
 

@@ -249,7 +249,7 @@ class Bounds:
 
     def _activation_bytes(self, candidate: Candidate, first: PipelineStage) -> int:
         num_bytes = self._planner.activations.peak(candidate, first, _NO_STATES).num_bytes
-        uses_formula = self._planner.cost_model.uses_formula(candidate.key)
+        uses_formula = self._planner.cost_model.uses_formula
         if self._hardware.device.kind == "cuda" and uses_formula:
             num_bytes += formula_slack(num_bytes)
         return num_bytes

@@ -85,7 +85,6 @@ class Planner:
         hardware: Hardware,
         job: JobConfig | None = None,
         *,
-        formula: TransformerShape | None = None,
         divide: Divide | None = None,
         load: Callable[[str], Any] = _no_code,
     ) -> None:
@@ -102,11 +101,9 @@ class Planner:
         self.job = job if job is not None else job_of_size()
         self.device_type = "cpu" if hardware.device.kind == "cpu" else "cuda"
         settings = settings_of(self.job, load, self.device_type)
-        shape = subject if isinstance(subject, TransformerShape) else formula
+        shape = subject if isinstance(subject, TransformerShape) else None
         timing = _timing_settings(self.job, settings, shape)
-        parallel = self.job.parallel
-        asked = (parallel.tp, parallel.tp > 1 and parallel.sequence)
-        self.parts = Subject(subject, formula, divide, asked)
+        self.parts = Subject(subject, divide)
         self.num_params = self.parts.num_params
         self.tokens_per_sample = self.parts.tokens_per_sample
         self.num_samples = self.parts.num_samples

@@ -227,7 +227,7 @@ class _Enumeration:
         if self._space.checkpoints is not None:
             return self._space.checkpoints
         subject = self._planner.subject
-        if not isinstance(subject, Profile) or self._planner.cost_model.formula is not None:
+        if not isinstance(subject, Profile):
             return _POLICIES
         known = tuple(each for each in subject.traces if each not in subject.guessed)
         return known or tuple(subject.traces)

@@ -38,13 +38,11 @@ class PipelineModel:
         why_not: why no pipeline can be made of it, or is known; None: one can.
     """
 
-    def __init__(
-        self, subject: Profile | TransformerShape, formula: TransformerShape | None
-    ) -> None:
+    def __init__(self, subject: Profile | TransformerShape) -> None:
         self._flow = None
         self._flow_micro = 1
         self.why_not: JobError | None = None
-        shape = subject if isinstance(subject, TransformerShape) else formula
+        shape = subject if isinstance(subject, TransformerShape) else None
         self._shape = shape
         self._numel: dict[str, int] = {}
         if isinstance(subject, Profile) and subject.flow is not None:

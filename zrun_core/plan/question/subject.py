@@ -4,7 +4,7 @@
     subject.of(2, sequence=True)      # a profile, of the first of two ranks
 
 A traced model is traced once more for each way to divide it, when that is first asked for. Of a
-search's many ways, those of a model whose shape is known are told by formula, which takes no time.
+shape alone, such as "7B", formulas tell all.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Subject:
 
     Attributes:
         whole: the model as one rank alone has it.
-        formula: the shape of it, where that is known.
+        formula: the shape of it, if it is one.
         num_blocks: repeated blocks of the model.
         num_params: of the model.
         tokens_per_sample: None where samples are no tokens.
@@ -34,19 +34,15 @@ class Subject:
     def __init__(
         self,
         whole: Profile | TransformerShape,
-        formula: TransformerShape | None = None,
         divide: Divide | None = None,
-        asked: tuple[int, bool] = (1, False),
     ) -> None:
         """
         Args:
             divide: traces what the first of `tp` ranks has of it, with slices of the sequence or
-                without; None: what a formula says is all there is.
-            asked: ranks, and whether they have slices of the sequence, of the job itself: that is
-                traced, also where the formula is known.
+                without; None: nobody can.
         """
         self.whole = whole
-        self.formula = whole if isinstance(whole, TransformerShape) else formula
+        self.formula = whole if isinstance(whole, TransformerShape) else None
         self.num_blocks: int
         self.num_params: int
         self.tokens_per_sample: int | None
@@ -62,7 +58,6 @@ class Subject:
             self.tokens_per_sample = whole.tokens_per_sample
             self.num_samples = whole.num_samples
         self._divide = divide
-        self._asked = asked
         self._parts: dict[tuple[int, bool], Profile | JobError] = {}
 
     @property
@@ -83,7 +78,7 @@ class Subject:
         return [each for each in parts if isinstance(each, Profile)]
 
     def traced(self, tp: int, *, sequence: bool) -> Profile | None:
-        """Return what the first of `tp` ranks has; None: only the formula tells.
+        """Return what the first of `tp` ranks has; None: of a shape, formulas tell.
 
         Args:
             sequence: whether they have slices of the sequence between divided layers.
@@ -96,8 +91,6 @@ class Subject:
         if tp == 1:
             return self.whole
         key = (tp, sequence)
-        if self.formula is not None and (self._divide is None or key != self._asked):
-            return None
         if self._divide is None:
             raise JobError(f"tp {tp}: how this model is divided is not known")
         if key not in self._parts:
@@ -128,7 +121,6 @@ class Subject:
         except ZrunError as error:
             return JobError(f"tp {tp}: {error}")
         if found.traces or not self.whole.traces:
-            guessed = self.whole.guessed if self.formula is None else ()
-            return with_guesses(found, [*guessed])
+            return with_guesses(found, [*self.whole.guessed])
         why = next(iter(found.untraced.values()), found.why)
         return JobError(f"tp {tp}: {why}")

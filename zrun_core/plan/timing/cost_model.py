@@ -10,12 +10,10 @@ from zrun_core.pipeline.split import Split
 from zrun_core.plan.question.candidate import Candidate, CandidateKey
 from zrun_core.plan.question.pipeline_model import PipelineModel
 from zrun_core.plan.question.subject import Subject
-from zrun_core.plan.timing.formula_correction import corrected
 from zrun_core.plan.timing.formula_cost import cost_by_formula
 from zrun_core.plan.timing.link_cost import TransferCost
 from zrun_core.plan.timing.micro_batch_cost import MicroBatchCost, SegmentCost, TimingSettings
 from zrun_core.plan.timing.traced_cost import OpColumns, columns_of, cost_of_trace
-from zrun_core.plan.trace.profile import Profile
 
 
 class CostModel:
@@ -37,19 +35,13 @@ class CostModel:
         self.settings = settings
         self.formula = subject.formula
         self._columns: dict[tuple[int, bool], dict[str, OpColumns]] = {}
-        self.pipeline = PipelineModel(subject.whole, self.formula)
+        self.pipeline = PipelineModel(subject.whole)
         self._known: dict[CandidateKey, MicroBatchCost] = {}
 
-    def uses_formula(self, key: CandidateKey) -> bool:
-        """Return True if the formulas of a shape answer for this kind of micro-batch.
-
-        Raises:
-            JobError: the model cannot be divided so.
-        """
-        profile = self.subject.traced(key.tp, sequence=key.sequence_parallel)
-        if profile is None:
-            return True
-        return self.formula is not None and key.checkpoint not in profile.traces
+    @property
+    def uses_formula(self) -> bool:
+        """True of a shape; of a traced model no formula tells anything."""
+        return self.formula is not None
 
     def micro_batch(self, key: CandidateKey) -> MicroBatchCost:
         """Return the cost of a micro-batch on one rank.
@@ -77,31 +69,20 @@ class CostModel:
         found = [0.0]
         for start in split.starts[1:]:
             num_bytes = of_flow(start, candidate.micro)
-            if num_bytes is None or self.uses_formula(candidate.key):
+            if num_bytes is None or self.uses_formula:
                 num_bytes = self.micro_batch(candidate.key).boundary_bytes
             found.append(num_bytes)
         return found
 
     def _cost(self, key: CandidateKey) -> MicroBatchCost:
-        found = self._by_formula(key) if self.uses_formula(key) else self._by_trace(key)
+        found = self._by_formula(key) if self.uses_formula else self._by_trace(key)
         if key.tp == 1 or not self.hardware.uneven:
             return found
         return found.map(lambda each: _waiting(each, self.hardware.uneven))
 
     def _by_formula(self, key: CandidateKey) -> MicroBatchCost:
-        """Return what the formulas of the shape say, corrected by a trace of the whole model.
-
-        Else what was not traced would be compared with a trace that has all operators.
-        """
         assert self.formula is not None
-        found = cost_by_formula(self.formula, key, self.hardware, self.settings)
-        profile = self.subject.whole
-        if not isinstance(profile, Profile) or not profile.traces:
-            return found
-        policy = key.checkpoint if key.checkpoint in profile.traces else next(iter(profile.traces))
-        whole = key._replace(tp=1, sequence_parallel=False, checkpoint=policy)
-        told = cost_by_formula(self.formula, whole, self.hardware, self.settings)
-        return corrected(found, told, self.micro_batch(whole), key.tp)
+        return cost_by_formula(self.formula, key, self.hardware, self.settings)
 
     def _by_trace(self, key: CandidateKey) -> MicroBatchCost:
         profile = self.subject.traced(key.tp, sequence=key.sequence_parallel)

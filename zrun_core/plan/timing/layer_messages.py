@@ -101,7 +101,7 @@ def _by_segment(cost_model: CostModel, candidate: Candidate) -> Sequence[Message
     """Return the messages before the blocks, of each of them, and after them."""
     key = candidate.key
     every = cost_model.settings.every_n if key.checkpoint == "every_n" else 1
-    if cost_model.uses_formula(key):
+    if cost_model.uses_formula:
         assert cost_model.formula is not None
         found = messages_of_shape(cost_model.formula, key, every)
         inputs = _inputs_of_shape(cost_model.formula, key, every)

@@ -15,7 +15,7 @@ from zrun_core.spine.config import JobConfig
 from zrun_core.spine.spec import LaunchPlan, RankPlace, RunSpec, resolve_batch
 from zrun_core.train import worker
 from zrun_core.user_code.on_meta import on_meta
-from zrun_core.zero.passes.graph_breaks import outside_graphs
+from zrun_core.zero.passes.graph_breaks import check_without_compiler, outside_graphs
 
 _HAS_IT = "; import sys; sys.exit('torch._dynamo' in sys.modules)"
 _BUILDS = (
@@ -31,6 +31,40 @@ _BUILDS = (
     "    layer.weight.data.normal_(0, 0.02)\n"
     "assert layer.weight.is_meta"
 )
+
+
+_ATTENDS = """
+import sys
+import torch
+from zrun_core.zero.passes.graph_breaks import check_without_compiler
+check_without_compiler()
+check_without_compiler()  # once is enough
+layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+padding = torch.zeros(2, 3).masked_fill(torch.eye(2, 3) > 0, float("-inf"))
+layer(torch.randn(2, 3, 8), src_key_padding_mask=padding).sum().backward()
+assert "sympy" not in sys.modules
+for broken in (lambda: torch._check(False, lambda: "not so"), lambda: torch._check_value(False)):
+    try:
+        broken()
+    except (RuntimeError, ValueError) as error:
+        print(type(error).__name__, error)
+"""
+
+
+@pytest.mark.thorough
+def test_checks_that_hold_import_no_part_of_the_compiler_and_others_still_fail() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _ATTENDS], check=True, capture_output=True, text=True
+    )
+    runtime, value = done.stdout.splitlines()
+    assert runtime == "RuntimeError not so"
+    assert value.startswith("ValueError")
+
+
+def test_a_compiler_that_is_there_keeps_its_checks() -> None:
+    before = torch._check_with
+    check_without_compiler()
+    assert torch._check_with is before
 
 
 @pytest.mark.parametrize("code", ["import zrun_core.train.worker", _BUILDS])

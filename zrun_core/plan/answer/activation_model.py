@@ -110,25 +110,23 @@ class ActivationModel:
         profile = self._profile(candidate)
         return rank_memory.passes(profile, candidate, stage, steady, every=every, cuda=cuda)
 
-    def reserved_beyond(self, candidate: Candidate, peak: Peak, moments: tuple[int, ...]) -> int:
-        """Return the bytes that the allocator holds beyond those in use at the peak.
-
-        Args:
-            moments: bytes of each moment that the optimizer keeps on the device.
-        """
-        if self._cost_model.uses_formula or candidate.dims.pp > 1:
+    def reserved_beyond(self, candidate: Candidate, stage: PipelineStage, peak: Peak) -> int:
+        """Return the bytes that the allocator holds beyond those in use at the peak of a stage."""
+        is_cuda = self._device_type == "cuda"
+        has_stages = candidate.dims.pp > 1
+        if self._cost_model.uses_formula or (has_stages and is_cuda):
             return rank_memory.formula_slack(peak.dynamic)
         profile = self._profile(candidate)
-        late = () if self._device_type == "cuda" else moments
         away = rank_memory.moves_inputs(candidate)
-        passes = min(2, candidate.accumulation)
-        key = (candidate.key, passes, late, away, candidate.input_ranks, candidate.init)
+        passes = candidate.flowing if has_stages else min(2, candidate.accumulation)
+        of_stage = (candidate.schedule, stage) if has_stages else None
+        key = (candidate.key, passes, away, candidate.input_ranks, candidate.init, of_stage)
         every = self._every(candidate)
         if key not in self._beyond:
-            if self._device_type == "cuda":
+            if is_cuda:
                 self._beyond[key] = rank_memory.reserved_beyond(profile, candidate, every)
             else:
-                self._beyond[key] = rank_memory.heap_beyond(profile, candidate, peak, late, every)
+                self._beyond[key] = rank_memory.heap_beyond(profile, candidate, stage, peak, every)
         return self._beyond[key]
 
     def kernels(self, candidate: Candidate) -> int:

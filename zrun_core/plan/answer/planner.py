@@ -169,7 +169,7 @@ class Planner:
         waiting = self.activations.waiting(candidate, stage)
         steady = _with(states.steady, held)
         peak = self.activations.peak(candidate, stage, steady)
-        beyond = self.activations.reserved_beyond(candidate, peak, states.moments)
+        beyond = self.activations.reserved_beyond(candidate, stage, peak)
         reserved = peak.num_bytes + beyond
         outside = self.outside(candidate, index)
         if self.device_type == "cuda":
@@ -211,9 +211,14 @@ class Planner:
         if self.device_type == "cpu":
             own = self._imported(candidate)
             if self.job.checkpoint is not None:
-                own += HELD_BYTES
+                own += min(HELD_BYTES, self._saved_bytes())
         context = self.hardware.device.context_bytes
         return context + own + self.communicators(candidate, index)
+
+    def _saved_bytes(self) -> int:
+        """Return the bytes of a checkpoint: masters and moments of the whole model."""
+        moments = self.cost_model.settings.moments * self.cost_model.settings.moment_bytes
+        return self.num_params * (4 + moments)
 
     def _imported(self, candidate: Candidate) -> int:
         """Return the bytes that a rank on a CPU imports beyond torch and zrun."""

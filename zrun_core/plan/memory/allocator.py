@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from zrun_core.pipeline.actions import ActionKind
 from zrun_core.plan.trace.profile import Trace
 from zrun_core.plan.trace.rows import values_at
 
@@ -40,8 +41,12 @@ _EXPANDABLE_BYTES = 1 << 49  # addresses of an expandable segment, enough for al
 # Of glibc
 _HEAP_ROUND = 16  # sizes are multiples of it
 _HEAP_SMALL = 1024  # from this size on tensors are aligned,
-_HEAP_ALIGN = 96  # and cut out of a block that is so much larger
-_HEAP_BESIDE = 64  # what torch notes of a tensor: counters of versions, saved variables
+_HEAP_ALIGN = 96  # and cut out of a block that is so much larger: half of that is before it
+# Of the pieces that are left, small things settle in so many that are there until the pass ends:
+# nodes of autograd, saved variables, what glibc keeps for the next small one. Measured, by
+# replaying all that ranks have allocated, with recomputation and without it.
+_SETTLED = 1 / 20
+_GOLDEN = 0.6180339887498949  # its multiples, taken modulo 1, are spread evenly
 
 
 @dataclass(eq=False, slots=True)
@@ -427,23 +432,15 @@ def _passes(trace: Trace, micro: int) -> _Passes:
     return _Passes(first, adding)
 
 
-def _replay(
-    allocator: CachingAllocator | Heap, events: Sequence[tuple[int, int, bool]], beside: int = 0
-) -> None:
-    """Run one micro-batch. What is still there at the end goes then.
-
-    `beside` are bytes that lie in the same memory for each tensor until then.
-    """
+def _replay(allocator: CachingAllocator | Heap, events: Sequence[tuple[int, int, bool]]) -> None:
+    """Run one micro-batch. What is still there at the end goes then."""
     blocks: dict[int, Any] = {}
-    small = []
     for tensor, num_bytes, comes in events:
         if comes:
-            if beside:
-                small.append(allocator.allocate(beside))
             blocks[tensor] = allocator.allocate(num_bytes)
         else:
             allocator.free(blocks.pop(tensor))
-    for block in (*blocks.values(), *small):
+    for block in blocks.values():
         allocator.free(block)
 
 
@@ -454,19 +451,26 @@ class Heap:
     and what fits nowhere grows the heap at its end. An aligned block is cut out of one that is 96
     bytes larger, so that a tensor does not fit where one of its size has been:
 
-        allocate A, B of 4096    |A 4096|B 4096|96|
-        free A                   | 4096 |B 4096|96|
-        allocate C of 4096       | 4096 |B 4096|C 4096|96|    needs 4192: grows at the end
-
-    With those 96 bytes beside it a hole would suffice for the next tensor of this size; but small
-    things that torch keeps for each tensor settle there.
+        allocate A, B of 4096    |48|A 4096|48|48|B 4096|48|
+        free A                   |    4192    |48|B 4096|48|
+        allocate C of 4096       |48|C 4096|48|48|B 4096|48|    it has room where A was, but for:
+        a small thing settles    |48|A 4096|..|48|B 4096|48|    in a piece, and A goes
+        allocate C of 4096       |   4144  |..|48|B 4096|48|48|C 4096|48|    grows at the end
 
     Attributes:
         num_bytes: from its beginning to the end of the last block that it ever had.
+        settled: pieces beside blocks that are in use for small things, until who frees them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, share_settled: float = 0.0) -> None:
+        """
+        Args:
+            share_settled: of the pieces beside blocks, those in which small things settle.
+        """
         self.num_bytes = 0
+        self.settled: list[tuple[int, int]] = []
+        self._share_settled = share_settled
+        self._num_pieces = 0
         self._holes: list[tuple[int, int]] = []  # (bytes, address), sorted
         self._size_at: dict[int, int] = {}  # of holes, by address
         self._start_of: dict[int, int] = {}  # of holes, by their end
@@ -476,23 +480,36 @@ class Heap:
         if num_bytes <= 0:
             return None
         size = -(-num_bytes // _HEAP_ROUND) * _HEAP_ROUND
-        needed = size
-        if size >= _HEAP_SMALL:
-            needed += _HEAP_ALIGN
-        place = bisect_left(self._holes, (needed, 0))
+        if size < _HEAP_SMALL:
+            return self._cut(size), size
+        around = self._cut(size + _HEAP_ALIGN)
+        before = _HEAP_ALIGN // 2
+        self._leave((around, before))
+        self._leave((around + before + size, _HEAP_ALIGN - before))
+        return around + before, size
+
+    def _cut(self, size: int) -> int:
+        """Return the address of so many bytes that were free."""
+        place = bisect_left(self._holes, (size, 0))
         if place < len(self._holes):
             hole, address = self._holes[place]
             self._take(address)
             if hole > size:
                 self._add(address + size, hole - size)
-            return address, size
+            return address
         address = self._start_of.get(self.num_bytes, self.num_bytes)
         if address < self.num_bytes:
             self._take(address)
-        self.num_bytes = address + needed
-        if needed > size:
-            self._add(address + size, needed - size)
-        return address, size
+        self.num_bytes = address + size
+        return address
+
+    def _leave(self, piece: tuple[int, int]) -> None:
+        """Free a piece beside a block, unless something small settles in it."""
+        self._num_pieces += 1
+        if self._num_pieces * _GOLDEN % 1 < self._share_settled:
+            self.settled.append(piece)
+        else:
+            self.free(piece)
 
     def free(self, block: tuple[int, int] | None) -> None:
         """Give back what `allocate` returned."""
@@ -521,24 +538,81 @@ class Heap:
         del self._holes[bisect_left(self._holes, (size, address))]
 
 
-def heap_bytes(
-    trace: Trace, micro: int, built: Sequence[int], late: Sequence[int], accumulation: int = 1
-) -> int:
+def heap_bytes(trace: Trace, micro: int, built: Sequence[int], accumulation: int = 1) -> int:
     """Return the size to which a CPU's heap grows in two steps.
 
     Args:
         built: bytes of what is there and gone before the first step: the model as its factory
             makes it.
-        late: bytes of what the first update makes, such as an optimizer's moments.
         accumulation: micro-batches per step.
     """
-    heap = Heap()
+    heap = Heap(_SETTLED)
     passes = _passes(trace, micro)
-    for block in [heap.allocate(num_bytes) for num_bytes in built]:
-        heap.free(block)
-    for sizes in (late, ()):
+    _build(heap, built)
+    for _ in range(2):
         for number in range(min(accumulation, 2)):
-            _replay(heap, passes.adding if number else passes.first, _HEAP_BESIDE)
-        for num_bytes in sizes:
-            heap.allocate(num_bytes)
+            _replay(heap, passes.adding if number else passes.first)
+            _free_all(heap, heap.settled)
     return heap.num_bytes
+
+
+def heap_bytes_of_stage(
+    trace: Trace,
+    micro: int,
+    chunks: Sequence[range],
+    actions: Sequence[tuple[ActionKind, int, int]],
+    built: Sequence[int],
+    *,
+    accumulating: bool,
+) -> int:
+    """Return the size to which the heap of a pipeline stage grows in two steps.
+
+    Args:
+        chunks: of the stage: the segments of each.
+        actions: of a step, in order, each with its chunk, counted among the stage's own, and its
+            micro-batch.
+        built: as of `heap_bytes`.
+        accumulating: whether gradients are added to those of earlier micro-batches.
+    """
+    heap = Heap(_SETTLED)
+    trace = trace.of(micro)
+    parts = []
+    for segments in chunks:
+        events = trace.lifetimes.chunk(segments, accumulating)
+        sizes = np.rint(values_at(events.size, micro)).astype(np.int64)[events.tensor]
+        rows = [
+            *zip(events.tensor.tolist(), sizes.tolist(), (events.sign > 0).tolist(), strict=True)
+        ]
+        parts.append((rows[: events.forward_end], rows[events.forward_end :]))
+    makes_weights_late = any(kind is ActionKind.WEIGHT for kind, *_ in actions)
+    _build(heap, built)
+    for _ in range(2):
+        # By chunk and micro-batch: its tensors, and what has settled beside them.
+        under_way: dict[tuple[int, int], tuple[dict[int, Any], list[tuple[int, int]]]] = {}
+        for kind, chunk, number in actions:
+            blocks, settled = under_way.setdefault((chunk, number), ({}, []))
+            if kind is not ActionKind.WEIGHT:
+                for tensor, num_bytes, comes in parts[chunk][kind is ActionKind.BACKWARD]:
+                    if comes:
+                        blocks[tensor] = heap.allocate(num_bytes)
+                    else:
+                        heap.free(blocks.pop(tensor))
+                settled += heap.settled
+                heap.settled.clear()
+            last = ActionKind.WEIGHT if makes_weights_late else ActionKind.BACKWARD
+            if kind is last:
+                _free_all(heap, [*blocks.values(), *settled])
+                del under_way[chunk, number]
+    return heap.num_bytes
+
+
+def _build(heap: Heap, sizes: Sequence[int]) -> None:
+    for block in [heap.allocate(num_bytes) for num_bytes in sizes]:
+        heap.free(block)
+    _free_all(heap, heap.settled)
+
+
+def _free_all(heap: Heap, blocks: list[tuple[int, int]]) -> None:
+    for block in blocks:
+        heap.free(block)
+    blocks.clear()

@@ -14,7 +14,7 @@ from zrun_core.memory.buffers import Tier
 from zrun_core.pipeline.actions import ActionKind
 from zrun_core.pipeline.schedule import stage_actions
 from zrun_core.pipeline.split import Split
-from zrun_core.plan.memory.allocator import heap_bytes, simulate
+from zrun_core.plan.memory.allocator import heap_bytes, heap_bytes_of_stage, simulate
 from zrun_core.plan.question.candidate import Candidate
 from zrun_core.plan.question.transformer import TransformerShape
 from zrun_core.plan.timing.micro_batch_cost import BYTES
@@ -25,8 +25,8 @@ from zrun_core.plan.trace.rows import PHASE_NUMBER, TracePhase
 from zrun_core.spine.sections.schedules import SCHEDULES
 
 ALIGN = 512  # bytes to which CUDA's allocator rounds
-# Of a CPU's heap beyond its simulation, in which no small thing that lasts lies between tensors: a
-# share of it, and what it grows by from the first steps to the tenth; measured.
+# Of a CPU's heap beyond its simulation, in which what is small lies beside tensors only: a share of
+# it, and what it grows by from the first steps to the tenth; measured.
 _HEAP_SLACK = 0.1
 _HEAP_GROWTH = 24 << 20  # or a quarter of it
 # The code for one product, measured; how many of them workers keep
@@ -53,6 +53,7 @@ class PipelineStage:
         last: whether it is the last one.
         waiting: segments of which other micro-batches wait, in layer-major order, while one of them
             turns round in the last block; None: none waits before others.
+        index: among the stages.
         message: bytes of the largest that it sends to another stage.
         num_messages: that others have not read yet.
     """
@@ -65,6 +66,7 @@ class PipelineStage:
     first: bool = True
     last: bool = True
     waiting: range | None = None
+    index: int = 0
     message: int = 0
     num_messages: int = 0
 
@@ -122,6 +124,7 @@ class PipelineStage:
             max(waiting),
             first=index == 0,
             last=index == split.pp - 1,
+            index=index,
             message=round(max(messages)),
             num_messages=_messages_held(candidate, split, index, costs),
         )
@@ -315,21 +318,41 @@ def reserved_beyond(profile: Profile, candidate: Candidate, every: int) -> int:
 
 
 def heap_beyond(
-    profile: Profile, candidate: Candidate, peak: Peak, late: Sequence[int], every: int
+    profile: Profile, candidate: Candidate, stage: PipelineStage, peak: Peak, every: int
 ) -> int:
     """Return the bytes of a CPU's heap beyond those in use at `peak`: what of it is holes.
 
+    The states are not there: their memory is mapped, and the first update moves what it makes.
+
     Args:
-        late: bytes of what the first update makes.
         every: one block in so many is recomputed.
     """
     built = [4 * param.numel for param in profile.params]
-    if candidate.init == "meta":  # parameters are made one after the other
+    if candidate.init == "meta" or stage.chunks:  # parameters are made one after the other
         built = [max(built, default=0)]
     trace = _trace_of(profile, candidate, every)
-    found = heap_bytes(trace, candidate.micro, built, late, candidate.accumulation)
+    if stage.chunks:
+        found = heap_bytes_of_stage(
+            trace,
+            candidate.micro,
+            stage.chunks,
+            _actions_of(candidate, stage),
+            built,
+            accumulating=adds_gradients(candidate),
+        )
+    else:
+        found = heap_bytes(trace, candidate.micro, built, candidate.accumulation)
     growth = min(_HEAP_GROWTH, found / 4)
-    return max(0, round((1 + _HEAP_SLACK) * found + growth) - peak.dynamic - sum(late))
+    return max(0, round((1 + _HEAP_SLACK) * found + growth) - peak.dynamic)
+
+
+def _actions_of(candidate: Candidate, stage: PipelineStage) -> list[tuple[ActionKind, int, int]]:
+    """Return what a stage computes in a step, chunks counted among its own."""
+    dims = candidate.dims
+    actions = stage_actions(
+        candidate.schedule, stage.index, dims.pp, dims.virtual, candidate.flowing
+    )
+    return [(each.kind, each.chunk // dims.pp, each.micro) for each in actions]
 
 
 def kernel_bytes(profile: Profile, candidate: Candidate) -> int:

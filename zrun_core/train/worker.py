@@ -34,7 +34,7 @@ from zrun_core.spine.stop_signals import StopSignals
 from zrun_core.train import failure_note
 from zrun_core.train.rank_builder import RankBuilder
 from zrun_core.train.trainer import Trainer
-from zrun_core.zero.passes.graph_breaks import load_compiler
+from zrun_core.zero.passes.graph_breaks import check_without_compiler, load_compiler
 
 # Torch's profiler tells stderr when it begins and ends. It reads this when it is used first.
 _QUIET_PROFILER = ("KINETO_LOG_LEVEL", "6")
@@ -52,6 +52,8 @@ def import_for(path: str) -> None:
     has_parts = job.parallel.tp > 1 or job.parallel.pp > 1
     if has_parts or job.compile or job.activations.checkpoint != "none":
         load_compiler()
+    else:
+        check_without_compiler()
 
 
 def main(kind: type[Worker] | None = None) -> NoReturn:

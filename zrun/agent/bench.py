@@ -47,6 +47,7 @@ _TINY: dict[str, Any] = {
     "heads": 6,
     "seq_len": 8,
 }
+_RECURRENT = (4, 24, 32, 32)  # samples, positions, features in and out
 _SHORT_MESSAGES = 100
 _MESSAGE_BYTES = 2 << 20
 _ATTENTION = (4, 6, 256, 64)  # samples, heads, positions, width of a head
@@ -197,7 +198,7 @@ def _cpu(tries: Tries, threads: int) -> dict[str, Any]:
         "attention": {
             f"{name}_flops": _attention_rate(torch, dtype, tries) for name, dtype in formats.items()
         },
-        "operator_s": _operator_seconds(torch, tries),
+        **_operator_seconds(torch, tries),
     }
 
 
@@ -257,18 +258,42 @@ def _layer_rate(torch: Any, dtype: Any, tries: Tries) -> float:
     return statistics.harmonic_mean(rates)
 
 
-def _operator_seconds(torch: Any, tries: Tries) -> float:
+def _operator_seconds(torch: Any, tries: Tries) -> dict[str, float]:
     """Return the seconds of an operator on next to nothing, of those that an estimate has a price
-    for: in a tiny model, its modules, autograd and autocast included.
+    for: in a tiny model, its modules, autograd and autocast included; and in a recurrent layer,
+    which calls one after the other from one kernel.
     """
-    from torch.utils._python_dispatch import TorchDispatchMode
-
     from zrun_core.models.gpt import gpt
-    from zrun_core.plan.timing.traced_cost import takes_time
 
     torch.set_num_threads(1)  # others would only wait, and take time of their cores
     model = gpt(**_TINY)
     tokens = torch.zeros(1, _TINY["seq_len"], dtype=torch.int64)
+    layer = torch.nn.GRU(*_RECURRENT[2:], batch_first=True)
+    sequences = torch.zeros(_RECURRENT[:3])
+
+    def train(autocast: bool) -> None:
+        model.zero_grad(set_to_none=True)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast, cache_enabled=False):
+            logits = model(tokens)
+        logits.float().sum().backward()
+
+    def recur() -> None:
+        layer.zero_grad(set_to_none=True)
+        layer(sequences)[0].sum().backward()
+
+    plain, halved, inner = (
+        tries.measure(each) / _priced_operators(each)
+        for each in (functools.partial(train, False), functools.partial(train, True), recur)
+    )
+    return {"operator_s": statistics.mean([plain, halved]), "inner_s": inner}
+
+
+def _priced_operators(work: Callable[[], object]) -> int:
+    """Return how many operators that an estimate has a price for something runs."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from zrun_core.plan.timing.traced_cost import takes_time
+
     count = 0
 
     class Counter(TorchDispatchMode):
@@ -280,20 +305,10 @@ def _operator_seconds(torch: Any, tries: Tries) -> float:
                 count += 1
             return func(*args, **(kwargs or {}))
 
-    def train(autocast: bool) -> None:
-        model.zero_grad(set_to_none=True)
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast, cache_enabled=False):
-            logits = model(tokens)
-        logits.float().sum().backward()
-
-    seconds = []
-    for autocast in (False, True):
-        train(autocast)
-        count = 0
-        with Counter():  # type: ignore[no-untyped-call]
-            train(autocast)
-        seconds.append(tries.measure(functools.partial(train, autocast)) / count)
-    return statistics.mean(seconds)
+    work()
+    with Counter():  # type: ignore[no-untyped-call]
+        work()
+    return count
 
 
 def message_rates() -> dict[str, float] | None:

@@ -265,6 +265,9 @@ def _slowest(hosts: Sequence[HostRates], links: Sequence[tuple[float, float]] = 
     operators = [host.operator_s for host in hosts if host.operator_s is not None]
     if len(operators) == len(hosts):
         found["operator_s"] = max(operators)
+    inner = [host.inner_s for host in hosts if host.inner_s is not None]
+    if len(inner) == len(hosts):
+        found["inner_s"] = max(inner)
     messages = [host.messages for host in hosts if host.messages is not None]
     if len(messages) == len(hosts):
         found["message_s"] = max(each.seconds for each in messages)

@@ -70,6 +70,7 @@ class HostRates(_Part):
     layers: StreamRates | None = None  # the same, of tensors as small layers make them
     attention: MatmulRates | None = None  # of all its cores, fused and with its backward
     operator_s: float | None = None  # of an operator on next to nothing, on a core
+    inner_s: float | None = None  # the same of one that a kernel calls
     messages: MessageRates | None = None  # None: of an earlier zrun, or ranks use sockets
 
 

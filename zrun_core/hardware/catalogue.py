@@ -113,6 +113,7 @@ CPU_CORE = Device(
     cache_speedup=2.0,
     narrow=0.55,
     launch_s=5e-6,
+    inner_s=1.5e-6,
     contention=1.0,
     optimizer=0.35e9,
     context_bytes=171 * MIB,

@@ -65,6 +65,8 @@ class Device:
             bandwidth.
         narrow: bytes per second of elementwise operations in 16 bits, as a share of those in 32.
         launch_s: seconds that an operation takes however small it is.
+        inner_s: of a core: seconds of an operator that a kernel calls, and not Python; None: as
+            `launch_s`.
         host_s: of a GPU: seconds that its host takes for an operation before the GPU has it. A CPU
             has no host beside it: that is in `launch_s`.
         context_bytes: of the driver, outside of any allocator; on a CPU of Python and torch, which
@@ -93,6 +95,7 @@ class Device:
     cache_speedup: float = 1.0
     narrow: float = 1.0
     launch_s: float = 4e-6
+    inner_s: float | None = None
     host_s: float = 15e-6
     context_bytes: int = 0
     workspace_bytes: int = 0

@@ -34,6 +34,7 @@ class Rates:
         cpu_attention: of all cores together, by format, of fused attention with its backward;
             empty: as a share of products.
         operator_s: seconds that an operator on next to nothing takes on a core.
+        inner_s: the same of one that a kernel of torch calls, such as that of a recurrent layer.
         message_s: seconds of an exchange of next to nothing between two ranks on its cores.
         message_bytes: bytes per second that each of them gets of the other meanwhile.
         gpu_name: of each GPU, as the driver says; "" on a host without.
@@ -61,6 +62,7 @@ class Rates:
     cpu_layers: Mapping[str, float] = field(default_factory=dict)
     cpu_attention: Mapping[str, float] = field(default_factory=dict)
     operator_s: float | None = None
+    inner_s: float | None = None
     message_s: float | None = None
     message_bytes: float | None = None
 
@@ -145,6 +147,8 @@ def _cpu(rates: Rates, ranks: int, host_bytes: int) -> Device:
     device = replace(device, attention_rates=attention)
     if rates.operator_s is not None:
         device = replace(device, launch_s=rates.operator_s)
+    if rates.inner_s is not None:
+        device = replace(device, inner_s=rates.inner_s)
     return device
 
 

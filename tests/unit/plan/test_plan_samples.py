@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import plan_models
 import pytest
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from zrun_core.errors import JobError
 from zrun_core.plan.trace import sample_batches
@@ -88,7 +90,42 @@ def test_usual_batches_have_less_work_than_those_of_the_longest() -> None:
 def test_what_has_no_end_is_looked_at_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     endless = (torch.ones(number) for number in count(1))
     found, _, which = sample_batches._look(endless)
-    assert (len(found), which) == (64, "the first 64 samples")
+    assert (len(found), which) == (1024, "the first {} samples")
+    monkeypatch.setattr(sample_batches, "_LOOK_ON_BYTES", 4 * 1200 * 10)
+    found, _, _ = sample_batches._look(endless)
+    assert len(found) == 64, "they are long by now"
     monkeypatch.setattr(sample_batches, "_LOOK_FOR_S", 0.0)
     found, _, which = sample_batches._look(endless)
-    assert (len(found), which) == (1, "the first 1 samples, which took 0 s")
+    assert (len(found), which) == (1, "the first {} samples, which took 0 s")
+
+
+def test_few_sizes_are_asked_for_where_a_batch_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sample_batches, "_LOOK_ON_S", -1.0)
+    sizes = sample_batches._sizes([torch.ones(3)] * 100, torch.stack)
+    assert sizes == [12] * 64
+
+
+def test_groups_of_one_length_take_less_than_the_same_samples_mixed() -> None:
+    """Of a stream the batches are those that it deals out."""
+
+    def share(lengths: list[int]) -> float:
+        samples = [torch.ones(length) for length in lengths]
+        longest = max(samples, key=len)
+        collate = partial(pad_sequence, batch_first=True)
+        return sample_batches.SampleBatches(samples, longest, collate, is_ragged=True).usual_share(
+            4
+        )
+
+    sizes = range(1, 17)
+    grouped = [size for size in sizes for _ in range(4)]
+    mixed = [*sizes] * 4
+    assert share(grouped) == pytest.approx(sum(sizes) / 16 / 16)
+    assert share(mixed) == pytest.approx((4 + 8 + 12 + 16) / 4 / 16)
+
+
+def test_what_is_shuffled_is_not_dealt_in_the_order_of_its_numbers() -> None:
+    shuffled, sorted_ones = (ragged(1000, shuffle=shuffle) for shuffle in (True, False))
+    assert sorted_ones.dealt == ()
+    assert shuffled.first == sorted_ones.first
+    assert shuffled.dealt != shuffled.first
+    assert sorted(map(len, shuffled.dealt)) == sorted(map(len, shuffled.first))

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import plan_models
 import pytest
 import torch
@@ -154,6 +155,27 @@ def test_values_decide() -> None:
     assert "fake tensors" in profile.why
     assert profile.follows_values
     assert peak_of(profile.traces["none"], 4, steady={}).num_bytes > 0
+
+
+def test_what_a_recurrent_layer_runs_has_a_price_of_its_own() -> None:
+    """Nine operators for each position in forward, all of one call; Python calls the others."""
+
+    def num_inner(positions: int) -> tuple[int, int]:
+        profile = traced(("plan_models.py:Gated", {"positions": positions}))
+        assert Profile.from_json(profile.to_json()) == profile
+        trace = profile.traces["none"]
+        inner = np.array([each.is_inner for each in trace.operators])
+        names = {
+            trace.modules[number] for number in trace.ops["module"][inner[trace.ops["operator"]]]
+        }
+        assert names == {"gru"}
+        count = int(inner[trace.ops["operator"]].sum())
+        return count, len(trace.ops) - count
+
+    few, of_python = num_inner(6)
+    many, as_before = num_inner(12)
+    assert as_before == of_python
+    assert many - few > 6 * 15
 
 
 def runs_lstm_in_bf16() -> bool:

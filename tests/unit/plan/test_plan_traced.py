@@ -22,7 +22,7 @@ from zrun_core.plan.question.subject import Subject
 from zrun_core.plan.question.transformer import TransformerShape
 from zrun_core.plan.timing.cost_model import CostModel
 from zrun_core.plan.timing.micro_batch_cost import TimingSettings
-from zrun_core.plan.timing.traced_cost import columns_of, trace_seconds
+from zrun_core.plan.timing.traced_cost import columns_of, launch_seconds, trace_seconds
 from zrun_core.plan.trace.module_tree import describe_modules, describe_params
 from zrun_core.plan.trace.profile import COMPILER_BYTES, Profile, Trace
 from zrun_core.plan.trace.rows import Affine, TracePhase
@@ -283,6 +283,46 @@ def test_ranks_with_parts_of_layers_wait_for_each_other() -> None:
     more = after.tp_forward.seconds - before.tp_forward.seconds
     assert more == pytest.approx(4 * 1e-3 + 0.1 * before.forward), "two sums, each of two exchanges"
     assert after.forward == before.forward
+
+
+@pytest.mark.parametrize(
+    ("stage", "ranks", "micro_batches", "waits"),
+    [
+        (0, 1, 4, 0),
+        (0, 2, 1, 2),
+        (1, 2, 4, 2),
+        (2, 2, 1, 2),
+        (2, 2, 4, 5),
+        (3, 2, 1, 3),
+        (3, 2, 2, 5),
+    ],
+)
+def test_ranks_on_cores_wait_where_nothing_hides_an_exchange(
+    stage: int, ranks: int, micro_batches: int, waits: int
+) -> None:
+    candidate = Candidate(stage, ParallelDims(ranks), 1, micro_batches)
+    cores = from_rates(
+        Rates({"fp32": 1e11, "bf16": 1e11}, 1e10), ranks=ranks, host_bytes=20 << 30, cores=2
+    )
+    on_cores = Planner(profile(), cores, JOB.model_copy(update={"device": "cpu"}))
+    parts = on_cores.estimate(candidate).time.parts
+    assert parts.get("waits", 0.0) == pytest.approx(waits * 500e-6)
+    on_gpus = Planner(profile(), HARDWARE, JOB).estimate(candidate).time.parts
+    assert "waits" not in on_gpus
+
+
+def test_operators_of_a_kernel_cost_less_and_are_fewer_in_shorter_samples() -> None:
+    columns = columns_of(profile().traces["none"].of(4), BLOCKS)
+    device = replace(HARDWARE.device, launch_s=1e-5, inner_s=3e-6)
+    every_other = np.arange(len(columns.family)) % 2 == 0
+    mixed = columns._replace(is_inner=every_other)
+    expected = np.where(every_other, 0.25 * 3e-6, 1e-5)
+    np.testing.assert_allclose(launch_seconds(mixed, device, 0.25), expected)
+    before, after = (trace_seconds(each, 4, device, "fp32", 0.25) for each in (columns, mixed))
+    counts = columns.family < 3  # all but exchanges
+    np.testing.assert_allclose((before - after)[counts], (1e-5 - expected)[counts], atol=1e-12)
+    unknown = replace(device, inner_s=None)
+    np.testing.assert_allclose(launch_seconds(mixed, unknown)[1:], 1e-5)
 
 
 def test_the_main_job_is_not_divided_on_two_cores() -> None:

@@ -39,6 +39,10 @@ _RANKS_OF_DOUBT = 400.0
 # modules, the message of the step, the decision about it. Of tiny models on one and two ranks.
 _OPERATORS_OF_STEP = 120
 _OPERATORS_OF_MICRO = 60
+# What a rank on a core waits for the others in an exchange that it cannot hide, beyond the message:
+# one that finds nothing looks again after pauses of 20 us, then twice as long each time, so that
+# another that is a third of a millisecond behind is noticed after a half.
+_WAIT_FOR_OTHERS_S = 500e-6
 _NORM_BYTES = 64.0  # of the exchange before the update: the norm, and what else all ranks agree on
 
 
@@ -366,8 +370,9 @@ class _StepModel:
         update += self._sum_tied().seconds
         data = sample_s * candidate.micro * count
         runtime = self._runtime_seconds(count)
+        waits = self._num_waits(count) * _WAIT_FOR_OTHERS_S
         late = max(0.0, self._host_seconds(count) - seconds - update)
-        seconds += update + data + runtime + late
+        seconds += update + data + runtime + waits + late
 
         ranks = count * dims.dp * dims.tp
         flops = ranks * sum(segment.flops for segment in self.micro_batch)
@@ -388,7 +393,7 @@ class _StepModel:
             between = _BETWEEN_S if self.hardware.measured else _BETWEEN_UNMEASURED_S
         spread = self.hardware.spread
         doubt = doubt_of(candidate)
-        named = (("data", data), ("runtime", runtime), ("host", late))
+        named = (("data", data), ("runtime", runtime), ("waits", waits), ("host", late))
         beside = {name: value for name, value in named if value}
         return StepTime(
             seconds=seconds,
@@ -413,6 +418,19 @@ class _StepModel:
         if self.device.kind == "cuda":
             return 0.0
         return (_OPERATORS_OF_STEP + _OPERATORS_OF_MICRO * count) * self.device.launch_s
+
+    def _num_waits(self, count: int) -> int:
+        """Return how often in a step a rank on a core waits for the others and has nothing to do.
+
+        It does for the last gradients and for the norm, for those of each micro-batch where they
+        are reduced at once, and for the first parameters of a micro-batch where they are gathered.
+        Ranks with slices of the same layers wait for each other there, and stages in the bubble.
+        """
+        dims = self.dims
+        if self.device.kind == "cuda" or dims.dp == 1:
+            return 0
+        stage = self.candidate.stage
+        return 2 + (count - 1 if stage >= 2 else 0) + (count if stage == 3 else 0)
 
     def _host_seconds(self, count: int) -> float:
         """Return what the host of a GPU takes to give it a step, as far as operators are known.

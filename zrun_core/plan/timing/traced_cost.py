@@ -81,6 +81,7 @@ class OpColumns(NamedTuple):
         is_backward: [ops], runs in backward.
         is_wide: [ops], computed in fp32 whatever the job's format.
         is_single: [ops], no batch of products: one with a weight.
+        is_inner: [ops], one of many that a kernel calls, the more the longer samples are.
     """
 
     flops: Floats
@@ -91,6 +92,7 @@ class OpColumns(NamedTuple):
     is_backward: Flags
     is_wide: Flags
     is_single: Flags
+    is_inner: Flags
 
     def flops_of(self, micro: int) -> Floats:
         """Return the floating-point operations of each operation for `micro` samples."""
@@ -108,6 +110,7 @@ def columns_of(trace: Trace, num_blocks: int) -> OpColumns:
     family = np.array([_family_of(each) for each in operators], dtype=np.int64)
     is_wide = np.array([each.dtype in _WIDE_DTYPES for each in operators], dtype=bool)
     is_single = np.array(["bmm" not in each.name for each in operators], dtype=bool)
+    is_inner = np.array([each.is_inner for each in operators], dtype=bool)
     no_product = (0, 0, 0)
     shapes = [
         each.shape if each.family == "gemm" and len(each.shape) == 3 else no_product
@@ -126,6 +129,7 @@ def columns_of(trace: Trace, num_blocks: int) -> OpColumns:
         is_backward=is_backward,
         is_wide=is_wide[operator],
         is_single=is_single[operator],
+        is_inner=is_inner[operator],
     )
 
 
@@ -188,8 +192,14 @@ def trace_seconds(
     rate = np.where(is_attention, fused, np.maximum(reached, 1e-6) * peak)
     computing = np.where(columns.family == _STREAM, 0.0, flops / rate)
     both = computing + streaming if device.kind == "cpu" else np.maximum(computing, streaming)
-    seconds = share * both + device.launch_s
+    seconds = share * both + launch_seconds(columns, device, share)
     return np.where(columns.family >= _SUM, 0.0, seconds)  # see `_transfers`
+
+
+def launch_seconds(columns: OpColumns, device: Device, share: float = 1.0) -> Floats:
+    """Return the seconds that each operation takes however small it is; `share` as above."""
+    inner_s = device.launch_s if device.inner_s is None else device.inner_s
+    return np.where(columns.is_inner, share * inner_s, device.launch_s)
 
 
 def _transfers(
@@ -271,8 +281,9 @@ def cost_of_trace(
     weights = _sums(ops.owner[products], seconds[products], count)
     params, trainable = _params_by_segment(profile, trace)
     is_launched = ops.family < _SUM
+    launching = launch_seconds(ops, device, share)
     launched = [
-        _sums(ops.owner[rows], np.full(int(rows.sum()), device.launch_s), count)
+        _sums(ops.owner[rows], launching[rows], count)
         for rows in (is_launched & is_forward, is_launched & ops.is_backward)
     ]
     group = LinkedGroup(hardware, key.tp, is_waited_for=True)

@@ -127,7 +127,10 @@ class OpRecorder(TorchDispatchMode):
         self._mark_numbers: list[int] = []
         self._mark_modules: list[str] = []
         self._owner_of_param: dict[int, str] = {}
+        self._recurrent: set[str] = set()  # layers
         for name, module in model.named_modules():
+            if isinstance(module, nn.RNNBase):
+                self._recurrent.add(names.get(id(module), name))
             for param in module.parameters(recurse=False):
                 self._owner_of_param.setdefault(id(param), names.get(id(module), name))
 
@@ -219,7 +222,7 @@ class OpRecorder(TorchDispatchMode):
         call = _describe(func, args, kwargs, out, flops, is_fresh=bool(fresh))
         if call is not None:
             self._rows.op(
-                call.operator,
+                call.operator._replace(is_inner=module in self._recurrent),
                 flops=(call.flops, 0.0),
                 bytes_moved=(call.bytes_moved, 0.0),
                 phase=self.phase,

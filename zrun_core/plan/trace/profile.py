@@ -33,7 +33,7 @@ from zrun_core.plan.trace.waiting_inputs import with_divided_inputs, without_wai
 if TYPE_CHECKING:
     from zrun_core.stages.flow import ModelFlow
 
-FORMAT = 12  # of the JSON
+FORMAT = 13  # of the JSON
 # Torch's compiler, which a CPU rank imports by recomputing, and by building some models on meta, as
 # all ranks do with init: meta, and all but the first one of a host without it; measured.
 COMPILER_BYTES = 72 << 20
@@ -170,8 +170,8 @@ class Trace:
             ValueError, KeyError, TypeError, IndexError: it is not that.
         """
         operators = tuple(
-            Operator(name, family, dtype, tuple(shape))
-            for name, family, dtype, shape in found["operators"]
+            Operator(name, family, dtype, tuple(shape), is_inner)
+            for name, family, dtype, shape, is_inner in found["operators"]
         )
         return cls(
             found["checkpoint"],

@@ -89,12 +89,15 @@ class Operator(NamedTuple):
     Attributes:
         shape: (m, n, k) of a matrix product, or of each one of a batch, for the smallest
             micro-batch that was traced; the kernel's for a convolution; else the output's.
+        is_inner: one of the many that a recurrent layer runs one after the other for each position,
+            in one call from Python.
     """
 
     name: str
     family: Family
     dtype: str
     shape: tuple[int, ...]
+    is_inner: bool = False
 
 
 # Writing rows

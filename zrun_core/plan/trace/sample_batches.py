@@ -30,6 +30,11 @@ from zrun_core.user_code import user
 _TEXT = {"zrun_core.data.text:text": 256, "zrun_core.data.text:masked_text": 128}
 _LOOK_AT = 64  # samples
 _LOOK_FOR_S = 5.0
+# Where samples come one after the other, neighbours are often alike: more of them are looked at, as
+# long as that takes hardly any time and memory.
+_LOOK_AT_STREAM = 1024
+_LOOK_ON_S = 0.5  # to read them, and to make a batch of each
+_LOOK_ON_BYTES = 8 << 20
 
 Collate = Callable[[list[Any]], Any]
 Growing = tuple[tuple[int, ...], ...]  # dimensions of each tensor of a batch
@@ -49,6 +54,7 @@ class SampleBatches:
         stretch: how much longer the longest sample is than the longest that was read.
         num_samples: of an epoch; None: the data does not say, or was not opened.
         sample_s: seconds of a core that a usual sample takes to be read; 0: none was read.
+        dealt: the samples in an order in which ranks are given some like them; (): as in `first`.
     """
 
     first: Sequence[Any]
@@ -60,6 +66,7 @@ class SampleBatches:
     stretch: float = 1.0
     num_samples: int | None = None
     sample_s: float = 0.0
+    dealt: Sequence[Any] = ()
 
     def batch(self, micro: int) -> Any:
         """Return `micro` times the longest sample."""
@@ -71,12 +78,17 @@ class SampleBatches:
         return self._stretched(self.collate([self.largest, *others]))
 
     def usual_share(self, micro: int) -> float:
-        """Return the bytes of usual batches as a share of those of the longest sample's."""
-        starts = range(0, len(self.first) - micro + 1, micro)
+        """Return the bytes of usual batches as a share of those of the longest sample's.
+
+        Batches are made of the samples in the order in which they come: where that groups samples
+        of one length, or sorts them, most batches have no long one.
+        """
+        dealt = self.dealt or self.first
+        starts = range(0, len(dealt) - micro + 1, micro)
         if not self.is_ragged or not starts:
             return 1.0
         try:
-            usual = [bytes_of(self.collate(list(self.first[at : at + micro]))) for at in starts]
+            usual = [bytes_of(self.collate(list(dealt[at : at + micro]))) for at in starts]
         except Exception:  # of the user's function, which such a batch is the first to reach
             return 1.0
         return min(1.0, statistics.fmean(usual) / bytes_of(self.batch(micro)))
@@ -123,7 +135,8 @@ def samples_of(job: JobConfig, job_dir: Path, *, values: bool = False) -> Sample
         return _stretched(replace(_blank_text(job, collate), note=note), job.data.longest, "")
     if not samples:
         raise UserCodeError(f"the dataset is empty: {type(dataset).__name__}")
-    sizes = [_size(sample, collate) for sample in samples]
+    sizes = _sizes(samples, collate)
+    samples = samples[: len(sizes)]
     largest = samples[sizes.index(max(sizes))]
     smallest = samples[sizes.index(min(sizes))]
     is_ragged = min(sizes) < max(sizes)
@@ -135,9 +148,11 @@ def samples_of(job: JobConfig, job_dir: Path, *, values: bool = False) -> Sample
         num_samples=length_of(dataset),
         sample_s=sample_s,
     )
+    if is_map_style(dataset) and job.data.shuffle:  # they were read in the order of their numbers
+        found = replace(found, dealt=random.Random(1).sample(samples, len(samples)))
     if found.is_ragged:
         found = replace(found, growing=_growing(collate, smallest, largest))
-    return _stretched(found, job.data.longest, which)
+    return _stretched(found, job.data.longest, which.format(len(samples)))
 
 
 def _blank_text(job: JobConfig, collate: Collate) -> SampleBatches:
@@ -152,7 +167,8 @@ def _look(dataset: Any) -> tuple[list[Any], float, str]:
     """Read some samples, for a while.
 
     Returns:
-        The samples, the seconds of a core that a usual one took, and which they were, in words.
+        The samples, the seconds of a core that a usual one took, and which they were, in words that
+        lack their number.
     """
     words = "the first {} samples"
     if is_map_style(dataset):
@@ -165,8 +181,9 @@ def _look(dataset: Any) -> tuple[list[Any], float, str]:
             words = f"{{}} samples from all over the {count:,}"
         read: Iterator[Any] = (dataset[place] for place in places)
     else:
-        read = itertools.islice(iter(dataset), _LOOK_AT)
+        read = itertools.islice(iter(dataset), _LOOK_AT_STREAM)
     samples: list[Any] = []
+    held = 0
     took = []
     start, begun = time.monotonic(), time.process_time()
     for sample in read:
@@ -176,7 +193,22 @@ def _look(dataset: Any) -> tuple[list[Any], float, str]:
         if time.monotonic() - start > _LOOK_FOR_S:
             words = f"the first {{}} samples, which took {_LOOK_FOR_S:g} s"
             break
-    return samples, statistics.median(took) if took else 0.0, words.format(len(samples))
+        held += bytes_of(sample)
+        is_over = time.monotonic() - start > _LOOK_ON_S or held > _LOOK_ON_BYTES
+        if len(samples) >= _LOOK_AT and is_over:
+            break
+    return samples, statistics.median(took) if took else 0.0, words
+
+
+def _sizes(samples: Sequence[Any], collate: Collate) -> list[int]:
+    """Return the bytes of each sample in a batch, of fewer where that takes long."""
+    start = time.monotonic()
+    sizes: list[int] = []
+    for sample in samples:
+        if len(sizes) >= _LOOK_AT and time.monotonic() - start > _LOOK_ON_S:
+            break
+        sizes.append(_size(sample, collate))
+    return sizes
 
 
 def _size(sample: Any, collate: Collate) -> int:

@@ -118,7 +118,7 @@ def trace_job(
     tell(described)
     tell(f"reading the first samples of {job.data.call}")
     samples = samples_of(job, job_dir)
-    described = _with_imports(described, model, before)
+    described = _with_imports(described, model, before + sum(map(bytes_of, samples.first)))
     if job.parallel.tp > 1:
         tell(f"checking what ranks with slices of {job.model.call} compute")
     notes = check_division(job, job_dir, samples, max(micros, default=1))
@@ -151,7 +151,8 @@ def _described(model: nn.Module, job: JobConfig, device: str) -> Profile:
 def _with_imports(profile: Profile, model: nn.Module, before: int) -> Profile:
     """Return a profile that says what the user's imports and data take of a process.
 
-    `before` are the bytes of this process before anything of the user's was imported.
+    `before` are the bytes of this process before anything of the user's was imported, and those of
+    samples that were read since.
     """
     has_compiler = "torch._dynamo" in sys.modules
     tensors = [*model.parameters(), *model.buffers()]

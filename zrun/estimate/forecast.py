@@ -33,7 +33,6 @@ UNRELATED = (
     "tokens",
     "epochs",
     "lr",
-    "eval",
     "hooks",
     "resume",
     "restarts",

@@ -178,6 +178,32 @@ def test_what_a_recurrent_layer_runs_has_a_price_of_its_own() -> None:
     assert many - few > 6 * 15
 
 
+def test_an_evaluation_is_followed_without_what_backward_would_need() -> None:
+    deep = ("plan_models.py:Deep", {"depth": 6})
+    held_out = {"data": "plan_models.py:Vectors", "every": 1}
+    assert traced(deep).evaluation_bytes.at(4) == 0
+    plain = traced(deep, eval=held_out)
+    in_training = peak_of(plain.traces["none"], 4, steady={}).num_bytes
+    in_evaluation = plain.evaluation_bytes.at(4)
+    assert in_evaluation > plain.batch_bytes.at(4)
+    assert in_evaluation < in_training / 2
+    assert plain.traces == traced(deep).traces, "dropout and statistics are as they were"
+    assert Profile.from_json(plain.to_json()).evaluation_bytes == plain.evaluation_bytes
+
+
+def test_evaluations_take_what_their_data_and_metrics_do() -> None:
+    deep = ("plan_models.py:Deep", {"depth": 2})
+    metrics = {"data": "plan_models.py:Vectors", "metrics": "plan_models.py:hungry_metrics"}
+    profile = traced(deep, eval=metrics)
+    # A table of 1 MiB for each sample, its difference to y, and the absolute values of that.
+    assert profile.evaluation_bytes.per_sample == pytest.approx(3 << 20, rel=0.35)
+    broken = traced(deep, eval={**metrics, "metrics": "plan_models.py:broken_metrics"})
+    assert broken.evaluation_bytes.at(4) == 0
+    (note,) = broken.notes
+    assert note.startswith("eval.data is not planned: ")
+    assert "no such column" in note
+
+
 def runs_lstm_in_bf16() -> bool:
     """Return whether torch's LSTM runs under autocast here: oneDNN's wants AVX-512 for bf16."""
     try:

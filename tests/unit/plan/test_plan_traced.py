@@ -10,6 +10,7 @@ import torch
 from plan_rows import Event, Op, trace_of
 from torch import nn
 
+from zrun.estimate.why import overshoot
 from zrun_core.errors import ExitCode, JobError
 from zrun_core.hardware.hardware import Hardware
 from zrun_core.hardware.measured import Rates, from_rates
@@ -28,6 +29,7 @@ from zrun_core.plan.trace.profile import COMPILER_BYTES, Profile, Trace
 from zrun_core.plan.trace.rows import Affine, TracePhase
 from zrun_core.spine.config import JobConfig
 from zrun_core.spine.parallel_dims import ParallelDims
+from zrun_core.spine.sections.evaluation import EvalConfig
 from zrun_core.stages.flow import Leaf, ModelFlow, NodeCall
 
 BLOCKS, WIDTH, TOKENS = 4, 512, 128
@@ -309,6 +311,41 @@ def test_ranks_on_cores_wait_where_nothing_hides_an_exchange(
     assert parts.get("waits", 0.0) == pytest.approx(waits * 500e-6)
     on_gpus = Planner(profile(), HARDWARE, JOB).estimate(candidate).time.parts
     assert "waits" not in on_gpus
+
+
+def test_an_evaluation_that_takes_more_than_a_step_counts_and_is_named() -> None:
+    hardware = parse_simulate("2xCPU")
+    job = JOB.model_copy(update={"device": "cpu", "eval": EvalConfig(data="d:f")})
+    base = Candidate(0, ParallelDims(2), 2, 1)
+    plain = Planner(profile(), hardware, job).estimate(base)
+    small, large = (
+        Planner(replace(profile(), evaluation_bytes=Affine(0.0, size)), hardware, job).estimate(
+            base
+        )
+        for size in (1e3, 1e9)
+    )
+    assert small == plain
+    (before,), (after,) = plain.ranks, large.ranks
+    assert (before.evaluation, after.peak) == (0, before.peak), "steps are what they were"
+    states = before.allocated - before.peak.dynamic
+    assert states + 2.2e9 <= after.reserved < states + 2.3e9, "and a tenth for holes"
+    assert after.device_used - before.device_used == after.evaluation
+    tight = replace(
+        hardware, device=replace(hardware.device, memory_bytes=after.device_used - (1 << 20))
+    )
+    refused = Planner(replace(profile(), evaluation_bytes=Affine(0.0, 1e9)), tight, job).estimate(
+        base
+    )
+    assert not refused.fits
+    over = overshoot(refused, tight)
+    assert over is not None
+    assert " in an evaluation, 1.0 MiB more than its " in str(over)
+    none = job.model_copy(update={"eval": None})
+    assert (
+        Planner(replace(profile(), evaluation_bytes=Affine(0.0, 1e9)), tight, none)
+        .estimate(base)
+        .fits
+    )
 
 
 def test_operators_of_a_kernel_cost_less_and_are_fewer_in_shorter_samples() -> None:

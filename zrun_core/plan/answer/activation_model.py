@@ -137,6 +137,17 @@ class ActivationModel:
             return 0
         return rank_memory.kernel_bytes(self._profile(candidate), candidate)
 
+    def evaluation(self, candidate: Candidate) -> int:
+        """Return the bytes that an evaluation holds of a micro-batch, as the allocator gives them.
+
+        Where ranks have parts of the layers, it is taken to be that of all of them.
+        """
+        whole = self._subject.whole
+        if self._job.eval is None or not isinstance(whole, Profile):
+            return 0
+        num_bytes = whole.evaluation_bytes.at(candidate.micro)
+        return round(num_bytes * (1 + rank_memory.HEAP_SLACK))
+
     # Beside it
 
     def held(self, candidate: Candidate) -> list[Buffer]:

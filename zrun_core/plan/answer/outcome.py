@@ -25,6 +25,7 @@ class RankMemory:
         device_used: reserved, and what the driver and its libraries take; on a CPU of the process.
         communicators: of these, between ranks.
         pinned, pageable: of the host's memory.
+        evaluation: bytes that an evaluation takes of the device beyond a step; in `reserved`.
     """
 
     role: str
@@ -37,6 +38,7 @@ class RankMemory:
     pinned: int
     pageable: int
     disk: int
+    evaluation: int = 0
 
 
 @dataclass(frozen=True)

@@ -171,6 +171,9 @@ class Planner:
         peak = self.activations.peak(candidate, stage, steady)
         beyond = self.activations.reserved_beyond(candidate, stage, peak)
         reserved = peak.num_bytes + beyond
+        evaluating = steady[TracePhase.FORWARD] + self.activations.evaluation(candidate)
+        evaluation = max(0, evaluating - reserved)
+        reserved += evaluation
         outside = self.outside(candidate, index)
         if self.device_type == "cuda":
             reserved = -(-reserved // _SEGMENT_BYTES) * _SEGMENT_BYTES
@@ -187,6 +190,7 @@ class Planner:
             pinned=states.pinned + _on_tier(waiting, Tier.HOST),
             pageable=states.pageable + self.hosts.process_bytes,
             disk=states.disk + _on_tier(waiting, Tier.DISK),
+            evaluation=evaluation,
         )
 
     def course(self, candidate: Candidate) -> Course | None:

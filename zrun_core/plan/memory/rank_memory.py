@@ -27,7 +27,7 @@ from zrun_core.spine.sections.schedules import SCHEDULES
 ALIGN = 512  # bytes to which CUDA's allocator rounds
 # Of a CPU's heap beyond its simulation, in which what is small lies beside tensors only: a share of
 # it, and what it grows by from the first steps to the tenth; measured.
-_HEAP_SLACK = 0.1
+HEAP_SLACK = 0.1
 _HEAP_GROWTH = 24 << 20  # or a quarter of it
 # The code for one product, measured; how many of them workers keep
 # (ONEDNN_PRIMITIVE_CACHE_CAPACITY); and how many fused attention needs, whose blocks are products.
@@ -343,7 +343,7 @@ def heap_beyond(
     else:
         found = heap_bytes(trace, candidate.micro, built, candidate.accumulation)
     growth = min(_HEAP_GROWTH, found / 4)
-    return max(0, round((1 + _HEAP_SLACK) * found + growth) - peak.dynamic)
+    return max(0, round((1 + HEAP_SLACK) * found + growth) - peak.dynamic)
 
 
 def _actions_of(candidate: Candidate, stage: PipelineStage) -> list[tuple[ActionKind, int, int]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -33,7 +33,7 @@ from zrun_core.plan.trace.waiting_inputs import with_divided_inputs, without_wai
 if TYPE_CHECKING:
     from zrun_core.stages.flow import ModelFlow
 
-FORMAT = 13  # of the JSON
+FORMAT = 14  # of the JSON
 # Torch's compiler, which a CPU rank imports by recomputing, and by building some models on meta, as
 # all ranks do with init: meta, and all but the first one of a host without it; measured.
 COMPILER_BYTES = 72 << 20
@@ -272,6 +272,8 @@ class Profile:
         is_ragged: samples differ in size: these are batches of the longest.
         num_samples: of the training data; None: it does not say, or was not opened.
         sample_s: seconds of a core that a usual sample takes to be read; 0: not known.
+        evaluation_bytes: of a micro-batch of the largest evaluation, with what it holds at most; 0
+            where there is none, or none was followed.
         usual_share: of the work of these batches that usual ones have, where samples differ.
         is_partial: time was over before all of it was traced.
         flow: what flows through it, by which a pipeline is cut; None: `why_no_flow`, or not known.
@@ -302,6 +304,7 @@ class Profile:
     is_ragged: bool = False
     num_samples: int | None = None
     sample_s: float = 0.0
+    evaluation_bytes: Affine = field(default_factory=partial(Affine, 0.0, 0.0))
     usual_share: float = 1.0
     is_partial: bool = False
     flow: ModelFlow | None = None
@@ -347,6 +350,10 @@ class Profile:
                 "num_samples": self.num_samples,
                 "sample_s": self.sample_s,
                 "usual_share": self.usual_share,
+                "evaluation_bytes": [
+                    self.evaluation_bytes.base,
+                    self.evaluation_bytes.per_sample,
+                ],
                 "flow": None if self.flow is None else asdict(self.flow),
                 "flow_micro": self.flow_micro,
                 "why_no_flow": self.why_no_flow,
@@ -395,6 +402,7 @@ class Profile:
                 num_samples=found["num_samples"],
                 sample_s=found["sample_s"],
                 usual_share=found["usual_share"],
+                evaluation_bytes=Affine(*found["evaluation_bytes"]),
                 flow=None if found["flow"] is None else _flow_from_json(found["flow"]),
                 flow_micro=found["flow_micro"],
                 why_no_flow=found["why_no_flow"],

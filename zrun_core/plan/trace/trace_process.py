@@ -277,6 +277,9 @@ def _digest(request: Mapping[str, Any]) -> str:
     parallel = request["job"].get("parallel", {})
     if parallel.get("tp", 1) > 1:
         job["divided"] = [parallel.get(key) for key in ("tp", "plan", "sequence")]
+    if request["job"].get("eval") is not None:
+        of_evaluation = ("data", "metrics")
+        job["evaluation"] = {key: request["job"]["eval"].get(key) for key in of_evaluation}
     zero = request["job"].get("zero", {})
     if zero.get("tile") is not None:
         job["tiles"] = [zero["tile"], zero.get("leaf")]

@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -30,7 +31,7 @@ from zrun_core.plan.trace.divided_model import divide_alone
 from zrun_core.plan.trace.module_tree import describe_params
 from zrun_core.plan.trace.op_recorder import OpRecorder
 from zrun_core.plan.trace.rows import Rows, TracePhase, Vocabulary
-from zrun_core.plan.trace.sample_batches import SampleBatches, samples_of, tensors_of
+from zrun_core.plan.trace.sample_batches import SampleBatches, bytes_of, samples_of, tensors_of
 from zrun_core.spine import memory_limits
 from zrun_core.spine.config import JobConfig
 from zrun_core.spine.sections.activations import ActivationsConfig
@@ -110,6 +111,7 @@ class TracedModel:
     """A job's model, its samples, and the passes that run through it.
 
     Attributes:
+        job_dir: against which the job's code is imported.
         model: the module; of neither kind until `make_fake` or `make_real`.
         blocks: its repeated blocks.
         samples: of which batches are made.
@@ -135,7 +137,7 @@ class TracedModel:
             device: whose kernels count: "cpu" or "cuda".
         """
         self._job = job
-        self._job_dir = job_dir
+        self.job_dir = job_dir
         self._loss = loss
         self._device = device
         self._precision = Precision.of(job.precision)
@@ -191,8 +193,8 @@ class TracedModel:
                 "the model must run for real to be measured, "
                 f"and its {num_bytes / 2**30:.1f} GiB do not fit here"
             )
-        self.samples = samples_of(self._job, self._job_dir, values=True)
-        self.model = build(self._job, self._job_dir, self._device, for_real=True).model
+        self.samples = samples_of(self._job, self.job_dir, values=True)
+        self.model = build(self._job, self.job_dir, self._device, for_real=True).model
         if not self.model.training:
             self.model.train()
         self.blocks = repeated_blocks(self.model)
@@ -279,6 +281,44 @@ class TracedModel:
         _check_entered(recorder.entered, series, units)
         return recorder.rows()
 
+    def evaluate(
+        self, samples: SampleBatches, micro: int, metrics: Callable[[nn.Module, Any], Any] | None
+    ) -> int:
+        """Return the most bytes that an evaluation of a micro-batch holds, with the batch.
+
+        Args:
+            samples: of the held-out data.
+            metrics: of the job; without them the loss is computed.
+
+        Raises:
+            CannotTraceError: something raised.
+        """
+        recorder = self._recorder(products=False)
+        batch = self._batch(micro, samples)
+        ways: list[Callable[[], object]] = [lambda: self._forward(batch, micro)]
+        if metrics is not None:
+            ways.insert(0, lambda: metrics(self.model, batch))
+        modes = [(module, module.training) for module in self.model.modules()]
+        self.model.eval()
+        try:
+            positions = _as_unpacked(batch) if self.is_fake else nullcontext()
+            with self._mode, positions, torch.no_grad():
+                recorder.know(self._known)
+                recorder.know(tensors_of(batch))
+                with recorder.following(), user.user_code("evaluation failed"):
+                    for way in ways:
+                        with self._precision.autocast(_CPU):
+                            way()
+        except Exception as error:
+            raise CannotTraceError(last_line(error)) from error
+        finally:
+            for module, training in modes:
+                module.training = training
+        rows = recorder.rows()
+        events = rows[rows["operator"] < 0]
+        held = np.cumsum(np.where(events["alloc"], 1, -1) * events["size"][:, 0])
+        return bytes_of(batch) + round(float(held.max(initial=0.0)))
+
     def follow(self, micro: int) -> ModelFlow:
         """Return what flows through the model in the forward of one micro-batch.
 
@@ -310,15 +350,17 @@ class TracedModel:
             products=products,
         )
 
-    def _batch(self, micro: int) -> Any:
+    def _batch(self, micro: int, samples: SampleBatches | None = None) -> Any:
+        """Return a micro-batch of the model's own samples, or of others."""
+        samples = samples or self.samples
         if not self.is_fake:
-            return self.samples.real_batch(micro)
+            return samples.real_batch(micro)
 
         def made(tensor: torch.Tensor) -> torch.Tensor:
             stride = tensor.stride()
             return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=_CPU)
 
-        batch = self.samples.batch(micro)
+        batch = samples.batch(micro)
         with self._mode:
             return map_tensors(made, batch)
 

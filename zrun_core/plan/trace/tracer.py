@@ -56,6 +56,7 @@ from zrun_core.plan.trace.sample_batches import bytes_of, samples_of
 from zrun_core.plan.trace.traced_model import CannotTraceError, TracedModel, build, last_line
 from zrun_core.spine import memory_limits
 from zrun_core.spine.config import JobConfig
+from zrun_core.spine.sections.evaluation import EvalConfig
 from zrun_core.user_code import user
 from zrun_core.user_code.build import check, check_trained
 from zrun_core.zero.unit.precision import Precision
@@ -246,9 +247,37 @@ class _PolicyTracer:
             if found.traces:
                 break
         found = self._with_others(found, policies)
+        if found.traces and self._job.eval is not None:
+            found = self._evaluated(found, self._job.eval)
         if found.traces and model.blocks and self._job.parallel.tp == 1:
             found = self._followed(found)  # of the whole model, as in training
         return replace(found, notes=self._distinct_notes())
+
+    def _evaluated(self, found: Profile, config: EvalConfig) -> Profile:
+        """Return `found` with what the largest evaluation takes; a note says of which it is not
+        known.
+        """
+        self._tell(found)
+        model = self._model
+        job_dir = model.job_dir
+        largest = found.evaluation_bytes
+        for name, ref in config.sets.items():
+            key = f"eval.data.{name}".rstrip(".")
+            self._tell(f"evaluating {self._job.model.call} with {ref.call}")
+            try:
+                metrics = None
+                if config.metrics is not None:
+                    metrics = user.function(config.metrics, job_dir, user.TAKES["eval.metrics"])
+                data = self._job.data.model_copy(update={"call": ref.call, "args": ref.args})
+                held_out = self._job.model_copy(update={"data": data})
+                samples = samples_of(held_out, job_dir, values=not model.is_fake)
+                sizes = [model.evaluate(samples, micro, metrics) for micro in (1, 2)]
+            except (CannotTraceError, ZrunError) as error:
+                self._notes.append(f"{key} is not planned: {last_line(error)}")
+                continue
+            line = Affine(*line_through(1, sizes[0], 2, sizes[1]))
+            largest = max(largest, line, key=lambda each: each.at(self._micro()))
+        return replace(found, evaluation_bytes=largest)
 
     def _followed(self, found: Profile) -> Profile:
         """Return `found` with what flows through the model, or with why that is not known."""

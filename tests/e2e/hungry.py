@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from typing import Any
 
 import torch
@@ -103,3 +104,17 @@ class Tokenizer:
             pieces = []
             for _ in range(100):
                 pieces += [hoard(64)]
+
+
+def on_step(context: Any) -> None:
+    """Take memory for a while in one step, on one rank, and give it back."""
+    if context.step == 4 and int(os.environ["RANK"]) == 1:
+        table = [hoard(64) for _ in range(14)]
+        time.sleep(2.0)
+        del table
+
+
+def metrics(model: nn.Module, batch: torch.Tensor) -> dict[str, Any]:
+    """Compare samples with a table that is larger than what a step takes."""
+    table = torch.ones(len(batch), 64 * MIB, dtype=torch.uint8)
+    return {"seen": (table[:, ::4096].sum(), len(batch))}

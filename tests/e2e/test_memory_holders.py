@@ -15,8 +15,10 @@ from waiting import PATIENCE_S
 HUNGRY = Path(__file__).with_name("hungry.py")
 
 
-def zrun(folder: Path, *, model: str = "", data: str = "", **more: Any) -> str:
-    """Train until memory runs out; return the last words."""
+def zrun(
+    folder: Path, *, model: str = "", data: str = "", code: int = 5, force: bool = True, **more: Any
+) -> str:
+    """Train until memory runs out, or another exit `code`; return the last words."""
     shutil.copy(HUNGRY, folder)
     keys = {
         "name": "hungry",
@@ -35,7 +37,8 @@ def zrun(folder: Path, *, model: str = "", data: str = "", **more: Any) -> str:
     (folder / "job.yaml").write_text(
         "".join(f"{key}: {json.dumps(value)}\n" for key, value in keys.items())
     )
-    command = ["train", "job.yaml", "--run-dir", "run", "--ui", "plain", "--force"]
+    command = ["train", "job.yaml", "--run-dir", "run", "--ui", "plain"]
+    command += ["--force"] if force else []
     done = subprocess.run(
         [sys.executable, "-m", "zrun", *command],
         cwd=folder,
@@ -43,9 +46,34 @@ def zrun(folder: Path, *, model: str = "", data: str = "", **more: Any) -> str:
         text=True,
         timeout=PATIENCE_S,
     )
-    assert done.returncode == 5, done.stderr
+    assert done.returncode == code, done.stderr
     assert "Traceback" not in done.stderr
     return done.stderr
+
+
+def estimate(folder: Path, **more: Any) -> subprocess.CompletedProcess[str]:
+    """Estimate the job as `zrun` trains it."""
+    keys = {
+        "name": "hungry",
+        "model": "hungry.py:Net",
+        "data": "hungry.py:Cache",
+        "steps": 20,
+        "slots": 2,
+        "device": "cpu",
+        "threads": 1,
+        "zero": 2,
+        "checkpoint": None,
+        **more,
+    }
+    text = "".join(f"{key}: {json.dumps(value)}\n" for key, value in keys.items())
+    (folder / "estimated.yaml").write_text(text)
+    return subprocess.run(
+        [sys.executable, "-m", "zrun", "estimate", "estimated.yaml"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )
 
 
 def failure(folder: Path) -> dict[str, Any]:
@@ -119,6 +147,37 @@ def test_in_a_save_it_is_the_call_that_saves(tmp_path):
     assert held["name"].endswith(", pieces in Tokenizer.save_pretrained")
     assert held["place"] == line_of("pieces += ")
     assert "the save took it" in failure(tmp_path)["what_to_do"]
+
+
+@pytest.mark.thorough
+def test_a_hook_that_takes_nearly_twice_the_limit_is_asked_to_save(tmp_path):
+    """Where ranks would be killed in a step: 896 MiB beside 60, of 400 and what is tolerated."""
+    said = zrun(
+        tmp_path,
+        code=75,
+        hooks={"on_step": "hungry.py:on_step"},
+        checkpoint={"every": 1000},
+        limits={"memory": "400MiB", "hang_s": 600},
+    )
+    assert "limits.memory is 400.0 MiB (hook of step 4)" in said
+    assert list((tmp_path / "run").rglob("manifest.json")), "it has saved"
+
+
+@pytest.mark.thorough
+def test_an_evaluation_larger_than_a_step_is_planned(tmp_path):
+    """Four samples of a rank in a table of 64 MiB each: 512 MiB on two ranks that no step has."""
+    keys = {
+        "batch": {"global": 8, "micro": 4},
+        "eval": {"data": "hungry.py:Cache", "samples": 16, "metrics": "hungry.py:metrics"},
+    }
+    limits = {"memory": "600MiB", "hang_s": 600}
+    shutil.copy(HUNGRY, tmp_path)
+    found = estimate(tmp_path, limits=limits, **keys)
+    assert found.returncode == 3
+    assert " in an evaluation, " in found.stdout
+    needed = estimate(tmp_path, limits={"memory": "900MiB", "hang_s": 600}, **keys)
+    assert needed.returncode == 0, needed.stdout
+    zrun(tmp_path, code=0, force=False, limits={"memory": "900MiB", "hang_s": 600}, **keys)
 
 
 @pytest.mark.thorough

@@ -50,6 +50,7 @@ from zrun.transport.frames import (
 )
 from zrun_core.errors import ExitCode
 from zrun_core.spine import memory_limits
+from zrun_core.spine.flight_page import BESIDE_STEPS
 from zrun_core.spine.held_memory import HeldMemory
 
 _READ_BYTES = 1 << 16
@@ -241,11 +242,18 @@ class AgentLoop:
     def _watch_memory(self, now: float) -> None:
         if self._memory is None:
             return
-        shortage = self._memory.look(now, [leader.pid for leader in self._signals.leaders])
+        running = sorted(self._running)
+        observer = self._observer
+
+        def is_beside_steps() -> bool:
+            assert observer is not None
+            return any(observer.phase([rank])[0] in BESIDE_STEPS for rank in running)
+
+        pids = [leader.pid for leader in self._signals.leaders]
+        shortage = self._memory.look(now, pids, is_beside_steps)
         if shortage is None:
             return
         assert self._observer is not None
-        running = sorted(self._running)
         leaders = self._signals.leaders_of(running)
         self._held = self._observer.ask_what_is_held(leaders, self._memory.can_wait)
         fullest = max(self._held, key=lambda rank: self._held[rank].num_bytes, default=None)

@@ -4,13 +4,14 @@ A kernel without memory kills whom it likes, after a while in which nothing on t
 holds all that it needs by the end of its second step, since the first one ends with making the
 optimizer's states: the host is watched until then. `limits.memory` is a promise for all of the run,
 and is watched until its end: who grows beyond it later, by an evaluation, a hook or a leak, may
-finish the step and save, unless it grows on.
+finish the step and save, unless it grows on. What lies beside steps, as a hook does, may grow more
+before that: nobody could plan it, and it is over soon.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from zrun_core.sizes import format_size
@@ -22,6 +23,7 @@ _FILLED_PER_CORE = 4e9  # bytes per second that a core takes at most: pages are 
 _TOLERATED = 1.1  # of limits.memory
 _TOLERATED_PER_RANK = 128 << 20  # bytes beyond that
 _WHILE_SAVING = 1.25  # of what is tolerated, for ranks that were asked to finish
+_BESIDE_STEPS = 2.0  # in a hook, an evaluation, a profile or a save, if the host has it
 _SHORTEST_S = 0.02  # between two looks
 _LONGEST_S = 0.5
 
@@ -68,13 +70,16 @@ class MemoryWatch:
         """Return the seconds until the next look."""
         return max(0.0, self._look_at - now)
 
-    def look(self, now: float, pids: Iterable[int]) -> Shortage | None:
+    def look(
+        self, now: float, pids: Iterable[int], is_beside_steps: Callable[[], bool] = lambda: False
+    ) -> Shortage | None:
         """Return why the ranks must end; None if there is enough, or it is not yet time to look.
 
         A shortage after which they may finish is returned once.
 
         Args:
             now: seconds of the clock that `patience` is asked with.
+            is_beside_steps: returns whether ranks do something beside steps now, such as a hook.
         """
         if now < self._look_at:
             return None
@@ -88,7 +93,7 @@ class MemoryWatch:
             held = memory_limits.resident_bytes(ranks)
             if held > bound:  # what they share was counted for each: look closer
                 held = memory_limits.held_together(ranks)
-            excess = self._excess(held, bound)
+            excess = self._excess(held, bound, lambda: left > 0 and is_beside_steps())
             if excess is not None:
                 return excess
             left = min(left, bound - held)
@@ -103,10 +108,15 @@ class MemoryWatch:
         """Return whether the host has memory left for ranks that say what they hold."""
         return memory_limits.host_available(swap=True) > self._kept // 2
 
-    def _excess(self, held: int, bound: int) -> Shortage | None:
-        """Judge what the ranks hold by what limits.memory tolerates."""
+    def _excess(self, held: int, bound: int, may_take_more: Callable[[], bool]) -> Shortage | None:
+        """Judge what the ranks hold by what limits.memory tolerates.
+
+        `may_take_more` tells whether they do what may take more than steps for a while.
+        """
         assert self._most is not None
         may_finish = self._has_settled and held <= _WHILE_SAVING * bound
+        if self._has_settled and bound < held <= _BESIDE_STEPS * bound and not may_finish:
+            may_finish = may_take_more()
         if held <= bound or (may_finish and self._was_asked):
             return None
         self._was_asked = True

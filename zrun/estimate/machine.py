@@ -143,7 +143,8 @@ def capacity_of(cluster: Cluster, device: str, per_host: int, memory: int | None
     Args: as of `hardware_of`.
     """
     if device == "cpu":
-        return min(_host_memory(host, memory) for host in cluster.hosts) // per_host
+        least = min(_host_memory(host, memory) for host in cluster.hosts)
+        return memory_limits.share_of_rank(least, per_host)
     sizes = [gpu.memory_bytes for host in cluster.hosts for gpu in host.gpus]
     return min(sizes, default=0) or None
 

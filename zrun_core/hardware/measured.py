@@ -11,6 +11,7 @@ from statistics import fmean
 
 from zrun_core.hardware.catalogue import CPU_CORE, LINKS, NODES, like
 from zrun_core.hardware.hardware import CORES_SPREAD, MEASURED_SPREAD, Device, Hardware, Link
+from zrun_core.spine.memory_limits import share_of_rank
 
 # Ranks of a host look whether a message is there ever less often, up to two times in a millisecond:
 # who waits wakes up half of that too late. Cores that do the same work differ by some hundredths.
@@ -127,7 +128,7 @@ def _cpu(rates: Rates, ranks: int, host_bytes: int) -> Device:
     """Return one rank's part of a host's cores: its share of the rates of all of them together."""
     device = replace(
         CPU_CORE,
-        memory_bytes=host_bytes // ranks,
+        memory_bytes=share_of_rank(host_bytes, ranks),
         peak={precision: flops / ranks for precision, flops in rates.cpu_flops.items()},
         bandwidth=2 * rates.copy / ranks,
         gemm=1.0,

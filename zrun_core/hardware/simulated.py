@@ -18,6 +18,7 @@ from zrun_core.hardware.catalogue import (
 )
 from zrun_core.hardware.hardware import GB, GIB, Device, Hardware
 from zrun_core.sizes import parse_size
+from zrun_core.spine.memory_limits import share_of_rank
 
 MOST_DEVICES = 1 << 20
 _DRIVE_BYTES = 3840 * 10**9
@@ -98,7 +99,9 @@ def _assemble(name: str, device: Device, usual: UsualNode, nodes: int, devices: 
     is_cpu = device.kind == "cpu"
     if is_cpu:
         cores = max(cores, devices)
-        device = _of_cores(device, cores / devices, host_bytes // devices, 2 * bandwidth / devices)
+        device = _of_cores(
+            device, cores / devices, share_of_rank(host_bytes, devices), 2 * bandwidth / devices
+        )
     adapters = usual.adapters
     if devices >= usual.devices:
         adapters = usual.adapters * devices // usual.devices
@@ -204,5 +207,6 @@ def _with_value(hardware: Hardware, key: str, text: str) -> Hardware:
 def _with_ram(hardware: Hardware, host_bytes: int) -> Hardware:
     device = hardware.device
     if hardware.shares_memory:
-        device = replace(device, memory_bytes=host_bytes // hardware.devices_per_node)
+        own = share_of_rank(host_bytes, hardware.devices_per_node)
+        device = replace(device, memory_bytes=own)
     return replace(hardware, host_bytes=host_bytes, device=device)

@@ -31,6 +31,7 @@ PHASES = (  # in the order in which they come
     *("data", "forward", "backward", "update", "hook", "evaluation", "save", "profile", "end"),
     "script",  # of the user's own: it tells no more
 )
+BESIDE_STEPS = frozenset({"hook", "evaluation", "save", "profile"})  # of the phases
 _PAGE_BYTES = 1 << 18
 _NUM_RECORDS = 40  # of a page; operations of more kinds and groups are not recorded
 _HISTORY = 32  # last operations of a record

@@ -12,6 +12,7 @@ import pytest
 from zrun.agent import memory_watch
 from zrun.agent.memory_watch import MemoryWatch, Shortage
 from zrun_core.spine import memory_limits
+from zrun_core.spine.memory_limits import share_of_rank
 
 MIB = 1 << 20
 
@@ -125,6 +126,51 @@ def test_a_jobs_limit_is_looked_after_until_its_end(monkeypatch: pytest.MonkeyPa
     held = 280 * MIB
     assert watch.look(5.0, [1]) == Shortage(text.replace("230", "280"), may_finish=False)
     assert not MemoryWatch(None).settle()
+
+
+def test_what_lies_beside_steps_is_asked_to_end_and_not_killed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    free, held, beside = 10_000 * MIB, 350 * MIB, True
+    limits = memory_watch.memory_limits
+    monkeypatch.setattr(limits, "host_total", lambda: 20_000 * MIB)
+    monkeypatch.setattr(limits, "host_available", lambda *, swap: free)
+    for name in ("resident_bytes", "held_together"):
+        monkeypatch.setattr(limits, name, lambda pids: held)
+    monkeypatch.setattr(memory_watch, "_TOLERATED_PER_RANK", 0)
+
+    def look(watch: MemoryWatch, now: float) -> Shortage | None:
+        return watch.look(now, [1], lambda: beside)
+
+    unsettled = MemoryWatch(200 * MIB)
+    found = look(unsettled, 0.0)
+    assert found is not None
+    assert not found.may_finish, "nothing is known of its first steps"
+    watch = MemoryWatch(200 * MIB)
+    watch.settle()
+    text = "ranks of this host held 350.0 MiB, and limits.memory is 200.0 MiB"
+    assert look(watch, 0.0) == Shortage(text, may_finish=True)
+    held = 430 * MIB
+    assert look(watch, 1.0) is None, "they have been asked"
+    held = 441 * MIB
+    found = look(watch, 2.0)
+    assert found is not None
+    assert not found.may_finish, "more than twice of what is tolerated"
+    held, beside = 350 * MIB, False
+    other = MemoryWatch(200 * MIB)
+    other.settle()
+    assert look(other, 0.0) == Shortage(text), "in a step"
+    free, beside = 100 * MIB, True
+    assert look(other, 1.0) == Shortage(text), "the host has no more"
+
+
+def test_ranks_of_a_host_share_what_they_were_forked_with() -> None:
+    gib = 1 << 30
+    assert share_of_rank(8 * gib, 1) == 8 * gib
+    shared = memory_limits.SHARED_BY_RANKS
+    for ranks in (2, 8):
+        own = share_of_rank(8 * gib, ranks) - shared
+        assert shared + ranks * own == pytest.approx(8 * gib, abs=ranks)
 
 
 def test_a_process_knows_the_most_it_has_held() -> None:

@@ -33,6 +33,7 @@ from zrun.watch.report import report
 from zrun.watch.run_state import RunState, fold
 from zrun_core.errors import JobError, PreflightError
 from zrun_core.spine.events import Event
+from zrun_core.spine.memory_limits import share_of_rank
 
 JOB = (
     "name: tiny\nmodel: m.py:f\ndata: m.py:f\nsteps: 5\nbatch: {micro: 2}\ndevice: cpu\nslots: 2\n"
@@ -189,7 +190,7 @@ def test_nothing_is_made_beside_a_run_where_that_is_switched_off(
 
 def test_the_launch_comes_first(loaded: LoadedJob) -> None:
     with make(loaded) as opened:
-        assert opened.memory_bytes == (8 << 30) // 2
+        assert opened.memory_bytes == share_of_rank(8 << 30, 2)
         opened.turn(pytest.fail)
         assert not FakeProcess.made
         opened.see(step(1), pytest.fail)
@@ -251,14 +252,18 @@ def test_a_job_may_take_less_than_there_is(loaded: LoadedJob) -> None:
         loaded.config, loaded.path.parent, CLUSTER
     )
     with make(limited) as opened:
-        assert opened.memory_bytes == (3 << 30) // 2
+        assert opened.memory_bytes == share_of_rank(3 << 30, 2)
     hardware = hardware_of(CLUSTER, "cpu", 2, {}, 3 << 30)
-    assert (hardware.host_bytes, hardware.device.memory_bytes) == (3 << 30, (3 << 30) // 2)
+    assert (hardware.host_bytes, hardware.device.memory_bytes) == (
+        3 << 30,
+        share_of_rank(3 << 30, 2),
+    )
 
 
 # offload.fraction: auto
 
-SHARE = replace(WELL, capacity=4 << 30, device_bytes=3 << 30, fraction=0.4, units_away=5, units=12)
+OF_TWO = share_of_rank(8 << 30, 2)
+SHARE = replace(WELL, capacity=OF_TWO, device_bytes=3 << 30, fraction=0.4, units_away=5, units=12)
 
 
 def test_a_share_is_worked_out_before_the_start(loaded: LoadedJob) -> None:
@@ -279,7 +284,7 @@ def test_a_share_is_worked_out_before_the_start(loaded: LoadedJob) -> None:
     assert found.reasons[-1] == AutoValue(
         "offload.fraction",
         "0.4",
-        "the least that fits: 5 of 12 units leave, 3.0 GiB of 4.0 GiB used",
+        "the least that fits: 5 of 12 units leave, 3.0 GiB of 4.1 GiB used",
     )
     FakeProcess.ready = replace(UNFIT, fraction=1.0)
     with pytest.raises(PreflightError, match=r"(?s)does not fit.*zero: 3  # was 0"):

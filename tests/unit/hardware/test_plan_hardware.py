@@ -10,6 +10,7 @@ from zrun_core.hardware.catalogue import DEVICES, LINKS, device_named, peak_flop
 from zrun_core.hardware.hardware import GIB
 from zrun_core.hardware.measured import Rates, from_rates
 from zrun_core.hardware.simulated import parse_simulate
+from zrun_core.spine.memory_limits import share_of_rank
 from zrun_core.telemetry import metrics
 
 
@@ -86,7 +87,7 @@ def test_what_is_not_known_is_said(text: str, said: str) -> None:
 def test_ranks_on_cpus_share_their_host() -> None:
     one, four = parse_simulate("1xCPU"), parse_simulate("4xCPU")
     assert one.shares_memory
-    assert four.device.memory_bytes * 4 == one.device.memory_bytes
+    assert four.device.memory_bytes == share_of_rank(one.device.memory_bytes, 4)
     assert four.device.flops("fp32") * 4 == one.device.flops("fp32")
     assert four.device.flops("fp16") == four.device.flops("fp32"), (
         "a format that it lacks is computed in fp32"
@@ -155,7 +156,7 @@ def test_a_host_without_gpus_is_shared_by_its_ranks() -> None:
     rates = Rates({"fp32": 100e9, "bf16": 200e9}, 10e9, operator_s=2e-6)
     found = from_rates(rates, ranks=2, host_bytes=8 * GIB, cores=2)
     assert found.shares_memory
-    assert (found.device.kind, found.device.memory_bytes) == ("cpu", 4 * GIB)
+    assert (found.device.kind, found.device.memory_bytes) == ("cpu", share_of_rank(8 * GIB, 2))
     assert found.device.flops("bf16") == 100e9
     assert (found.device.bandwidth, found.device.launch_s) == (10e9, 2e-6)
     assert found.intra.bandwidth == 2.5e9

@@ -8,6 +8,7 @@ from zrun_core.hardware.hardware import MIB, Hardware
 from zrun_core.plan.answer.outcome import RankMemory, offloaded_bytes
 from zrun_core.plan.question.candidate import Candidate
 from zrun_core.spine.config import JobConfig
+from zrun_core.spine.memory_limits import SHARED_BY_RANKS
 from zrun_core.spine.parallel_dims import ParallelDims
 
 # Of a rank in its host's memory; on a CPU that is the device's context.
@@ -64,7 +65,8 @@ class HostModel:
             "build": 0 if candidate.init == "meta" else self._built_bytes,
         }
         if self._hardware.shares_memory:
-            found["training"] = local * max(rank.device_used for rank in ranks)
+            shared = (local - 1) * SHARED_BY_RANKS
+            found["training"] = local * max(rank.device_used for rank in ranks) - shared
         return found
 
     def has_memory(self, parts: Mapping[str, int]) -> bool:

@@ -1,12 +1,15 @@
 """Compare what a first run of a job says with what it then is: memory, step time, and its range.
 
     python benchmarks/first_runs.py                    all jobs, 15 minutes on two quiet cores
-    python benchmarks/first_runs.py --only clicks,ring
+    python benchmarks/first_runs.py --only clicks,ring --steps 20
     python benchmarks/first_runs.py --show bench-first-runs.json
 
 Jobs are those of docs/recipes.md and ways to run jobs/stdlib-gpt.yaml. Each is estimated and
 trained twice by the command line, with a cache of its own that holds nothing but the rates of this
 host's cores: the first time nothing is known of it, the second time the first run is.
+
+Beside the time of a step stand the CPU seconds that a rank took for it, of the rank that took most:
+where other work keeps the cores busy they are what can be compared. They lack what a rank waits.
 """
 
 from __future__ import annotations
@@ -15,6 +18,8 @@ import argparse
 import json
 import os
 import re
+import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -28,6 +33,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "recipes.md"
 STEPS = 40
 FEW = 14  # of the main job, whose steps take a second
+WARM_STEPS = 3
 # Ways to run the main job, in fp32 and without what comes beside steps.
 GPT = ("precision=fp32", "lr.warmup=1", "eval=null", "hooks={}", "checkpoint=null")
 WAYS: dict[str, tuple[str, ...]] = {
@@ -40,13 +46,44 @@ WAYS: dict[str, tuple[str, ...]] = {
     "gpt 1 rank bf16": ("slots=1", "batch.global=8", *GPT, "precision=bf16"),
     "gpt ZeRO-2 bf16": ("zero=2", *GPT, "precision=bf16"),
 }
-Result = dict[str, Any]  # of one run: job, turn, predicted, measured
+Result = dict[str, Any]  # of one run: job, turn, predicted, measured, cpu_s
+# Python runs it as it starts: each rank that is forked notes the CPU seconds of its steps.
+NOTES_CPU = """
+import os
+
+
+def begin():
+    import sys
+
+    if "zrun_core.train.worker" not in sys.modules:
+        return
+    import time
+    from zrun_core.train.trainer import Trainer
+
+    step = Trainer.step
+    seconds = []
+
+    def timed(self, *args, **kwargs):
+        begun = time.process_time()
+        done = step(self, *args, **kwargs)
+        seconds.append(time.process_time() - begun)
+        path = os.path.join(os.environ["NOTED_CPU"], str(os.getpid()))
+        with open(path, "w") as file:
+            file.write(" ".join(map(str, seconds)))
+        return done
+
+    Trainer.step = timed
+
+
+os.register_at_fork(after_in_child=begin)
+"""
 
 
 def main() -> int:
     """Measure, print, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", help="names of jobs, with commas")
+    parser.add_argument("--steps", type=int, help="of each run, in place of 40, or 14 of a GPT")
     parser.add_argument("--show", type=Path, help="print these results again")
     parser.add_argument("--out", type=Path, default=Path("bench-first-runs.json"))
     options = parser.parse_args()
@@ -57,6 +94,11 @@ def main() -> int:
     results: list[Result] = []
     with tempfile.TemporaryDirectory(prefix="first-runs-") as folder:
         jobs = recipes(Path(folder)) | ways()
+        startup = Path(folder) / "startup"
+        startup.mkdir()
+        (startup / "sitecustomize.py").write_text(NOTES_CPU)
+        if options.steps is not None:
+            jobs = {name: [*job, f"steps={options.steps}"] for name, job in jobs.items()}
         for name, command in jobs.items():
             if wanted is None or name in wanted:
                 results += twice(name, command, Path(folder))
@@ -89,10 +131,19 @@ def ways() -> dict[str, list[str]]:
 
 def twice(name: str, job: Sequence[str], folder: Path) -> list[Result]:
     """Estimate and train a job two times."""
-    environment = os.environ | {"XDG_CACHE_HOME": str(folder / "cache"), "NO_COLOR": "1"}
+    noted = folder / "cpu"
+    paths = [str(folder / "startup"), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {
+        "XDG_CACHE_HOME": str(folder / "cache"),
+        "NO_COLOR": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "NOTED_CPU": str(noted),
+    }
     results = []
     for turn in (1, 2):
         run_dir = folder / f"{name}-{turn}".replace(" ", "-")
+        shutil.rmtree(noted, ignore_errors=True)
+        noted.mkdir()
         for command in (["estimate", *job], ["train", *job, "--ui", "none", "--run-dir", run_dir]):
             done = subprocess.run(
                 [sys.executable, "-m", "zrun", *map(str, command)],
@@ -106,14 +157,22 @@ def twice(name: str, job: Sequence[str], folder: Path) -> list[Result]:
         events = map(json.loads, (run_dir / "events.jsonl").read_text().splitlines())
         *_, compared = (event for event in events if event["type"] == "estimate")
         result = {key: compared[key] for key in ("predicted", "measured")}
-        results.append({"job": name, "turn": turn, **result})
+        cpu_s = max(map(cpu_of_step, noted.iterdir()), default=None)
+        results.append({"job": name, "turn": turn, **result, "cpu_s": cpu_s})
         print(f"{name}, turn {turn}", file=sys.stderr)
     return results
 
 
+def cpu_of_step(path: Path) -> float:
+    """Return the CPU seconds of a usual step of the rank that has noted them."""
+    seconds = [float(each) for each in path.read_text().split()]
+    return statistics.median(seconds[WARM_STEPS:] or seconds)
+
+
 def tables(results: Sequence[Result]) -> str:
     """Return a row for each run, and how many of them were in their range."""
-    columns = ["job", "run", "tensors", "process", "step", "predicted", "error", "range", "inside"]
+    columns = ["job", "run", "tensors", "process", "step", "CPU", "predicted", "error"]
+    columns += ["range", "inside"]
     rows = []
     for result in results:
         said, was = result["predicted"], result["measured"]
@@ -125,6 +184,7 @@ def tables(results: Sequence[Result]) -> str:
                 error(said["peak_bytes"], was["peak_bytes"]),
                 error(said["device_bytes"], was["process_bytes"]),
                 milliseconds(was["step_s"]),
+                milliseconds(cpu) if (cpu := result.get("cpu_s")) else "-",
                 milliseconds(said["step_s"]),
                 error(said["step_s"], was["step_s"]),
                 f"{milliseconds(low)} to {milliseconds(high)}",

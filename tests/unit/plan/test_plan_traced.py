@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from plan_rows import Event, Op, trace_of
 from torch import nn
 
 from zrun.estimate.why import overshoot
+from zrun_core.checkpoint.block_writer import HELD_BYTES
 from zrun_core.errors import ExitCode, JobError
 from zrun_core.hardware.hardware import Hardware
 from zrun_core.hardware.measured import Rates, from_rates
@@ -28,6 +30,7 @@ from zrun_core.plan.trace.module_tree import describe_modules, describe_params
 from zrun_core.plan.trace.profile import COMPILER_BYTES, Profile, Trace
 from zrun_core.plan.trace.rows import Affine, TracePhase
 from zrun_core.spine.config import JobConfig
+from zrun_core.spine.memory_limits import SHARED_BY_RANKS, share_of_rank
 from zrun_core.spine.parallel_dims import ParallelDims
 from zrun_core.spine.sections.evaluation import EvalConfig
 from zrun_core.stages.flow import Leaf, ModelFlow, NodeCall
@@ -402,6 +405,40 @@ def test_the_main_job_is_not_divided_on_two_cores() -> None:
 def test_what_was_not_traced_is_said(candidate: Candidate, said: str) -> None:
     with pytest.raises(JobError, match=said):
         Planner(profile(), HARDWARE, JOB).estimate(candidate)
+
+
+@pytest.mark.parametrize("optim", ["sgd", "adamw"])
+def test_a_save_counts_with_no_more_than_what_it_saves(optim: str) -> None:
+    """Masters, and two moments if there are some; of a large model the blocks it writes from."""
+    keys = {"name": "j", "model": "m:f", "data": "d:f", "steps": 1, "batch": {"micro": 1}}
+    keys |= {"precision": "bf16", "device": "cpu", "optim": {"name": optim, "lr": 0.1}}
+
+    def used(checkpoint: Any) -> int:
+        job = JobConfig.model_validate({**keys, "checkpoint": checkpoint})
+        planner = Planner(profile(), parse_simulate("1xCPU"), job)
+        return planner.estimate(Candidate(0, ParallelDims(1), 1, 1)).ranks[0].device_used
+
+    num_params = profile().num_params
+    assert 4 * num_params < HELD_BYTES < 12 * num_params
+    saved = used({"every": 1}) - used(None)
+    assert saved == (4 * num_params if optim == "sgd" else HELD_BYTES)
+
+
+def test_what_ranks_share_counts_once_on_their_host() -> None:
+    hardware = parse_simulate("8xCPU")
+    job = JOB.model_copy(update={"device": "cpu"})
+    found = Planner(profile(), hardware, job).estimate(Candidate(0, ParallelDims(8), 1, 1))
+    used = found.ranks[0].device_used
+    assert found.host_parts["training"] == 8 * used - 7 * SHARED_BY_RANKS
+    exactly = replace(hardware, host_bytes=found.host_bytes)
+    exactly = replace(
+        exactly,
+        device=replace(hardware.device, memory_bytes=share_of_rank(found.host_bytes, 8)),
+    )
+    planner = Planner(profile(), exactly, job)
+    assert planner.estimate(Candidate(0, ParallelDims(8), 1, 1)).fits
+    less = replace(exactly, device=replace(exactly.device, memory_bytes=used - 1))
+    assert not Planner(profile(), less, job).estimate(Candidate(0, ParallelDims(8), 1, 1)).fits
 
 
 def test_one_rank_that_builds_on_meta_or_recomputes_imports_for_it_too() -> None:

@@ -23,6 +23,7 @@ from zrun_core.user_code.object_kinds import (
     memory_of,
 )
 
+_HOOKS = tuple(name for name in vars(nn.Module()) if "hooks" in name)
 _ABSENT: Attribute = (object(), None)  # of an attribute that is not there
 Attribute = tuple[Any, Content | None]  # the value, and what is inside of it
 Holder = tuple[Any, Any]  # a dict or a list, and a key or a place in it
@@ -31,9 +32,13 @@ AttributesCopy = list[dict[str, Attribute]]  # by owner and name
 
 @contextmanager
 def kept_attributes(model: nn.Module, loss: object = None, batch: object = None) -> Iterator[None]:
-    """Put back what a forward inside does to attributes: counters, flags, lists, tensors.
+    """Put back what a forward inside does to attributes: counters, flags, lists, tensors, hooks.
 
     Parameters and buffers are not looked at.
+
+    A hook belongs to the flag that says that it is there: where only the flag was put back, as of
+    a model of transformers that notes what its layers return, the next forward would register it
+    once more, and would note everything twice.
 
     Args:
         model: whose modules may change.
@@ -45,9 +50,15 @@ def kept_attributes(model: nn.Module, loss: object = None, batch: object = None)
     """
     attributes = Attributes(model.modules(), loss, batch)
     before = attributes.copy()
+    owners = [*model.modules(), *(loss.modules() if isinstance(loss, nn.Module) else ())]
+    hooks = [(of_kind, dict(of_kind)) for of_kind in _hooks_of(owners)]
     try:
         yield
     finally:
+        for of_kind, registered in hooks:
+            if of_kind.keys() != registered.keys():
+                of_kind.clear()  # handles of hooks know this very mapping
+                of_kind.update(registered)
         attributes.put_back(before)
 
 
@@ -66,6 +77,13 @@ def watched_state(model: nn.Module, loss: object) -> Callable[[], list[str]]:
         return found
 
     return names_of_changed
+
+
+def _hooks_of(modules: Iterable[nn.Module]) -> Iterator[dict[int, Any]]:
+    """Yield the mappings in which modules have their hooks, by the number of each."""
+    for module in modules:
+        own = vars(module)
+        yield from (own[name] for name in _HOOKS if isinstance(own.get(name), dict))
 
 
 class Attributes:

@@ -377,3 +377,28 @@ def test_class_variables_are_put_back() -> None:
         Counting.new = 1
     assert Counting.calls == before
     assert not hasattr(Counting, "new")
+
+
+def test_hooks_and_the_flag_that_they_are_there_are_put_back_together() -> None:
+    """A forward that registers its hooks once, as those of transformers do."""
+
+    class Noting(Holder):
+        def forward(self, x: torch.Tensor) -> list[int]:
+            if not self.value:
+                self.linear.register_forward_hook(lambda *_: self.seen.append(1), always_call=True)
+                self.value = True
+            self.seen: list[int] = []
+            self.linear(x)
+            return self.seen
+
+    model = Noting(False)
+    earlier = model.linear.register_forward_pre_hook(lambda *_: earlier.remove())
+    for _ in range(3):
+        with kept_attributes(model):
+            assert model(torch.zeros(2)) == [1]
+    assert not model.linear._forward_hooks
+    assert not model.linear._forward_hooks_always_called
+    assert len(model.linear._forward_pre_hooks) == 1, "one that removes itself is there again"
+    assert model(torch.zeros(2)) == [1]
+    assert model(torch.zeros(2)) == [1]
+    assert not model.linear._forward_pre_hooks

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from pipeline_table import transformer
-from runs import job, run
+from runs import VOCAB, job, run
+from torch import nn
+from toys import Block
 
 PROMPT = [[5, 6, 7], [8, 9, 3]]
 
@@ -28,6 +31,37 @@ def write(context: Any, sample: bool = False, other_prompts: bool = False) -> No
     texts = [each.tolist() for each in found]
     place = context.run_dir / f"text-{context.step}-{context.rank}.json"
     place.write_text(json.dumps([texts, logits.float().tolist()]))
+
+
+class Answering(nn.Module):
+    """Returns an object of no kind that is known as a container."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, 8)
+        self.blocks = nn.ModuleList(Block(8) for _ in range(4))
+        self.head = nn.Linear(8, VOCAB)
+
+    def forward(
+        self, input_ids: torch.Tensor, labels: torch.Tensor | None = None
+    ) -> dict[str, SimpleNamespace] | SimpleNamespace:
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        found = SimpleNamespace(logits=self.head(x), name="answer", loss=None)
+        if labels is None:
+            return {"found": found}
+        found.loss = nn.functional.cross_entropy(found.logits.flatten(0, 1), labels.flatten())
+        return found
+
+
+def answer(context: Any) -> None:
+    """Keep what the model returns where this rank calls it."""
+    with context.gathered() as model, torch.no_grad():
+        found = model(torch.tensor(PROMPT))["found"]
+    assert (found.name, found.loss) == ("answer", None)
+    place = context.run_dir / f"text-{context.step}-{context.rank}.json"
+    place.write_text(json.dumps(found.logits.tolist()))
 
 
 def keys_of(name: str, hook: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
@@ -99,3 +133,32 @@ def test_other_prompts_on_each_stage_are_refused(ranks, tmp_path: Path) -> None:
     with pytest.raises(AssertionError) as error:  # of the pool, which says what each rank raised
         ranks(2).run(run, keys, str(tmp_path), None, None, None, {"dp": 1, "pp": 2})
     assert "this one was given other tensors than the stage before" in str(error.value)
+
+
+def test_objects_that_hold_tensors_come_back_from_the_last_stage(ranks, tmp_path: Path) -> None:
+    keys = job(
+        model="test_pipeline_calls.py:Answering",
+        data="runs.py:Plain",
+        steps=2,
+        hooks={"on_step": "test_pipeline_calls.py:answer"},
+        checkpoint=None,
+    )
+    dims = {"dp": 1, "pp": 2}
+    many = ranks(2).run(
+        run, {**keys, "parallel": {"pp": 2}}, str(tmp_path / "many"), None, None, None, dims
+    )
+    one = ranks(1).run(run, keys, str(tmp_path / "one"))
+    assert not [found["error"] for found in (*one, *many) if found["error"]]
+    (expected,) = texts(tmp_path / "one", 1)
+    first, last = texts(tmp_path / "many", 1)
+    assert first == last
+    torch.testing.assert_close(torch.tensor(first), torch.tensor(expected))
+
+
+def test_several_chunks_of_a_stage_cannot_be_called(ranks, tmp_path: Path) -> None:
+    parallel = {"pp": 2, "schedule": "interleaved"}
+    keys = keys_of("LlamaForCausalLM", parallel=parallel)
+    with pytest.raises(AssertionError) as error:  # of the pool, which says what each rank raised
+        ranks(2).run(run, keys, str(tmp_path), None, None, None, {"dp": 1, "pp": 2})
+    assert "with parallel.virtual above 1" in str(error.value)
+    assert "write parallel.schedule: 1f1b" in str(error.value)

@@ -21,6 +21,7 @@ from zrun_core.hardware.accelerator import is_accelerator
 IGNORED = -100  # label of a position that does not count, as in torch
 # Names of integers that are no tokens, in a batch that is a mapping.
 _NO_TOKENS = re.compile("mask|label|target|index|indices|edge|position|type|segment")
+_PLAIN = (bool, int, float, str, bytes, type(None))
 _TOKEN_DTYPES = (torch.int64, torch.int32, torch.int16)  # uint8 is pixels, bool is a mask
 
 
@@ -113,28 +114,44 @@ def digest(batch: Any) -> str:
     return found.hexdigest()
 
 
-def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
+def map_tensors(change: Callable[[Tensor], Tensor], value: Any, *, in_records: bool = False) -> Any:
     """Apply `change` to every tensor in `value`, in order.
 
     What is no container of tensors stays itself.
+
+    Args:
+        in_records: also to those that are attributes of an object, where all else that it has are
+            numbers, texts and None: `SimpleNamespace(logits=logits, loss=None)`.
     """
     if isinstance(value, Tensor):
         return change(value)
+    change_in = functools.partial(map_tensors, change, in_records=in_records)
     if isinstance(value, MutableMapping):
         # Keeps the type: OrderedDict, defaultdict, a tokenizer's BatchEncoding.
         copied = copy.copy(value)
         for key, item in value.items():
-            copied[key] = map_tensors(change, item)
+            copied[key] = change_in(item)
         return copied
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_tensors(change, item) for item in value))
+        return type(value)(*map(change_in, value))
     if isinstance(value, list | tuple):
-        return type(value)(map_tensors(change, item) for item in value)
+        return type(value)(map(change_in, value))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {
-            f.name: map_tensors(change, getattr(value, f.name))
-            for f in dataclasses.fields(value)
-            if f.init
+            f.name: change_in(getattr(value, f.name)) for f in dataclasses.fields(value) if f.init
         }
         return dataclasses.replace(value, **fields)
+    if in_records and _is_record(value):
+        copied = copy.copy(value)
+        vars(copied).update({key: change_in(item) for key, item in vars(value).items()})
+        return copied
     return value
+
+
+def _is_record(value: object) -> bool:
+    """Return whether an object has tensors as attributes, and else only what is plain."""
+    if isinstance(value, type | torch.nn.Module | FunctionType):
+        return False
+    own = getattr(value, "__dict__", {}).values()
+    has_tensor = any(isinstance(each, Tensor) for each in own)
+    return has_tensor and all(isinstance(each, (Tensor, *_PLAIN)) for each in own)

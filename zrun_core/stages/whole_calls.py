@@ -89,7 +89,7 @@ class WholeCalls:
 
     def _from_last(self, output: Any, walk: StageWalk) -> Any:
         """Return an output with the tensors of the last stage in it."""
-        tensors = tensors_in(output)
+        tensors = _tensors_of(output)
         shapes = _number(_digest_of_text(str([(each.shape, each.dtype) for each in tensors])))
         if self._is_last:
             if any(map(_is_fake, tensors)):
@@ -108,7 +108,7 @@ class WholeCalls:
             for place, each in enumerate([self._on_device(shapes), *tensors]):
                 self._links.send_grad(each, self._chunk, 0, max(0, place - 1))
         found = iter(tensors)
-        return map_tensors(lambda _: next(found), output)
+        return map_tensors(lambda _: next(found), output, in_records=True)
 
     def _on_device(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self._links.device)
@@ -145,6 +145,18 @@ class _WholeWalk(StageWalk):
         for place, tensor in enumerate(self.passed.outputs):
             self._links.send_activation(tensor, self._chunk, 0, place)
         self.passed.outputs = []
+
+
+def _tensors_of(output: Any) -> list[torch.Tensor]:
+    """Return the tensors that the model has returned, also in objects that have them."""
+    found: list[torch.Tensor] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(note, output, in_records=True)
+    return found
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:

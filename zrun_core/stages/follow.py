@@ -7,6 +7,7 @@ Each tensor carries what it was made of, by its memory; a view is made of the sa
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -155,6 +156,8 @@ class _ReadingWalk:
 
     def call(self, node: Node, args: Any, kwargs: dict[str, Any]) -> Any:
         self.names.append(node.name)
+        if node.is_block:
+            _refuse_collected()
         self.is_in_node = True
         try:
             return node.run(args, kwargs)
@@ -162,6 +165,26 @@ class _ReadingWalk:
             return run_on_zeros(node, lambda *a, **k: node.run(a, k), args, kwargs, error)
         finally:
             self.is_in_node = False
+
+
+def _refuse_collected() -> None:
+    """Refuse that a model of transformers notes what its layers return, by hooks on them.
+
+    A stage has no result of a block that is elsewhere until something asks for it.
+
+    Raises:
+        JobError: it does in the forward that is under way.
+    """
+    capturing: Any = sys.modules.get("transformers.utils.output_capturing")
+    collector = getattr(capturing, "_active_collector", None)
+    collected = (collector.get() if collector is not None else None) or {}
+    for key in ("hidden_states", "attentions", "cross_attentions"):
+        if key in collected:
+            raise JobError(
+                f"{_PP}: the forward asks for what all layers return (output_{key}), and a stage "
+                f"has that of its own blocks alone: leave it out of the call, write "
+                f"model.config.output_{key} = False where the model is made, or pp: 1"
+            )
 
 
 def _without_values(error: Exception) -> JobError:
@@ -245,6 +268,7 @@ class _FollowingWalk(TorchDispatchMode):
                     "stages; write pp: 1"
                 )
             self._blocks.append(node.name)
+            _refuse_collected()
             self._check_gradients(node, args, kwargs)
         for param in node.module.parameters():  # also those that this batch does without
             name = self._params[self._storage(param)]

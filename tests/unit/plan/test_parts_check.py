@@ -45,6 +45,18 @@ def twice(model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, torch.T
     return {"spread": (model(**batch).logits - model(**batch).logits).abs().mean()}
 
 
+def of_all_layers(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """A loss, or metrics, that looks at what a layer returns."""
+    found = model(**batch, output_hidden_states=True)
+    return found.loss + found.hidden_states[2].square().mean()
+
+
+def metrics_of_all_layers(
+    model: nn.Module, batch: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    return {"size": of_all_layers(model, batch)}
+
+
 EVAL = {"data": "pretrained.py:Texts", "metrics": f"{__file__}:once"}
 TEXTS = "pretrained.py:Texts"
 
@@ -68,6 +80,19 @@ def test_a_mixture_is_cut_divided_and_evaluated(
             job(of_transformers("MixtralForCausalLM", output_router_logits=True), TEXTS),
             "write model.config.output_router_logits = False where the model is made, or pp: 1",
         ),
+        (
+            job(of_transformers("LlamaForCausalLM"), TEXTS, loss=f"{__file__}:of_all_layers"),
+            "what all layers return (output_hidden_states), and a stage has that of its own blocks "
+            "alone: leave it out of the call, write model.config.output_hidden_states = False",
+        ),
+        (
+            job(
+                of_transformers("LlamaForCausalLM"),
+                TEXTS,
+                eval={**EVAL, "metrics": f"{__file__}:metrics_of_all_layers"},
+            ),
+            "the forward asks for what all layers return (output_hidden_states)",
+        ),
         (job("pipeline_zoo.py:ByAttribute"), "return it from blocks.0"),
         (job("pipeline_zoo.py:LooksAtValues"), "looks at values of hidden states"),
         (
@@ -85,6 +110,47 @@ def test_what_a_stage_would_refuse(keys: JobConfig, words: str) -> None:
         check_parts(keys, MODELS)
     assert str(error.value).startswith("parallel.pp: ")
     assert words in str(error.value)
+
+
+def generate(context: Any) -> None:
+    with context.gathered() as model:
+        model.generate()
+
+
+def look(context: Any) -> None:
+    context.metric("loss", context.loss)
+
+
+def test_a_hook_that_may_call_several_chunks_is_noted() -> None:
+    hooks = {"on_step": f"{__file__}:look", "on_eval": f"{__file__}:generate"}
+    several = {"pp": 2, "schedule": "interleaved"}
+    model = "pipeline_zoo.py:transformer", {"name": "LlamaForCausalLM", "num_hidden_layers": 4}
+    (note,) = check_parts(job(model, TEXTS, parallel=several, hooks=hooks), MODELS)
+    assert note.startswith("hooks.on_eval: with parallel.virtual above 1")
+    assert check_parts(job(model, TEXTS, hooks=hooks), MODELS) == []
+
+
+def narrow(**keys: Any) -> JobConfig:
+    """A mixture of which each rank has rows of eight bytes."""
+    settings = {"name": "MixtralForCausalLM", "intermediate_size": 8, **keys.pop("settings", {})}
+    model = "pipeline_zoo.py:transformer", settings
+    return job(model, TEXTS, precision="bf16", **keys)
+
+
+def test_experts_whose_slices_are_too_narrow_for_a_kernel() -> None:
+    with pytest.raises(JobError) as error:
+        check_parts(narrow(parallel={"tp": 2}), MODELS)
+    assert (
+        "fails: strides should be multiple of 16 bytes; the kernel that computes all experts at "
+        "once takes rows of such a length only: write a width of experts that 16 divides (in fp32 "
+        '8), model.config.experts_implementation = "eager" where the model is made, or '
+        "model.layers.*.mlp.experts: whole in parallel.plan"
+    ) in str(error.value)
+    whole = {"tp": 2, "plan": {"model.layers.*.mlp.experts": "whole"}}
+    assert check_parts(narrow(parallel=whole), MODELS) == []
+    eager = {"experts_implementation": "eager"}
+    (note,) = check_parts(narrow(parallel={"tp": 2}, settings=eager), MODELS)
+    assert "not checked before training" in note, "it looks at which tokens an expert has"
 
 
 def test_data_that_is_not_here_is_no_mistake_of_the_job() -> None:

@@ -22,6 +22,7 @@ from zrun_core.errors import JobError, ZrunError
 from zrun_core.plan.trace.sample_batches import SampleBatches, samples_of
 from zrun_core.plan.trace.traced_model import TracedModel, build_whole
 from zrun_core.spine.config import JobConfig
+from zrun_core.spine.sections.section import Ref
 from zrun_core.stages.flow import ModelFlow
 from zrun_core.stages.follow import calls_of, follow
 from zrun_core.train.stage_building import cut
@@ -51,7 +52,19 @@ def check_parts(job: JobConfig, job_dir: Path) -> list[str]:
     micro = micro_of(job)
     notes = check_division(job, job_dir, samples, micro)
     _check_stages(job, job_dir, samples, micro)
-    return notes
+    return notes + [
+        f"hooks.{name}: with parallel.virtual above 1, as `interleaved` has it, a call of the "
+        "model within gathered() is refused when it comes: for a hook that generates text, write "
+        "parallel.schedule: 1f1b"
+        for name, ref in job.hooks
+        if isinstance(ref, Ref) and job.parallel.virtual > 1 and _enters_gathered(ref, job_dir)
+    ]
+
+
+def _enters_gathered(hook: Ref, job_dir: Path) -> bool:
+    """Return whether the code of a hook speaks of `gathered`, within which models are called."""
+    code = getattr(user.load(Ref(call=hook.call), job_dir), "__code__", None)
+    return code is not None and "gathered" in code.co_names
 
 
 def check_division(
@@ -170,6 +183,8 @@ def _check_calls(
     with torch.no_grad():
         found = calls_of(model, lambda: subject.run(evaluate), subject.dtype, _CPU)
     model.train()
+    if isinstance(found.error, JobError):
+        raise found.error
     expected = [call.name for call in flow.calls]
     for number, name in enumerate(found.names):
         wanted = expected[number] if number < len(expected) else "nothing more"

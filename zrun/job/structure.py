@@ -200,13 +200,16 @@ def _check_gpus(num_ranks: int) -> None:
 
 def _build(job: JobConfig, job_dir: Path) -> nn.Module:
     from zrun_core.user_code import user
+    from zrun_core.user_code.meta_init import build_on_meta
     from zrun_core.user_code.on_meta import on_meta
 
+    if job.init == "meta":  # what it refuses to make values of, is refused here too
+        return build_on_meta(lambda: user.build_model(job.model, job_dir), job.seed).module
     try:
         with on_meta():
             return user.build_model(job.model, job_dir)
     except UserCodeError as error:
-        if job.init == "meta" or "meta" not in str(error):
+        if "meta" not in str(error):
             raise
     # A factory that looks at values, which `init: factory` allows.
     return user.build_model(job.model, job_dir)

@@ -31,7 +31,12 @@ from zrun_core.tensor_parallel.cuts import ALONE
 from zrun_core.tensor_parallel.fake_columns import ColumnWatch, check_columns
 from zrun_core.tensor_parallel.fake_experts import found_beside_sum
 from zrun_core.tensor_parallel.fake_outside import OutsideReads
-from zrun_core.tensor_parallel.fake_sums import PRODUCTS, looks_at_tokens, summed_over
+from zrun_core.tensor_parallel.fake_sums import (
+    PRODUCTS,
+    looks_at_tokens,
+    picks_tokens,
+    summed_over,
+)
 from zrun_core.tensor_parallel.fit import counting_attributes
 from zrun_core.tensor_parallel.plan import TensorPlan
 from zrun_core.tensor_parallel.reads import Reads
@@ -46,6 +51,7 @@ from zrun_core.zero.wrap.fakes import fake_parameters, kept_buffers
 
 _ERRORS = (UserCodeError, RuntimeError, TypeError, ValueError, IndexError)
 _MAX_ZEROS = 100  # a loop that waits for another number ends then
+_NARROW = "multiple of 16 bytes"  # in the words of torch's kernels
 
 
 class CheckedPlan(NamedTuple):
@@ -219,9 +225,18 @@ def _failed(
             f"parallel.tp: with slices of its layers the model's forward {failure}; write "
             "parallel.plan, or tp: 1"
         )
+    what_to_write = _what_to_write(model, plan, region)
+    if _NARROW in failure:
+        width = 8 * plan.degree
+        what_to_write = (
+            "the kernel that computes all experts at once takes rows of such a length only: write "
+            f"a width of experts that {width} divides (in fp32 {width // 2}), "
+            'model.config.experts_implementation = "eager" where the model is made, or '
+            f"{any_number(region.row)}: whole in parallel.plan"
+        )
     return JobError(
         f"parallel.tp: with the slices of {', '.join(region.columns)} the forward of "
-        f"{region.around or 'the model'} {failure}; " + _what_to_write(model, plan, region)
+        f"{region.around or 'the model'} {failure}; {what_to_write}"
     )
 
 
@@ -578,6 +593,9 @@ class _Watch(TorchDispatchMode):
         if name == "_local_scalar_dense" and self._zeros and isinstance(args[0], FakeTensor):
             self._zeros -= 1
             return torch.zeros((), dtype=args[0].dtype).item()
+        is_in_block = bool(self._block) and running is None and self._block not in self.mixing
+        if is_in_block and picks_tokens(name, args):  # which fails without values
+            self.mixing[self._block] = name
         out = func(*args, **(kwargs or {}))
         self.outside.made(func, args, out)
         self.columns.used(name, (args, kwargs), out)
@@ -586,7 +604,7 @@ class _Watch(TorchDispatchMode):
                 return out  # with the weights: over slices of the width
             for size in summed_over(name, args, out):
                 self.sums[self.running.row].append(_Sum(name, size))
-        elif self._block and self._block not in self.mixing and looks_at_tokens(name, args, out):
+        elif is_in_block and looks_at_tokens(name, args, out):
             self.mixing[self._block] = name
         return out
 

@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 from zrun_core.zero.passes.module_hooks import tensors_in
 
 # Where an operation has the dimension along which it goes; -1 if it is not said.
@@ -44,6 +46,13 @@ def looks_at_tokens(name: str, args: Any, out: Any) -> bool:
         rows = args[0].numel() // args[0].shape[-1]
         return bool(tensors_in(out)[0].numel() != rows)
     return False
+
+
+def picks_tokens(name: str, args: Any) -> bool:
+    """Return whether an operation takes so many tokens as values say: others on each rank."""
+    if name != "index":
+        return name in ("nonzero", "masked_select")
+    return any(each is not None and each.dtype in (torch.bool, torch.uint8) for each in args[1])
 
 
 def summed_over(name: str, args: Any, out: Any) -> Iterator[int]:

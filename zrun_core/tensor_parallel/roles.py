@@ -62,8 +62,24 @@ def find_roles(model: nn.Module, plan: Mapping[str, str] | None) -> Roles:
                 )
             said[name] = entry
             pattern_of[name] = pattern
-    entries = known_entries(model) | said
+    known = known_entries(model)
+    entries = known | _of_whole_experts(model, known, said) | said
     return Roles(entries | _of_attention(model, entries), frozenset(said))
+
+
+def _of_whole_experts(
+    model: nn.Module, known: Mapping[str, Entry], said: Mapping[str, Entry]
+) -> dict[str, Entry]:
+    """Return entries of the parameters of packed experts that the job wants whole.
+
+    Nothing would sum what slices of them come to.
+    """
+    return {
+        f"{name}.{key}": entry
+        for name, entry in said.items()
+        if entry.role is Role.WHOLE and name in known and known[name].role is Role.EXPERTS
+        for key in model.get_submodule(name)._parameters
+    }
 
 
 def _of_attention(model: nn.Module, entries: Mapping[str, Entry]) -> dict[str, Entry]:

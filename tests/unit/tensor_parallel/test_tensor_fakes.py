@@ -476,6 +476,35 @@ def test_what_mixes_tokens_behind_a_value_that_is_read_is_found() -> None:
     assert check(nn.TransformerEncoderLayer).startswith("parallel.tp: not checked before training")
 
 
+@pytest.mark.parametrize("by", ["nonzero", "masked_select", "index"])
+def test_blocks_that_pick_tokens_by_values_cannot_have_slices_of_the_sequence(by: str) -> None:
+    """Ranks would pick as many as their slices have, and wait for each other to pick as many."""
+
+    class Picking(nn.TransformerEncoderLayer):
+        def forward(self, x: Tensor) -> Tensor:
+            scores = x[..., 0]
+            mask = scores > 0
+            picked = {
+                "nonzero": lambda: scores[mask.nonzero(as_tuple=True)],
+                "masked_select": lambda: scores.masked_select(mask),
+                "index": lambda: scores[mask],
+            }
+            return super().forward(x) + picked[by]().sum()
+
+    model = Net(Attention)
+    model.h = nn.ModuleList(Picking(DIM, 4, DIM, 0.0, batch_first=True) for _ in range(2))
+    ids = torch.zeros(2, 8, dtype=torch.int64)
+    plan, device = plan_model(model, None, 2), torch.device("cpu")
+
+    def check(blocks: list[str]) -> str:
+        forward = partial(model, ids)
+        return check_on_fakes(model, plan, forward, torch.float32, device, blocks).note
+
+    with pytest.raises(JobError, match=r"parallel.sequence: \w+ in h.0 looks at several tokens"):
+        check(["h.0", "h.1"])
+    assert "not checked before training" in check([])
+
+
 def test_medians_of_slices_are_found() -> None:
     class Halved(nn.Module):
         def __init__(self) -> None:

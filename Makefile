@@ -8,6 +8,7 @@
 # make test-pipelines  a table of models in pipelines, none of which may change a bit: an hour
 # make test-saves  a table of checkpoints that go on with other axes, in which nothing may change a bit: 6 minutes
 # make test-tensors  a table of models whose layers ranks divide, each compared with one process: 6 minutes
+# make test-joints  a table of mixtures, adapters and home-made models over tp and pp, with all else on: half an hour
 # make test-models  3,000 random models on six layouts, each of which trains what a plain loop trains or is refused: 5 hours
 # make test-versions  a table of releases of torch and transformers, lowest to newest, and whether tests pass: 20 minutes, 15 GB once
 # make test-trackers  runs kept by tensorboard, wandb, mlflow and trackio, read by their own readers (installs them): a minute
@@ -23,7 +24,7 @@
 
 PYTHON ?= python3
 
-.PHONY: train test test-all test-unit test-ranks test-e2e test-hosts test-faults test-slurm test-offload test-pipelines test-saves test-tensors test-models test-versions test-trackers test-gpu test-devices test-simulated-gpu test-gpu-hosts test-gpu-faults bench-gpu bigger-than-memory lint clean
+.PHONY: train test test-all test-unit test-ranks test-e2e test-hosts test-faults test-slurm test-offload test-pipelines test-saves test-tensors test-joints test-models test-versions test-trackers test-gpu test-devices test-simulated-gpu test-gpu-hosts test-gpu-faults bench-gpu bigger-than-memory lint clean
 
 # In bf16, or in fp32 where the processor has no instructions for bf16: torch would take 30 times as long.
 FORMAT = import torch; print("bf16" if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "fp32")
@@ -74,6 +75,9 @@ test-saves: .venv/ready
 
 test-tensors: .venv/ready
 	.venv/bin/python tests/dist/tensor_table.py
+
+test-joints: .venv/ready
+	.venv/bin/python tests/dist/joints_table.py
 
 MODELS ?= 0 3000
 test-models: .venv/ready

@@ -356,7 +356,7 @@ def test_check_tells_every_reference_that_leads_nowhere(zrun: Zrun) -> None:
 def test_a_model_that_looks_at_values_is_built_for_real(zrun: Zrun) -> None:
     overrides = ["model=user.py:looks_at_values"]
     assert inspect_structure(load_job(Path("job.yaml"), overrides), 100).num_parameters == 6
-    with pytest.raises(UserCodeError, match="meta"):
+    with pytest.raises(JobError, match="cannot run on the meta device; write init: factory"):
         inspect_structure(load_job(Path("job.yaml"), [*overrides, "init=meta"]), 100)
 
 

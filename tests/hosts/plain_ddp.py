@@ -23,3 +23,4 @@ for step in range(int(sys.argv[2])):
     optimizer.zero_grad()
     if dist.get_rank() == 0:
         Path(sys.argv[1]).write_text(str(step))
+dist.destroy_process_group()  # else its threads may end after what they work with

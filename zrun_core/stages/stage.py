@@ -48,7 +48,7 @@ from zrun_core.zero.passes.gather import Gatherer
 from zrun_core.zero.passes.module_hooks import tensors_in
 from zrun_core.zero.wrap.auto_wrap import repeated_blocks, running_norm_params
 from zrun_core.zero.wrap.foreign import lacks_params, remove_param
-from zrun_core.zero.wrap.lookups import WithOthers
+from zrun_core.zero.wrap.lookups import WithOthers, WithStandIns
 
 # Brings a tensor from the stage before, given its place among those that cross and one like it.
 Receive = Callable[[int, torch.Tensor], torch.Tensor]
@@ -235,13 +235,25 @@ class Stage:
         for module, order in self._buffer_orders.items():
             module._buffers = with_others(module, module._buffers, order)
 
-    def _remove_foreign_buffers(self, model: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
-        """Remove buffers that others have: all of their blocks, and what their nodes change.
+        ends_forwards = self.split.num_chunks - 1 in self.chunks
 
-        Others every stage keeps, for what a forward reads outside of nodes; one stage saves them.
+        def hides() -> bool:
+            # What metrics make on other stages than the last one counts for nothing.
+            return is_walking() and (self._model.training or ends_forwards)
+
+        for module, fakes in self._changed_elsewhere.items():
+            module._buffers = WithStandIns(module._buffers, fakes, hides)
+
+    def _remove_foreign_buffers(self, model: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
+        """Remove the buffers of other stages' blocks; others are saved by one stage only.
+
+        What a forward reads outside of nodes every stage keeps; of what nodes of others change it
+        has old values, which a forward does not find.
         """
+        self._model = model
         self.saved_elsewhere: set[str] = set()
         self._buffer_orders: dict[nn.Module, tuple[str, ...]] = {}  # of modules that lack some
+        self._changed_elsewhere: dict[nn.Module, dict[str, torch.Tensor]] = {}  # fakes of these
         here: dict[str, bool] = {}  # by node
         for call in self.flow.calls:
             stage = self.split.stage_of(self.split.chunk_of_segment(call.segment))
@@ -260,12 +272,16 @@ class Stage:
                 full_name = f"{name}.{key}" if name else key
                 if node is None:
                     self.saved_elsewhere.add(full_name)
-                elif node in blocks or (is_ghost and full_name in self.flow.changed):
+                    continue
+                fake = self.ghosts.mode.from_tensor(buffer)
+                if node in blocks:
                     self._buffer_orders[module] = order
                     del module._buffers[key]
-                    vars(module)[key] = self.ghosts.mode.from_tensor(buffer)
-                else:
-                    module._non_persistent_buffers_set.add(key)
+                    vars(module)[key] = fake
+                    continue
+                module._non_persistent_buffers_set.add(key)
+                if is_ghost and full_name in self.flow.changed:
+                    self._changed_elsewhere.setdefault(module, {})[key] = fake
 
     def forward(
         self,

@@ -156,7 +156,7 @@ class Attributes:
     def names_of(self, values: AttributesCopy) -> list[str]:
         """Return the names of attributes, as of `changed`, with the classes of their modules."""
         pairs = zip(self._names, values, strict=True)
-        found = [f"{label}.{key}" if label else key for label, own in pairs for key in own]
+        found = [f"{label}.{key}" if label else key for label, own in pairs for key in sorted(own)]
         return ["a class variable" if name == "classes" else name for name in found]
 
     def leave_out_steady(self, before: AttributesCopy, changed: AttributesCopy) -> None:

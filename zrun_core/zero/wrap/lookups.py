@@ -108,6 +108,26 @@ class WithOthers(Lookups):
         return [value for _, value in self.items()]
 
 
+class WithStandIns(Lookups):
+    """A module's buffers, some of which are old: the user's code finds what stands for them."""
+
+    def __init__(
+        self, inner: Mapping[str, Any], stand_ins: Mapping[str, Any], hides: Callable[[], bool]
+    ) -> None:
+        """
+        Args:
+            hides: whether it does find them now.
+        """
+        super().__init__(inner, self._stand_in)
+        self._stand_ins = stand_ins
+        self._hides = hides
+
+    def _stand_in(self, key: str) -> Any:
+        if key in self._stand_ins and self._hides() and is_asked_by_user():
+            return self._stand_ins[key]
+        return None
+
+
 def is_asked_by_user() -> bool:
     """Return whether the user's code asks, by itself or by what torch does for it.
 

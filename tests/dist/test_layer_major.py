@@ -298,6 +298,7 @@ def test_what_it_cannot_do_is_named_and_what_raises_is_the_users(ranks, tmp_path
         ("CarryingBuffer", "`CarryingBuffer.calls`, `mean`"),
     ],
 )
+@pytest.mark.at_most(1)
 def test_what_a_forward_leaves_for_the_beginning_of_the_next_is_named(
     ranks, tmp_path, model, names
 ):

@@ -48,8 +48,6 @@ def _notes_of_trace(profile: Profile, policy: str, source: str) -> list[str]:
     if source == "guessed":
         reason = profile.untraced.get(policy) or profile.why
         notes.append(f"activations with checkpoint {policy} are not known: {reason}")
-    elif source == "formula":
-        notes.append("activations by formula: this configuration was not traced")
     elif profile.why:
         notes.append(f"activations {source}: {profile.why}")
     return [*notes, *profile.notes]

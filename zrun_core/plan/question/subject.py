@@ -1,7 +1,7 @@
 """The model of a question: the whole of it, and what one of several tensor-parallel ranks has.
 
     subject = Subject(profile, divide=lambda tp, sequence: ...)
-    subject.of(2, sequence=True)      # a profile, of the first of two ranks
+    subject.traced(2, sequence=True)  # a profile, of the first of two ranks
 
 A traced model is traced once more for each way to divide it, when that is first asked for. Of a
 shape alone, such as "7B", formulas tell all.

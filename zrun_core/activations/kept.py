@@ -236,8 +236,7 @@ class _OnHost(Kept):
         self._keeper.abandon(self)
 
     def given_up(self) -> torch.Tensor:
-        """Return the room, which nothing reads or writes any more."""
-        self._leaving.wait()
+        """Return the room, for what is copied down next: copies of one way follow each other."""
         if self._coming is not None:
             self._coming[1].wait()
         return self._room

@@ -412,14 +412,13 @@ class ModelState:
         """Have `fill` write the values that this rank keeps, and update what follows from them.
 
         It is called once for all that is on the device, and once for each unit that has states
-        elsewhere, of which few are in memory at a time.
+        elsewhere, of which few are in memory at a time. All ranks have met, and no save is under
+        way: nobody reads what was there before.
 
         Args:
             states_of: returns what else of a unit is to be filled.
         """
         self._sharded.settle_updates()
-        self._sharded.updates.wait_for_readers()
-        self._sharded.comm.settle()
         units = self._sharded.units
         here = [unit for unit in units if not unit.has_states_elsewhere]
         with torch.no_grad():

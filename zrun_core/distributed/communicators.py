@@ -11,9 +11,10 @@ So `connect` sends a number through each of them, in one order on all ranks, whe
     messages    of each pipe from the first stage to the last; last stage and first, where it wraps;
                 the first replica and each other one, where it has a hub
 
-Groups with the same ranks are one, and are met once. What a communicator takes of a device is there
-from the beginning, so that what does not fit fails before the first step; the plan has it:
-`ParallelDims.communicators`.
+Groups with the same ranks are one, and are met once. Nobody reads the numbers: the host has met the
+others when a call returns, and what the device has still to do all ranks have been given in one
+order. What a communicator takes of a device is there from the beginning, so that what does not fit
+fails before the first step; the plan has it: `ParallelDims.communicators`.
 
 [Note: limits of NCCL]
 Waits on NCCL never fail by themselves: see `guards/watchdog.py`. torch ends a process whose work
@@ -81,7 +82,6 @@ def connect(comm: Comm, mesh: Mesh, *, wraps: bool = False, has_hub: bool = Fals
                 comm.send(number, receiver, group, number=0, name="connect").wait()
             elif group.index == receiver:
                 comm.receive(number, sender, group, number=0, name="connect").wait()
-    comm.read(number)
 
 
 def connect_groups(comm: Comm, groups: Sequence[Group]) -> None:
@@ -97,7 +97,6 @@ def connect_groups(comm: Comm, groups: Sequence[Group]) -> None:
     with comm.waiting():
         for group in apart.values():
             number = comm.all_reduce_small(number, group, name="connect")
-    comm.read(number)
 
 
 def _for_collectives(mesh: Mesh) -> tuple[Group, ...]:

@@ -23,6 +23,7 @@ from zrun_core.hardware.clock import Waits
 from zrun_core.memory.arena import byte_buffer
 from zrun_core.memory.buffers import Buffer, Kind, Tier
 from zrun_core.memory.state_policy import DISK_SLOTS, SlotSizes
+from zrun_core.tensor_parallel.tensor_comm import TensorComm
 from zrun_core.tiers.copies import StreamCopier
 from zrun_core.tiers.host_arena import HostArena
 from zrun_core.tiers.stored import BlockReader, Part, StoredOnDisk
@@ -39,10 +40,15 @@ OVER_S = 0.06  # after which whatever was under way has come
 # Messages
 
 
+def _everyone() -> Group:
+    rank, size = world()
+    return Group("world", tuple(range(size)), rank, dist.group.WORLD)
+
+
 def meetings(folder: str) -> list[object]:
     """Meet others, of whom another one comes late each time."""
     rank, size = world()
-    group = Group("data", tuple(range(size)), rank, dist.group.WORLD)
+    group = _everyone()
     comm = Comm(own_device())
     found: list[object] = []
     for number in range(2 * size):
@@ -59,6 +65,45 @@ def meetings(folder: str) -> list[object]:
         found.append(comm.all_gather_bytes(b"x" * (number + rank), group, name="told"))
     same, other = (comm.all_equal(each, group, name="equal") for each in (5, rank))
     return [*found, same, other]
+
+
+def two_hosts(folder: str) -> list[float]:
+    """Wait for all ranks, while the other one of this host waits for what is asked of this one."""
+    rank, size = world()
+    pairs = [(number, number + 1) for number in range(0, size, 2)]
+    made = [dist.new_group(list(pair)) for pair in pairs]
+    host = Group("host", pairs[rank // 2], rank % 2, made[rank // 2])
+    comm = Comm(own_device())
+    assert comm.use_cma(host, timeout_s=20.0) is None
+    found = []
+    for number in range(4):
+        full = torch.arange(float(NUMEL)) + rank + number
+        into = torch.zeros(NUMEL // 2)
+        handle = comm.reduce_scatter(
+            full, torch.empty(NUMEL), into, host, accumulate=False, tag=4, name="gradients"
+        )
+        goes_on = number % 2 == host.index
+        if not goes_on:
+            handle.wait()
+        told = comm.all_reduce_small(torch.tensor([float(rank)]), _everyone(), name="told")
+        if goes_on:
+            handle.wait()
+        found += [float(told.sum()), float(into.sum())]
+    return found
+
+
+def writes_rows(folder: str) -> list[float]:
+    """Write to what ranks have gathered, which begins with what another rank is to read."""
+    rank, size = world()
+    comm = Comm(own_device())
+    assert comm.use_cma(_everyone(), timeout_s=20.0) is None
+    tensor = TensorComm(comm, _everyone())
+    found = []
+    for number in range(4):
+        rows = tensor.gather_rows(torch.full((NUMEL,), float(rank + number)), "rows")
+        found.append(float(rows.sum()))
+        rows.zero_()
+    return [*found, float(size)]
 
 
 # Tensors of activations
@@ -93,7 +138,8 @@ def _tiers(folder: str | None = None) -> Tiers:
 
 
 def _of(value: float) -> torch.Tensor:
-    return torch.full((NUMEL,), value, device=own_device())
+    memory = byte_buffer(4 * NUMEL, own_device())  # whole pages, which a disk may read to
+    return memory.view(torch.float32).fill_(value)
 
 
 def on_host(folder: str) -> list[float]:
@@ -117,6 +163,11 @@ def on_host(folder: str) -> list[float]:
     with BlockReader() as reader:
         for part in home.stored(torch.float32, 0, 4 * NUMEL).read(reader):
             found.append(float(part.view(torch.float32).sum()))
+    target = _of(0.0)
+    for _ in range(4):  # what the worker is adding
+        home.store(ones, accumulate=True)
+        home.load(target).wait()
+        found.append(float(target.sum()))
     torch.accelerator.synchronize()
     return found
 
@@ -151,6 +202,12 @@ def on_disk(folder: str) -> list[float]:
     home.load(target).wait_on_host()
     found.append(float(target.sum()))
     home.store(ones)
+    home.load(target).wait_on_host()
+    found.append(float(target.sum()))
+    home.store(ones, accumulate=True)
+    kept = home.store(twos)  # in place of the sum that is being made
+    home.settle()
+    kept.wait_on_host()
     home.load(target).wait_on_host()
     found.append(float(target.sum()))
     home.store(fives)
@@ -239,6 +296,16 @@ def cut_save(folder: str) -> list[int]:
         found.append(int(memory.sum()))
     swap.close()
     return found
+
+
+def closed_file(folder: str) -> bool:
+    """Close a file whose only thread has many blocks to write yet."""
+    number = 8
+    swap = SwapFile(Path(folder), number * BLOCK, num_threads=1, block_bytes=BLOCK)
+    memory = byte_buffer(number * BLOCK, torch.device("cpu"))
+    writing = swap.write(swap.reserve(number * BLOCK, name="record"), memory)
+    swap.close()
+    return writing.is_completed()
 
 
 # Times, and models

@@ -4,11 +4,12 @@
         train()
 
 What there is to wait for: an event, by a stream or by the host; another stream; work of NCCL; a
-task of the thread that updates; a transfer of the disk; a stream, by the allocator. Where one of
-these waits is begun below the call of `site`, it returns at once. Collectives, copies, updates and
-reads of the disk take some milliseconds now and then, and kernels the delays of the device, so that
-who does not wait computes with what was there before. Numbers that the host fetches are wrong until
-the device has sent them.
+task of the thread that updates; a transfer of the disk; a stream, by the allocator. On CPUs, whose
+ranks read each other's memory: a message, by memory or a socket; a copy that a thread makes; an
+event or a condition of threads. Where one of these waits is begun below the call of `site`, it
+returns at once. Collectives, messages, copies, updates and reads of the disk take some milliseconds
+now and then, and kernels the delays of the device, so that who does not wait computes with what was
+there before. Numbers that the host fetches are wrong until the device has sent them.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ from simulated_gpu import python_kernels
 from simulated_gpu.nccl import communicator, process_group
 
 from mutation.sites import ENDS, ROOT, Site
+from zrun_core.distributed import cma_transport, transport
 from zrun_core.hardware import accelerator
-from zrun_core.tiers import swap_file, worker
+from zrun_core.tiers import copies, swap_file, worker
 
 LATE_S = 0.006  # the most that something is late by
 SHARE = 0.5  # of what is late at all
@@ -49,7 +51,34 @@ _WAITS: list[tuple[Any, str]] = [
     (process_group.Work, "wait"),
     (worker._Task, "wait"),
     (swap_file._BlockTransfer, "wait"),
+    (copies._ThreadTransfer, "wait"),
+    (copies._ThreadTransfer, "wait_on_host"),
+    (cma_transport.Message, "wait"),
+    (cma_transport.CmaTransport, "wait_for"),
+    (threading.Event, "wait"),
+    (threading.Condition, "wait_for"),
 ]
+
+
+class _Work:
+    """A message through a socket, whose wait can be taken out: torch's own is of C++."""
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+
+    def is_completed(self) -> bool:
+        return bool(self._work.is_completed())
+
+    def wait(self) -> None:
+        self._work.wait()
+
+
+def _waited_for_in_python(message: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(message)
+    def begin(*args: Any) -> _Work:
+        return _Work(message(*args))
+
+    return begin
 
 
 class Reached(NamedTuple):
@@ -165,6 +194,8 @@ def _asker(frame: Any) -> Iterator[tuple[str, int]]:
 def _unless(site: Site | None, wait: Callable[..., Any], reached: Reached) -> Callable[..., Any]:
     @functools.wraps(wait)
     def called(*args: Any, **kwargs: Any) -> Any:
+        if _is_pause(wait, args, kwargs):
+            return wait(*args, **kwargs)
         frame = sys._getframe(1)
         lines = list(_above(frame))
         reached.above.update(lines)
@@ -176,6 +207,11 @@ def _unless(site: Site | None, wait: Callable[..., Any], reached: Reached) -> Ca
         return wait(*args, **kwargs)
 
     return called
+
+
+def _is_pause(wait: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether a thread waits for so many seconds, between two looks: see `sites.py`."""
+    return wait.__qualname__ == "Event.wait" and (len(args) > 1 or "timeout" in kwargs)
 
 
 @contextmanager
@@ -197,9 +233,14 @@ def disturbed(site: Site | None, seed: int) -> Iterator[Reached]:
             put(swap_file.SwapFile, name, late.before("disk", getattr(swap_file.SwapFile, name)))
         launch = communicator.Communicator.launch
         put(communicator.Communicator, "launch", late.launching(launch))
+        put(copies.ThreadCopier, "_move", late.before("copy", copies.ThreadCopier._move))
+        put(cma_transport._Peer, "copy", late.before("message", cma_transport._Peer.copy))
+        sockets = transport.ProcessGroupTransport
+        put(sockets, "send", _waited_for_in_python(sockets.send))
+        put(sockets, "receive", _waited_for_in_python(late.before("message", sockets.receive)))
         put(accelerator, "wait_stream", late.following(accelerator.wait_stream))
         put(accelerator, "fetch", late.fetching(accelerator.fetch))
-        for owner, name in _WAITS:
+        for owner, name in [*_WAITS, (_Work, "wait")]:
             put(owner, name, _unless(site, getattr(owner, name), reached))
         try:
             yield reached

@@ -20,11 +20,12 @@ _HEAD = """\
 Every wait of the runtime, and what notices when it is not there. On a simulated GPU each one is
 taken out, by itself, while small jobs train; collectives, copies, updates and the disk come late
 there ([how](../tests/simulated_gpu/README.md#each-wait-is-needed)). A race is named by the device:
-two accesses of the same bytes that nothing orders. Seconds are those of all runs until one noticed,
-on the CPUs of whoever wrote this page.
+two accesses of the same bytes that nothing orders. Some waits are there for ranks without GPUs,
+which read each other's memory: what notices is then said to be on CPUs, or through sockets. Seconds
+are those of all runs until one noticed, on the CPUs of whoever wrote this page.
 
-This page is written by `python tests/simulated_gpu/mutations.py --write`, in ten minutes on two
-quiet cores.
+This page is written by `python tests/simulated_gpu/mutations.py --write`, in a quarter of an hour
+on two quiet cores.
 """
 _COLUMNS = """\
 | in | wait | noticed by | how | seconds |
@@ -35,16 +36,14 @@ _COLUMNS = """\
 def page(rows: Sequence[Row]) -> str:
     """Return the text of the page."""
     noticed = [row for row in rows if row.scenario]
-    unreached = [row for row in rows if not row.scenario and not row.runs]
-    needless = [row for row in rows if not row.scenario and row.runs]
+    others = [row for row in rows if not row.scenario]
     text = f"{_HEAD}\n{len(noticed)} of {len(rows)} are noticed.\n"
     for file, of_file in groupby(noticed, key=lambda row: row.site.file):
         text += f"\n## {file}\n\n{_COLUMNS}"
         for row in of_file:
             name = f"`{row.site.function}` | {_code(row.site)}"
             text += f"| {name} | {row.scenario} | {_kind(row.how)} | {row.seconds:.1f} |\n"
-    text += _without("Waited for, and nothing notices", needless)
-    return text + _without("Where no scenario waits", unreached)
+    return text + _unreached(others)
 
 
 def named(text: str) -> set[tuple[str, str, str]]:
@@ -65,8 +64,8 @@ def key(site: Site) -> tuple[str, str, str]:
     return site.file, site.function, _call(site)
 
 
-def _without(title: str, rows: Sequence[Row]) -> str:
-    text = f"\n## {title}\n\n| in | wait | because |\n|---|---|---|\n"
+def _unreached(rows: Sequence[Row]) -> str:
+    text = "\n## Where no scenario waits\n\n| in | wait | because |\n|---|---|---|\n"
     for row in rows:
         where = f"{row.site.file} {row.site.function}"
         text += f"| `{where}` | {_code(row.site)} | {row.reason or 'nobody knows'} |\n"

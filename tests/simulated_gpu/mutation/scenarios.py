@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import simulated_gpu
 import torch
@@ -19,10 +21,14 @@ import zrun_core
 from mutation import alone
 from mutation.disturbed import disturbed
 from mutation.sites import Site
+from zrun_core.checkpoint import checkpointer
+from zrun_core.checkpoint.rank_save import write_rank
+from zrun_core.distributed import cma_transport
 from zrun_core.memory.buffers import Kind
 
 STEPS = 3
 SLOW_S = 0.1
+LATE_SAVE_S = 0.5  # more than a step takes
 USER_CODE = Path(__file__).with_name("user_code.py")
 
 
@@ -32,10 +38,12 @@ class Scenario(NamedTuple):
     Attributes:
         size: of ranks.
         train: trains in a folder, and returns what it comes to.
+        on_cpus: that no rank has a GPU.
     """
 
     size: int
     train: Callable[[str], Any]
+    on_cpus: bool = False
 
 
 SPEAKER = {"call": "runs.py:Speaker", "args": {"dropout": 0.0, "norm": False}}
@@ -60,15 +68,44 @@ def _job(size: int, dims: dict[str, int] | None = None, **keys: Any) -> Scenario
         # The fused attention of CPUs is not the simulated GPU's.
         with sdpa_kernel(SDPBackend.MATH):
             found = run(given, folder, None, None, None, dims)
-            saved = None
-            if given["checkpoint"] is not None:
-                saved = look(given, folder, {}, dims)
+            saved = []
+            if given["checkpoint"] is not None:  # each of its steps
+                saved = [look(given, folder, {"step": step + 1}, dims) for step in range(STEPS)]
         if found["error"]:
             raise RuntimeError(found["error"])
         told = _told(found["events"])
-        return losses(found), found["digest"], told, saved and (saved["error"], saved.get("digest"))
+        return (
+            losses(found),
+            found["digest"],
+            told,
+            [(each["error"], each.get("digest")) for each in saved],
+        )
 
     return Scenario(size, train)
+
+
+def _saved_late(scenario: Scenario) -> Scenario:
+    """Return a scenario whose saves begin to read what they write while training goes on."""
+
+    def write_late(*args: Any) -> Any:
+        time.sleep(LATE_SAVE_S)
+        return write_rank(*args)
+
+    def train(folder: str) -> Any:
+        with patch.object(checkpointer, "write_rank", write_late):
+            return scenario.train(folder)
+
+    return scenario._replace(train=train)
+
+
+def _through_sockets(scenario: Scenario) -> Scenario:
+    """Return a scenario on CPUs whose ranks do not read each other's memory."""
+
+    def train(folder: str) -> Any:
+        with patch.dict(os.environ, {cma_transport.SWITCH: "off"}):
+            return scenario.train(folder)
+
+    return Scenario(scenario.size, train, on_cpus=True)
 
 
 def _told(events: list[dict[str, Any]]) -> list[Any]:
@@ -84,6 +121,12 @@ def _told(events: list[dict[str, Any]]) -> list[Any]:
     return told
 
 
+def _init() -> Any:
+    """Begin a loop of a user's own, on the device of this rank."""
+    kind = "cpu" if own_device().type == "cpu" else "cuda"
+    return zrun_core.init(device=kind, threads=1, patience_s=30.0)
+
+
 def _loop(size: int, stage: int, *, drops: bool = False, **options: Any) -> Scenario:
     """Return a user's own loop, that saves, loads, reads and writes parameters.
 
@@ -92,7 +135,7 @@ def _loop(size: int, stage: int, *, drops: bool = False, **options: Any) -> Scen
     """
 
     def train(folder: str) -> Any:
-        ours = zrun_core.init(threads=1, patience_s=30.0)
+        ours = _init()
         model = zrun_core.shard(build, zero={"stage": stage, "bucket": 1 << 14}, **options)
         optimizer = zrun_core.optimizer(model, "adamw", lr=1e-2, clip=0.1)
         found = []
@@ -109,6 +152,7 @@ def _loop(size: int, stage: int, *, drops: bool = False, **options: Any) -> Scen
                 zrun_core.save(f"{folder}/saved", model, step=number)
             if number == 1:
                 with zrun_core.gathered(model), torch.no_grad():
+                    found.append(_digest(model))
                     for param in model.parameters():
                         param.mul_(0.5)
         found.append(_values(model))
@@ -134,7 +178,7 @@ def _of_toy(
     """Return what `train` makes of a sharded model in a loop of its own: given the run, and it."""
 
     def in_folder(folder: str) -> Any:
-        ours = zrun_core.init(threads=1, patience_s=30.0)
+        ours = _init()
         model = zrun_core.shard(factory, zero={"stage": stage, "bucket": 1 << 12}, **options)
         return train(ours, model)
 
@@ -242,6 +286,20 @@ def _changes_rate(ours: Any, model: torch.nn.Module) -> Any:
     return [*found, _values(model)]
 
 
+def _leaves_blocks_out(ours: Any, model: Any) -> Any:
+    """Change the learning rate where a step does not use blocks that the last one updates still."""
+    optimizer = zrun_core.optimizer(model, "adamw", lr=1e-2)
+    found = []
+    for number in range(5):
+        model.num_used = 4 - 2 * (number % 2)
+        loss = model(*_part(ours, number))
+        loss.backward()
+        found.append(ours.mean(loss.item()))
+        optimizer.param_groups[0]["lr"] *= 0.3
+        optimizer.step()
+    return [*found, _values(model)]
+
+
 def _looks_before_step(ours: Any, model: Any) -> Any:
     """Evaluate between a backward and its update, for which the disk is being read."""
     optimizer = zrun_core.optimizer(model, "adamw", lr=1e-2)
@@ -259,6 +317,21 @@ def _looks_before_step(ours: Any, model: Any) -> Any:
         sharded.updates.settle()
         time.sleep(alone.OVER_S)
         found.append(sharded.tiers.slots[Kind.OPTIM].num_taken)
+    return [*found, _values(model)]
+
+
+def _evaluates_before_step(ours: Any, model: Any) -> Any:
+    """Evaluate, and read parameters, between a backward and its update."""
+    optimizer = zrun_core.optimizer(model, "adamw", lr=1e-2, clip=0.1)
+    found = []
+    for number in range(4):
+        loss = model(*_part(ours, number))
+        loss.backward()
+        with zrun_core.evaluation(model):
+            found.append(ours.mean(model(*_part(ours)).item()))
+        if number % 2:
+            found.append(_values(model))
+        optimizer.step()
     return [*found, _values(model)]
 
 
@@ -287,7 +360,7 @@ def frozen() -> Net:
 
 def _saves_frozen(folder: str) -> Any:
     """Write parameters that nobody trains, and save them at once."""
-    ours = zrun_core.init(threads=1, patience_s=30.0)
+    ours = _init()
     zero = {"stage": 3, "bucket": 1 << 14}
     model = zrun_core.shard(frozen, zero=zero, offload=ALL_ON_DISK)
     zrun_core.optimizer(model, "adamw", lr=1e-2)
@@ -304,14 +377,37 @@ def _saves_frozen(folder: str) -> Any:
     return found
 
 
+def _writes_while_it_saves(folder: str) -> Any:
+    """Write parameters that live on the disk, while a save reads them there."""
+    ours = _init()
+    zero = {"stage": 3, "bucket": 1 << 12}
+    model = zrun_core.shard(short, zero=zero, offload=ALL_ON_DISK)
+    zrun_core.optimizer(model, "adamw", lr=1e-2)
+    found = []
+    for number in range(2):
+        zrun_core.save(f"{folder}/saved", model, step=number, wait=False)
+        with zrun_core.gathered(model), torch.no_grad():
+            for param in model.parameters():
+                param.add_(0.25)
+        zrun_core.finish()
+        zrun_core.load(f"{folder}/saved", model, step=number)
+        found.append(_values(model))
+    return [*found, ours.rank]
+
+
 def _values(model: torch.nn.Module) -> str:
-    digest = hashlib.sha256()
     with zrun_core.gathered(model):
-        for param in model.parameters():
-            digest.update(param.detach().float().cpu().numpy().tobytes())
+        return _digest(model)
+
+
+def _digest(model: torch.nn.Module) -> str:
+    digest = hashlib.sha256()
+    for param in model.parameters():
+        digest.update(param.detach().float().cpu().numpy().tobytes())
     return digest.hexdigest()
 
 
+EACH_STEP = {"every": 1, "keep": STEPS, "async": True}
 PLAIN = {"call": "runs.py:Plain", "shuffle": True}
 LAMB = {"name": "lamb", "lr": 1e-2, "clip": 1.0}
 HOST = {"optimizer": "host", "grad": "host"}
@@ -358,6 +454,7 @@ SCENARIOS: dict[str, Scenario] = {
     "a sum that fails": Scenario(1, alone.failed_sum),
     "tasks that fail": Scenario(1, alone.failed_tasks),
     "a save that is cut": Scenario(1, alone.cut_save),
+    "a file that is closed": Scenario(1, alone.closed_file),
     "meetings": Scenario(2, alone.meetings),
     "a model that goes first": Scenario(1, alone.goes_first),
     "times": Scenario(1, alone.times),
@@ -365,12 +462,12 @@ SCENARIOS: dict[str, Scenario] = {
     "inputs on the disk": _job(
         1, model=DEEP, activations={"checkpoint": "full", "offload": "disk"}
     ),
-    "saves": _job(1, zero=1, checkpoint={"every": 1}),
-    "saves of the host": _job(1, zero=3, offload=ALL_ON_HOST, checkpoint={"every": 1}),
+    "saves": _job(1, zero=1, checkpoint=EACH_STEP),
+    "saves of the host": _job(1, zero=3, offload=ALL_ON_HOST, checkpoint=EACH_STEP),
     "saves of parameters on the host": _job(
-        1, zero=3, offload={"param": "host"}, checkpoint={"every": 1}
+        1, zero=3, offload={"param": "host"}, checkpoint=EACH_STEP
     ),
-    "saves of the disk": _job(1, zero=3, offload=ALL_ON_DISK, checkpoint={"every": 1}),
+    "saves of the disk": _saved_late(_job(1, zero=3, offload=ALL_ON_DISK, checkpoint=EACH_STEP)),
     "pipeline": _job(2, {"dp": 1, "pp": 2}, model=gpt(), data=PLAIN, parallel={"pp": 2}, zero=1),
     "tied pipeline": _job(
         2, {"dp": 1, "pp": 2}, model=gpt(tied=True), data=PLAIN, parallel={"pp": 2}, zero=1
@@ -399,6 +496,14 @@ SCENARIOS: dict[str, Scenario] = {
         short,
         offload={**HOST, "schedule": "delayed", "delay_after": 1},
     ),
+    "blocks that are left out": _of_toy(1, 2, _leaves_blocks_out, short, offload=HOST),
+    "blocks that are left out, delayed": _of_toy(
+        1,
+        2,
+        _leaves_blocks_out,
+        short,
+        offload={**HOST, "schedule": "delayed", "delay_after": 1},
+    ),
     "read ahead in vain": _of_toy(
         1, 3, _looks_before_step, short, offload=ALL_ON_DISK, precision="bf16"
     ),
@@ -407,6 +512,7 @@ SCENARIOS: dict[str, Scenario] = {
         1, 1, _counts_reads, short, offload={"optimizer": "disk", "grad": "device"}
     ),
     "frozen on the disk": Scenario(1, _saves_frozen),
+    "written while it is saved": _saved_late(Scenario(1, _writes_while_it_saves)),
     "lamb on the host": _job(2, zero=2, optim=LAMB, offload={"optimizer": "host"}),
     "lamb on the host, bf16": _job(
         2, zero=1, optim=LAMB, offload={"optimizer": "host"}, precision="bf16"
@@ -445,6 +551,48 @@ SCENARIOS: dict[str, Scenario] = {
     ),
     "hybrid": _job(4, zero={"stage": 2, "shard_group": 2}),
 }
+
+
+# Some waits are there for ranks on CPUs, which read each other's memory.
+for _name in (
+    "stage 3",
+    "gradients too",
+    "all on the disk",
+    "inputs on the disk",
+    "a home on the disk",
+    "saves of the disk",
+    "written while it is saved",
+    "partial sums on the disk",
+    "pipeline",
+    "pipedream",
+    "sequence",
+    "translator",
+    "hybrid",
+    "loop",
+    "loop, all on the disk",
+    "a short pass",
+):
+    SCENARIOS[f"{_name}, on CPUs"] = SCENARIOS[_name]._replace(on_cpus=True)
+SCENARIOS["evaluations before updates, on CPUs"] = _of_toy(
+    2, 3, _evaluates_before_step, short
+)._replace(on_cpus=True)
+SCENARIOS["evaluations before updates at stage 1, on CPUs"] = _of_toy(
+    2, 1, _evaluates_before_step, short
+)._replace(on_cpus=True)
+SCENARIOS["pipeline, through sockets"] = _through_sockets(SCENARIOS["pipeline"])
+SCENARIOS["two hosts, on CPUs"] = Scenario(4, alone.two_hosts, on_cpus=True)
+SCENARIOS["rows that are written to, on CPUs"] = Scenario(2, alone.writes_rows, on_cpus=True)
+SCENARIOS["late updates, on CPUs"] = _saved_late(
+    _job(
+        3,
+        zero=0,
+        sync="async_server",
+        staleness=0,
+        batch={"global": 12, "micro": 2},
+        optim={"name": "sgd", "lr": 0.02, "weight_decay": 0.0, "args": {"momentum": 0.9}},
+        checkpoint=EACH_STEP,
+    )
+)._replace(on_cpus=True)
 
 
 def play(name: str, site: tuple[Any, ...] | None, seed: int, folder: str) -> dict[str, Any]:

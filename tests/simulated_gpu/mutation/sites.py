@@ -2,7 +2,8 @@
 
 A site is a call whose name says that it waits, or `settle`, which does so for all that is under
 way, or one by which the host reads numbers of the device: `accelerator.fetch`, and `read` of a
-`Comm`. Waits lie in one another: `wait_for_unshard()` waits by `self._handle.wait()`, and that by
+`Comm`. A wait with a time, as of an event or a condition, is a pause between two looks and no site.
+Waits lie in one another: `wait_for_unshard()` waits by `self._handle.wait()`, and that by
 `work.wait()`. Each of them is a site: what is called in one place may be needed there and not in
 another. `table.py` refuses a run in which something waits that is no site.
 """
@@ -87,8 +88,20 @@ def _calls(
         if isinstance(child, ast.ClassDef | ast.FunctionDef):
             inner = (*within, child.name)
         yield from _calls(child, inner, own_reads)
-        if isinstance(child, ast.Call) and _is_wait(child.func, own_reads):
+        if isinstance(child, ast.Call) and _is_site(child, own_reads):
             yield ".".join(within), child
+
+
+def _is_site(call: ast.Call, own_reads: str) -> bool:
+    return _is_wait(call.func, own_reads) and not _is_pause(call)
+
+
+def _is_pause(call: ast.Call) -> bool:
+    """Return whether a call is a wait for so many seconds."""
+    if any(keyword.arg == "timeout" for keyword in call.keywords):
+        return True
+    is_method = isinstance(call.func, ast.Attribute) and call.func.attr == "wait"
+    return is_method and len(call.args) == 1  # `Tiers.wait` has two
 
 
 def _is_wait(function: ast.expr, own_reads: str) -> bool:

@@ -10,11 +10,11 @@ from itertools import product
 from typing import Any, NamedTuple
 
 import pool
-from pool import RankPool
+from pool import RankPool, RanksHangError
 
 from mutation import scenarios
-from mutation.needless import reason
 from mutation.sites import Site, find
+from mutation.unreached import reason
 
 SEEDS = (4, 1, 2, 3)  # each has something else that is later than all others
 BEGIN_S = 120.0  # ranks may take with all waits: they meet first
@@ -33,7 +33,7 @@ class Row(NamedTuple):
         scenario: that noticed, "" if none did.
         how: it noticed: "a race: ...", "other numbers", "an error: ...", "no end".
         seconds: of the scenarios until then.
-        reason: why nobody can notice, where that is known.
+        reason: why no scenario waits there, if none does.
         runs: scenarios that were run.
     """
 
@@ -46,8 +46,8 @@ class Row(NamedTuple):
 
     @property
     def is_good(self) -> bool:
-        """Return whether it was noticed, or need not be."""
-        return bool(self.scenario) != bool(self.reason)
+        """Return whether it was noticed, or why not is known."""
+        return bool(self.scenario or self.reason)
 
     @property
     def text(self) -> str:
@@ -61,11 +61,11 @@ class Row(NamedTuple):
 
 
 class Table:
-    """Ranks with simulated GPUs, and what each scenario comes to on them undisturbed."""
+    """Ranks, most with simulated GPUs, and what each scenario comes to on them undisturbed."""
 
     def __init__(self, names: Collection[str] = scenarios.SCENARIOS.keys()) -> None:
         """Take the scenarios' names."""
-        self._pools: dict[int, RankPool] = {}
+        self._pools: dict[tuple[int, str], RankPool] = {}
         self._names = names
         self._results: dict[str, list[str]] = {}
         self._reached: dict[str, set[tuple[str, int]]] = {}
@@ -104,25 +104,25 @@ class Table:
     def _row(self, site: Site) -> Row:
         lines = {(site.file, line) for line in range(site.first, site.last + 1)}
         names = [name for name in self._names if lines & self._reached[name]]
-        names.sort(key=self._seconds.__getitem__)
-        why_not = reason(site)
-        text = why_not.text if not (why_not.only_unreached and names) else ""
+        names.sort(key=lambda name: (scenarios.SCENARIOS[name].on_cpus, self._seconds[name]))
+        if not names:
+            return Row(site, "", "", 0.0, reason(site), 0)
         begin, runs = time.perf_counter(), 0
         first, others = names[:FIRST_SCENARIOS], names[FIRST_SCENARIOS:]
-        if text:
-            others = []  # they have been looked at
         for seed, name in [*product(SEEDS, first), *product(SEEDS, others)]:
             runs += 1
             how = self._noticed(name, site, seed)
             if how:
-                return Row(site, name, how, time.perf_counter() - begin, text, runs)
-        return Row(site, "", "", time.perf_counter() - begin, text, runs)
+                return Row(site, name, how, time.perf_counter() - begin, "", runs)
+        return Row(site, "", "", time.perf_counter() - begin, "", runs)
 
     def _noticed(self, name: str, site: Site, seed: int) -> str:
         try:
             found = self._play(name, site, seed)
-        except AssertionError as error:  # of the pool: ranks hang, or are gone
-            return "no end" if "hang" in str(error) else f"an error: {_last_line(str(error))}"
+        except RanksHangError:
+            return "no end" if self._ends(name, seed) else ""
+        except AssertionError as error:  # of the pool: a rank is gone
+            return f"an error: {_last_line(str(error))}"
         for of_rank in found:
             if of_rank["races"]:
                 return str(of_rank["races"][0].splitlines()[0])  # "a race: ..."
@@ -133,15 +133,23 @@ class Table:
             return "other numbers"
         return ""
 
+    def _ends(self, name: str, seed: int) -> bool:
+        """Return whether a scenario with all waits ends as soon as is asked of one without."""
+        self._play(name, None, seed)  # by new ranks
+        begin = time.perf_counter()
+        self._play(name, None, seed)
+        return time.perf_counter() - begin < END_S
+
     def _play(self, name: str, site: Site | None, seed: int) -> Ranks:
-        size = scenarios.SCENARIOS[name].size
-        if size not in self._pools:
-            self._pools[size] = RankPool(size, "cuda")
+        scenario = scenarios.SCENARIOS[name]
+        ranks = scenario.size, "cpu" if scenario.on_cpus else "cuda"
+        if ranks not in self._pools:
+            self._pools[ranks] = RankPool(*ranks)
         folder = tempfile.mkdtemp(dir="/var/tmp")
         fields = None if site is None else tuple(site)
         pool.TIMEOUT_S = BEGIN_S if site is None else END_S
         try:
-            return self._pools[size].run(scenarios.play, name, fields, seed, folder)
+            return self._pools[ranks].run(scenarios.play, name, fields, seed, folder)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 

@@ -116,11 +116,13 @@ class ShardedOptimizer:
     def set_options(self, groups: Sequence[Options]) -> None:
         """Replace the options of each group, such as its learning rate.
 
+        It is called between the end of a step's gradients, each of which has waited for the last
+        update of its unit, and the next update: none reads the old options any more.
+
         Args:
             groups: each has its `weight_decay`, if any has one.
         """
         for update in self._updates:
-            update.unit.update_side.wait()
             update.set_options(groups)
         if self._trust is not None:
             decays = [groups[number]["weight_decay"] for number in self._groups.values()]

@@ -109,6 +109,9 @@ class Updates:
     ) -> None:
         """Update all units, unless the step is skipped.
 
+        Ranks have exchanged the step's sums since the last pass, which has waited for all that it
+        gathered: none reads another one's parameters any more.
+
         Args:
             lr: learning rate of all groups; None leaves each its own.
             divisor: 0-d fp32, of the gradient.
@@ -117,7 +120,6 @@ class Updates:
         """
         optimizer = self.optimizer
         assert optimizer is not None
-        self._comm.settle()  # other ranks may still read the parameters
         self.wait_for_readers()
         self._reading_ahead.wait()  # until it has begun, and is counted
         self._reading_ahead = DONE

@@ -1,5 +1,5 @@
 # make train        train the main job: a language model of 10 million parameters on Python's own source, two CPU ranks
-# make test         the tests, of large tables few rows, the linter and the type checker: 13 minutes
+# make test         the tests, of large tables few rows, the linter and the type checker: 12 minutes
 # make test-all     the same with all rows, and what is marked thorough: 30 minutes
 # make test-hosts   the tests on three hosts, network namespaces with an sshd each (as root; installs sshd)
 # make test-faults  a table of what goes wrong on three hosts, and what zrun makes of it: 3 minutes
@@ -14,7 +14,7 @@
 # make test-trackers  runs kept by tensorboard, wandb, mlflow and trackio, read by their own readers (installs them): a minute
 # make test-gpu     the tests that need a GPU, on those of this machine
 # make bench-gpu    zrun at each ZeRO stage beside DDP, FSDP2 and a plain loop, on all GPUs of this machine: 25 minutes at most
-# make test-devices  of the tables on simulated GPUs, the rows that make test runs: two minutes, for each of SEEDS='1-20' anew
+# make test-devices  of the tables on simulated GPUs, the rows that make test runs: two minutes; more rows for each of SEEDS='1-20', an hour
 # make test-simulated-gpu  the tests of CUDA on simulated GPUs (installs g++, as root, where it is missing): three quarters of an hour
 # make test-simulated-gpu ALL=1  and every stage with every place of states, size, format and accumulation: half an hour more
 # make test-gpu-hosts  of these, the tests on two hosts, which either may lose (as root; installs sshd): 5 minutes
@@ -24,7 +24,7 @@
 
 PYTHON ?= python3
 
-.PHONY: train test test-all test-unit test-ranks test-e2e test-hosts test-faults test-slurm test-offload test-pipelines test-saves test-tensors test-joints test-models test-versions test-trackers test-gpu test-devices test-simulated-gpu test-gpu-hosts test-gpu-faults bench-gpu bigger-than-memory lint clean
+.PHONY: train test test-all test-unit test-ranks test-e2e test-others test-hosts test-faults test-slurm test-offload test-pipelines test-saves test-tensors test-joints test-models test-versions test-trackers test-gpu test-devices test-simulated-gpu test-gpu-hosts test-gpu-faults bench-gpu bigger-than-memory lint clean
 
 # In bf16, or in fp32 where the processor has no instructions for bf16: torch would take 30 times as long.
 FORMAT = import torch; print("bf16" if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "fp32")
@@ -36,8 +36,7 @@ ROWS ?= --covering
 
 test: .venv/ready
 	$(MAKE) -j 2 --output-sync=target lint test-unit
-	$(MAKE) -j 3 --output-sync=target test-ranks test-e2e test-hosts
-	$(MAKE) test-devices
+	$(MAKE) -j 3 --output-sync=target test-ranks test-e2e test-others
 
 test-all:
 	$(MAKE) test ROWS=
@@ -45,7 +44,11 @@ test-all:
 test-unit: .venv/ready
 	.venv/bin/python -m pytest -q $(ROWS) -n 2 tests/unit
 
-# These three at once: real ranks compute, the other two mostly wait for processes.
+# These three at once: real ranks compute, the others mostly wait for processes.
+test-others:
+	$(MAKE) test-hosts
+	$(MAKE) test-devices
+
 test-ranks: .venv/ready
 	.venv/bin/python -m pytest -q $(ROWS) -n 2 --dist loadfile tests/dist tests/gpu
 
@@ -101,10 +104,12 @@ SIMULATED = PYTHONPATH=tests/simulated_gpu .venv/bin/python -m simulated_gpu see
 
 DEVICES = tests/dist/test_devices.py tests/dist/test_device_loops.py
 
-# SEEDS='1-20', or '3 5 8': it says of each how many tests passed, and with how many races.
+# SEEDS='1-20', or '3 5 8': more rows, and it says of each seed how many tests passed, and with how
+# many races.
 SEEDS ?= $(SEED)
+ROWS_OF_SEEDS = $(if $(filter $(SEED),$(SEEDS)),--covering,-m 'covering or seeded')
 test-devices: .venv/simulated-gpu/ready
-	.venv/bin/python tests/simulated_gpu/seeds.py $(SEEDS) -- --covering $(DEVICES)
+	.venv/bin/python tests/simulated_gpu/seeds.py $(SEEDS) -- $(ROWS_OF_SEEDS) $(DEVICES)
 
 test-simulated-gpu: .venv/simulated-gpu/ready
 	tests/hosts/install-sshd

@@ -117,7 +117,9 @@ FEW = covering([row for row in reversed(PAIRS) if row.size <= 4], together=1)  #
 
 def stages() -> list[Any]:
     """Return all rows: those of `PAIRS`, of which `make test` runs a few, and thorough ones."""
-    marks = {row: [] for row in PAIRS} | {row: [pytest.mark.covering] for row in FEW}
+    marks: dict[Row, list[pytest.MarkDecorator]] = {row: [] for row in PAIRS}
+    marks |= {row: [pytest.mark.covering] for row in FEW}
+    marks[next(row for row in PAIRS if row.size == max(SIZES))] = [pytest.mark.seeded]
     return [
         pytest.param(row, id=" ".join(map(str, row)), marks=marks.get(row, [pytest.mark.thorough]))
         for row in ROWS

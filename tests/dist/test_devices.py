@@ -2,7 +2,8 @@
 
 `make test-simulated-gpu` runs all of it but what is marked `thorough`, which ALL=1 adds, `make
 test` those marked `covering`. Kernels come late there, at random, so whoever does not wait for one
-computes with other numbers; `make test-devices SEEDS="1 2 3"` has them late otherwise.
+computes with other numbers; `make test-devices SEEDS=1-20` has them late otherwise, in these and in
+those marked `seeded`.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ pytestmark = needs_simulated
 
 # GPUs have no pages that move.
 CELLS = covering([cell for cell in all_cells() if not cell.why_not and cell.pages == "moved"])
-IN_ALL_DIMENSIONS = Cell("tp 2, pp 2", 3, "fp32", "adamw", "full", "apart")
+IN_BOTH = Cell("tp 2, pp 2", 3, "fp32", "adamw", "full", "apart")
+IN_ALL_DIMENSIONS = Cell("tp 2, pp 2, dp 2", 3, "fp32", "adamw", "full", "apart")
 
 
 def train_cell(*args: Any) -> Any:
@@ -63,7 +65,11 @@ def trained(ranks) -> Callable[[Cell, str], Found]:
 
 @pytest.mark.parametrize(
     "cell",
-    [*CELLS, pytest.param(IN_ALL_DIMENSIONS, marks=pytest.mark.covering)],
+    [
+        *CELLS,
+        pytest.param(IN_BOTH, marks=pytest.mark.covering),
+        pytest.param(IN_ALL_DIMENSIONS, marks=pytest.mark.seeded),
+    ],
     ids=lambda cell: " ".join(map(str, cell)),
 )
 def test_shapes_of_the_mesh(trained: Any, cell: Cell) -> None:
@@ -97,7 +103,6 @@ def test_stages(ranks, tmp_path: Path, on_cpus: Any, row: Row) -> None:
     same(ranks(row.size, "cuda").run(train, row.keys, str(tmp_path)), on_cpus(row.base))
 
 
-@pytest.mark.covering
 def test_rows_of_stages_have_every_pair() -> None:
     for one, other in itertools.combinations(range(len(Row._fields)), 2):
         every = set(itertools.product(*({row[field] for row in ROWS} for field in (one, other))))
@@ -156,13 +161,12 @@ SLICED: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
     "a pipeline": ({"zero": 3, "parallel": {"pp": 2, "schedule": "zero_bubble"}}, {"pp": 2}),
 }
 
+FEW_SLICED = {"recomputed, stage 3": pytest.mark.covering, "a pipeline": pytest.mark.seeded}
+
 
 @pytest.mark.parametrize(
     "case",
-    [
-        pytest.param(name, marks=[pytest.mark.covering] if name.startswith("recomputed") else [])
-        for name in SLICED
-    ],
+    [pytest.param(name, marks=FEW_SLICED.get(name, [])) for name in SLICED],
 )
 def test_slices_of_a_sequence(ranks, tmp_path: Path, case: str) -> None:
     keys, dims = SLICED[case]
@@ -201,7 +205,9 @@ SCHEDULES = {
 @pytest.mark.parametrize(
     "schedule",
     [
-        pytest.param(name, marks=[pytest.mark.covering] if name == "interleaved" else [])
+        pytest.param(
+            name, marks=pytest.mark.covering if name == "interleaved" else pytest.mark.seeded
+        )
         for name in SCHEDULES
     ],
 )

@@ -1,6 +1,6 @@
 """Run tests on simulated GPUs with other delays, seed after seed, and say how many passed.
 
-`python tests/simulated_gpu/seeds.py 1 2 3 -- --covering tests/dist/test_devices.py`; a range is
+`python tests/simulated_gpu/seeds.py 1 2 3 -- -m covering tests/dist/test_devices.py`; a range is
 `1-20`. A seed that failed has all that pytest said of it. A race counts once for each of its two
 lines. It ends with 1 if a test failed, if none passed, or if anything raced.
 """
@@ -18,7 +18,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 HERE = Path(__file__).resolve().parent
-SETTINGS = "delay_us=300,devices=4"
+SETTINGS = "delay_us=300,devices=8"
 _RACE = re.compile(r"a race: (.*?, and nothing orders them)")
 
 

@@ -114,6 +114,7 @@ def test_it_tells_how_late_its_gradients_are(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1], ids=["the server", "another rank"])
+@pytest.mark.at_most(1)
 def test_who_is_killed_is_named_and_the_run_goes_on(folder: Path, rank: int) -> None:
     command = [*ZRUN, "train", "job.yaml", "--ui", "none", "--run-dir", "run", "steps=400"]
     with subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True) as launcher:
@@ -132,6 +133,7 @@ def test_who_is_killed_is_named_and_the_run_goes_on(folder: Path, rank: int) -> 
     assert not left(folder)
 
 
+@pytest.mark.thorough
 def test_restarts_go_on_by_themselves(folder: Path) -> None:
     command = [*ZRUN, "train", "job.yaml", "--ui", "none", "--run-dir", "run", "restarts=1"]
     with subprocess.Popen(
@@ -195,6 +197,7 @@ def paced(folder: Path, limit_s: float, **args: float) -> list[str]:
 
 
 @pytest.mark.parametrize("staleness", ["0", "any"])
+@pytest.mark.at_most(1)
 def test_a_share_may_take_longer_than_a_wait(folder: Path, staleness: str) -> None:
     """Nobody waits for long: both ranks compute for as long."""
     done = zrun(folder, *paced(folder, 4, pause=2.3), "steps=2", f"staleness={staleness}")

@@ -194,6 +194,7 @@ def test_a_module_is_found_as_python_finds_it_and_failures_start_again(tmp_path:
     ],
     ids=["fsdp2", "accelerate", "trainer"],
 )
+@pytest.mark.at_most(2)
 def test_scripts_of_others_run_as_they_are(
     tmp_path: Path, name: str, script: str, said: str
 ) -> None:
@@ -228,6 +229,7 @@ def test_ddp_has_the_bits_that_torchrun_gives_it(tmp_path: Path) -> None:
         ("sys.exit(0)", 5, "rank 0 of 2 .* failed after rank 1 had ended with status 0"),
     ],
 )
+@pytest.mark.at_most(2)
 def test_the_rank_that_ended_the_run_is_named(
     tmp_path: Path, does: str, code: int, says: str
 ) -> None:
@@ -292,6 +294,7 @@ def test_a_script_with_the_library_joins_the_record_and_saves_when_asked(tmp_pat
     assert any("init(run_dir=" in line for line in output(tmp_path, 0))
 
 
+@pytest.mark.thorough
 def test_of_a_script_with_the_library_a_hang_names_the_unit(tmp_path: Path) -> None:
     done = zrun_run(tmp_path, LIBRARY, "limits.hang_s=4", "train.py", "100000", "5")
     assert done.returncode == 6, done.stderr

@@ -99,6 +99,7 @@ def test_faults(rig: Rig, tmp_path: Path, name: str) -> None:
     assert found.cause, found.report
 
 
+@pytest.mark.thorough
 def test_an_asynchronous_server_serves_another_host(rig: Rig, tmp_path: Path) -> None:
     """Without staleness it has the bits of the synchronous one on one host."""
     hosts = ["node1", "node2"]
@@ -116,7 +117,7 @@ def test_an_asynchronous_server_serves_another_host(rig: Rig, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("name", ["worker killed", "agent killed"])
-@pytest.mark.at_most(1)
+@pytest.mark.thorough
 def test_an_asynchronous_server_misses_who_is_killed(rig: Rig, tmp_path: Path, name: str) -> None:
     fault = next(each for each in faults.FAULTS if each.name == name)
     apart = {"sync": "async_server", "staleness": "any"}

@@ -126,6 +126,25 @@ def test_what_is_wholly_free_goes_back() -> None:
     assert retried == [70 * MIB, 1, 0]
 
 
+def test_a_watch_of_one_step_leaves_the_peak_of_the_process() -> None:
+    watched, held = said(
+        """
+        from zrun_core.telemetry.metrics import process_memory
+        from zrun_core.telemetry.peak_memory import PeakMemory
+        device = torch.device("cuda", 0)
+        large = new(60 * MIB)
+        del large
+        torch.cuda.empty_cache()
+        with PeakMemory(device) as peak:
+            small = new(4 * MIB)
+        say(peak.num_bytes)
+        say(process_memory(device)["device_allocated"])
+        """
+    )
+    assert watched == [4 * MIB]
+    assert held == [60 * MIB]
+
+
 def test_expandable_segments_grow_by_pages_and_shrink_in_the_middle() -> None:
     grown, holes, shrunk, filled, empty = said(
         """

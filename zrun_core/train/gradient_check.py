@@ -36,7 +36,7 @@ from zrun_core.distributed.transport import Group
 from zrun_core.memory.layout import TensorRange
 from zrun_core.memory.tensors import TensorPart, contiguous_stride
 from zrun_core.stages.node_calls import DrawingWalk, Node
-from zrun_core.train.tensor_sums import NUM_SUMS, distance, sums_of_part
+from zrun_core.train.tensor_sums import NUM_SUMS, distance, sums_of, sums_of_part, sums_of_rows
 from zrun_core.user_code.grad_hooks import has_late_hooks, hooks_of
 from zrun_core.zero.unit.flat_unit import FlatUnit
 
@@ -45,7 +45,7 @@ _OF_FORMAT = 4.0  # times the distance of neighbours in halves: as much in these
 _OF_ALL = 1e-2  # of that: a share of the norm of all gradients
 _TIMES_NUDGED = 3.0
 _NUDGE = 2.0  # times the distance of neighbours in the format
-_AT_ONCE = 1 << 17  # elements: what is computed of them takes 40 times as many bytes
+_AT_ONCE = 1 << 17  # elements: what is computed of them may take 40 times as many bytes
 _WIDTH = 1 + NUM_SUMS  # of a row: the square of the norm, and the sums
 
 
@@ -88,7 +88,8 @@ def noting_gradients(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
             row = torch.zeros(_WIDTH, dtype=torch.float64, device=grad.device)
             for first in range(0, len(flat), _AT_ONCE):
                 values = flat[first : first + _AT_ONCE]
-                _add(row, values, torch.arange(first, first + len(values), device=grad.device))
+                values = values.double()
+                _add(row, values, sums_of(values, first))
             if name in rows:  # of another backward of the same pass: its square is not known
                 row.fill_(math.nan)
             rows[name] = row
@@ -185,13 +186,33 @@ class PartialGradients:
 
     def _add_ranges(self, place: int, ranges: Sequence[TensorRange], grad: torch.Tensor) -> None:
         for batch in _batches(ranges):
-            values = torch.cat([grad[each.start : each.stop] for each in batch])
-            lengths = torch.tensor([each.stop - each.start for each in batch])
-            shifts = torch.tensor([each.first for each in batch]) - (lengths.cumsum(0) - lengths)
-            in_memory = torch.arange(len(values)) + shifts.repeat_interleave(lengths)
-            places = _places(in_memory.to(values.device), batch[0].part)
+            values = torch.cat([grad[each.start : each.stop] for each in batch]).double()
             self.counts[place] += len(values)
-            _add(self.rows[place], values, places)
+            _add(self.rows[place], values, _sums_of_ranges(values, batch))
+
+
+def _sums_of_ranges(values: torch.Tensor, ranges: Sequence[TensorRange]) -> torch.Tensor:
+    """Return what ranges of one tensor add to its sums; `values`, float64, are their elements."""
+    part = ranges[0].part
+    if part.stride != contiguous_stride(part.shape):
+        return sums_of_part(values, _places(_in_memory(ranges, 1).to(values.device), part))
+    if len(ranges) == 1:
+        return sums_of(values, ranges[0].first)
+    if any(each.first % NUM_SUMS or (each.stop - each.start) % NUM_SUMS for each in ranges):
+        return sums_of_part(values, _in_memory(ranges, 1).to(values.device))
+    numbers = _in_memory(ranges, NUM_SUMS).to(values.device)
+    return sums_of_rows(values.view(-1, NUM_SUMS), numbers)
+
+
+def _in_memory(ranges: Sequence[TensorRange], unit: int) -> torch.Tensor:
+    """Return the places of the elements of ranges in their tensor's memory, int64.
+
+    `unit` is how many elements count as one; the ranges begin and end at multiples of it.
+    """
+    lengths = torch.tensor([(each.stop - each.start) // unit for each in ranges])
+    firsts = torch.tensor([each.first // unit for each in ranges])
+    shifts = firsts - (lengths.cumsum(0) - lengths)
+    return torch.arange(int(lengths.sum())) + shifts.repeat_interleave(lengths)
 
 
 def _batches(ranges: Sequence[TensorRange]) -> Iterator[list[TensorRange]]:
@@ -225,15 +246,13 @@ def _places(in_memory: torch.Tensor, part: TensorPart) -> torch.Tensor:
     return places
 
 
-def _add(row: torch.Tensor, values: torch.Tensor, places: torch.Tensor) -> None:
-    """Add elements of a gradient to its row.
+def _add(row: torch.Tensor, values: torch.Tensor, sums: torch.Tensor) -> None:
+    """Add elements of a gradient to its row, [65].
 
-    `row`, [65], is of the gradient; `values` are 1-D, and `places`, int64, say where in the
-    gradient they are.
+    `values`, 1-D and float64, are the elements, and `sums` what they add to its sums.
     """
-    values = values.double()
-    row[0] += values.square().sum()
-    row[1:] += sums_of_part(values, places)
+    row[0] += values.dot(values)
+    row[1:] += sums
 
 
 class Apart(NamedTuple):

@@ -247,24 +247,15 @@ class ValueCheck:
             self.whole = WholeForward(why_not=f"the whole model takes {format_size(num_bytes)}")
             return
         try:
-            why_no_gradients = why_not_told(built.module)
+            why_no_gradients = why_not_told(built.module)  # its own parameters have the hooks
             values = None
             if open_values is not None:
                 began = time.monotonic()
                 values = within(open_values(), self._reading_s, began)
                 self._path = values.path
+            limit = _MOST_BYTES * free_bytes - num_bytes
             with _with_values(built, self._precision.compute, device, values):
-                for draw in range(_DRAWS):
-                    whole = self._forward(built.module, device, draw)
-                    if whole.is_telling:
-                        break
-                again = self._forward(built.module, device, whole.draw)
-                is_steady = _agree(whole, again)
-                if is_steady and not why_no_gradients:
-                    limit = _MOST_BYTES * free_bytes - num_bytes
-                    whole = self._with_gradients(whole, built.module, device, limit)
-                else:
-                    whole = replace(whole, why_no_gradients=why_no_gradients)
+                whole = self._run_whole(built.module, device, limit, why_no_gradients)
         except CheckpointError as error:
             self.whole = WholeForward(why_not=_reason(error))
             return
@@ -272,13 +263,28 @@ class ValueCheck:
             reason = f"on one rank its forward fails: {_reason(error)}"
             self.whole = WholeForward(why_not=reason)
             return
-        if not is_steady:
-            why_not = "its loss differs from one forward to the next with the same random numbers"
-            self.whole = WholeForward(why_not=why_not)
-            return
         self.whole = whole
         if accelerator.is_accelerator(device):
             accelerator.empty_cache()  # the shards need it
+
+    def _run_whole(
+        self, model: nn.Module, device: torch.device, limit: float, why_no_gradients: str
+    ) -> WholeForward:
+        """Return what the whole model comes to; activations may take `limit` bytes."""
+        for draw in range(_DRAWS):
+            whole = self._forward(model, device, draw)
+            if whole.is_telling:
+                break
+        found, loss = replace(whole, why_no_gradients=why_no_gradients), math.nan
+        if not why_no_gradients:
+            found, loss = self._with_gradients(whole, model, device, limit)
+        # The forward of the backward is another one with the same numbers, but for its format.
+        is_same_forward = not (self._widens or whole.draw or whole.second is not None)
+        is_steady = is_same_forward and _is_steady(whole.loss, loss)
+        if is_steady or _agree(whole, self._forward(model, device, whole.draw)):
+            return found
+        why_not = "its loss differs from one forward to the next with the same random numbers"
+        return WholeForward(why_not=why_not)
 
     def _forward(self, model: nn.Module, device: torch.device, draw: int) -> WholeForward:
         """Return what a forward comes to, and the next one if it leaves something behind."""
@@ -304,15 +310,16 @@ class ValueCheck:
 
     def _with_gradients(
         self, whole: WholeForward, model: nn.Module, device: torch.device, limit: float
-    ) -> WholeForward:
+    ) -> tuple[WholeForward, float]:
         """Return what a forward has come to, with the gradients, or why they are not compared.
 
-        `whole` is what it has come to; activations may take `limit` bytes.
+        `whole` is what it has come to; activations may take `limit` bytes. With it comes the loss
+        of the forward that the gradients are of; not a number: there is none.
         """
         saved = SavedTensors(model, limit)
         draws = self._streams.forwards
 
-        def backward(walk: type[DrawingWalk]) -> dict[str, torch.Tensor]:
+        def backward(walk: type[DrawingWalk]) -> tuple[dict[str, torch.Tensor], float]:
             try:
                 with _recomputing(model):
                     return self._backward(model, device, saved, walk(draws))
@@ -320,13 +327,13 @@ class ValueCheck:
                 return self._backward(model, device, saved, walk(draws))
 
         try:
-            rows = backward(DrawingWalk)
-            nudged = backward(NudgingWalk)
+            rows, loss = backward(DrawingWalk)
+            nudged, _ = backward(NudgingWalk)
         except Exception as error:  # as of the forward
             reason = f"on one rank its backward fails: {_reason(error)}"
             if saved.too_many:
                 reason = f"activations of the whole model take more than {format_size(limit)}"
-            return replace(whole, why_no_gradients=reason)
+            return replace(whole, why_no_gradients=reason), math.nan
         names = [name for name, _ in model.named_parameters() if name in rows and name in nudged]
         numels = dict(model.named_parameters())
         gradients = WholeGradients(
@@ -335,12 +342,12 @@ class ValueCheck:
             torch.stack([rows[name] for name in names]),
             torch.stack([nudged[name] for name in names]),
         )
-        return replace(whole, gradients=gradients)
+        return replace(whole, gradients=gradients), loss
 
     def _backward(
         self, model: nn.Module, device: torch.device, saved: SavedTensors, walk: Walk
-    ) -> dict[str, torch.Tensor]:
-        """Run a forward and its backward; return the rows of the gradients by name.
+    ) -> tuple[dict[str, torch.Tensor], float]:
+        """Run a forward and its backward; return the rows of the gradients by name, and the loss.
 
         `saved` counts what the forward keeps, and `walk` goes through its nodes.
         """
@@ -361,7 +368,7 @@ class ValueCheck:
                 share = share_of(loss, batch, self._global_size)
             with user_code("backward failed"):
                 scaler.scaled(share).backward()
-        return rows
+        return rows, float(loss.value.detach())
 
     def _contexts(self, model: nn.Module) -> list[AbstractContextManager[Any]]:
         """Return what a forward runs in, from the outside in."""
@@ -699,7 +706,12 @@ def _agree(whole: WholeForward, again: WholeForward) -> bool:
     seconds = (whole.second, again.second)
     if seconds[0] is not None and seconds[1] is not None and not _agree(*seconds):  # type: ignore[arg-type]
         return False
-    first, second = whole.loss or 0.0, again.loss or 0.0
+    return _is_steady(whole.loss, again.loss)
+
+
+def _is_steady(loss: float | None, again: float | None) -> bool:
+    """Return whether the losses of two forwards with the same random numbers are the same."""
+    first, second = loss or 0.0, again or 0.0
     return not math.isfinite(first) or math.isclose(first, second, rel_tol=_ROUNDING / 10)
 
 

@@ -45,6 +45,8 @@ class Ghosts:
         self._device = device
         # Of parameters, by identity, while they live: those that are divided are replaced.
         self._fakes = WeakTensorKeyDictionary()
+        self._forwards: dict[nn.Module, Callable[..., Any]] = {}  # of modules inside of nodes
+        self._attributes: dict[nn.Module, dict[str, Any]] = {}  # as the user's forwards know them
         self._hands_on: dict[tuple[type, torch.Size], bool] = {}  # by class and shape
         # By node and what it was given; with the shapes of what it hands out.
         self._handed_out: dict[Hashable, tuple[Any, object]] = {}
@@ -65,6 +67,18 @@ class Ghosts:
     def stand_for(self, part: torch.Tensor, whole: torch.Tensor) -> None:
         """Have the fake tensor of a parameter stand for the part of it that replaces it, too."""
         self._fakes[part] = self.fake_like(whole, whole.dtype)
+
+    def keep_forwards(self, node: nn.Module) -> None:
+        """Remember the forwards of the modules inside of a node, before any layer is around them.
+
+        This stage may have the node too, for another chunk, and then with layers that meet other
+        ranks.
+        """
+        self._forwards.update({module: module.forward for module in node.modules()})
+
+    def know_attribute(self, module: nn.Module, key: str, whole: object) -> None:
+        """Have ghosts find an attribute of a module as it is of the whole layer."""
+        self._attributes.setdefault(module, {})[key] = whole
 
     def hand_out(self, node: Node, args: Any, kwargs: dict[str, Any]) -> Any:
         """Return what a ghost of `node` hands out."""
@@ -107,9 +121,11 @@ class Ghosts:
         """
         stand_ins: list[tuple[nn.Module, str, Any]] = []
         for module in node.module.modules():
+            stand_ins += [(module, *each) for each in self._attributes.get(module, {}).items()]
             if module is not node.module:
                 # Not a layer: for this call it has no hooks. See `forward_layers.py`.
-                stand_ins.append((module, "_call_impl", module.forward))
+                forward = self._forwards.get(module, module.forward)
+                stand_ins.append((module, "_call_impl", forward))
             buffers = {key: b if b is None else b.clone() for key, b in module._buffers.items()}
             stand_ins.append((module, "_buffers", buffers))  # a ghost leaves the true ones alone
             for key in dict.keys(module._parameters):

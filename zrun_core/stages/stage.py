@@ -166,6 +166,8 @@ class Stage:
         self.handing_on = {chunk: self._find_handing_on(chunk) for chunk in self.chunks}
         blocks = repeated_blocks(model)
         nodes = install_nodes(model, blocks)
+        for node in nodes:
+            self.ghosts.keep_forwards(node.module)
         self.nodes = [node.module for node in nodes]
         self.own_blocks = [
             model.get_submodule(flow.blocks[number])
@@ -358,16 +360,20 @@ class StageWalk:
         self.is_done = False
         self._stage = stage
         self._receive = receive
-        segments = stage.split.segments(chunk)
-        self._segments = segments
-        self._is_last = chunk == stage.split.num_chunks - 1
-        self._border = stage.borders[chunk]
-        self._arriving, self._leaving = stage.places[chunk], stage.places[chunk + 1]
         self._left: dict[int, torch.Tensor] = {}  # what crosses the next border, by place
+        self.go_to(chunk)
         # Calls that need not run; where modules keep something of each call, all of them do.
         self._handing_on: Mapping[int, str] = stage.handing_on[chunk]
         self._hands_on = stage.ghosts.hands_on
         self.num_calls = 0
+
+    def go_to(self, chunk: int) -> None:
+        """Make a chunk the one whose nodes run."""
+        stage = self._stage
+        self._segments = stage.split.segments(chunk)
+        self._is_last = chunk == stage.split.num_chunks - 1
+        self._border = stage.borders[chunk]
+        self._arriving, self._leaving = stage.places[chunk], stage.places[chunk + 1]
 
     def call(self, node: Node, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run a node of this chunk, or let its ghost hand out what has come."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -47,12 +48,14 @@ class Divided:
         regions: where activations are slices.
         reads: of whole parameters outside of their modules; None: there are none.
         late_reads: those that the first forward does not make.
+        attributes: of modules, which count what this rank has of them, and what all have.
     """
 
     table: Mapping[str, TensorPart]
     regions: Regions
     reads: WholeReads | None
     late_reads: LateReads
+    attributes: Sequence[tuple[nn.Module, str, Any]]
     _whole: Mapping[str, tuple[nn.Module, Mapping[str, nn.Parameter]]]
 
     def divides(self, module: str) -> bool:
@@ -128,11 +131,13 @@ def divide(
         and not lacks_params(module)
     }
     whole = _replace_params(model, table)
+    attributes: list[tuple[nn.Module, str, Any]] = []
     for path, value in plan.attributes.items():
         owner, _, attribute = path.rpartition(".")
         module = model.get_submodule(owner)
         # Else it is a ghost, which hands out whole tensors.
         if runs_here(owner) and not lacks_params(module):
+            attributes.append((module, attribute, getattr(module, attribute)))
             setattr(module, attribute, value)
     once = [name for name, entry in entries.items() if entry.role is Role.ONCE]
     count_once(model, once, comm.size)
@@ -148,7 +153,7 @@ def divide(
     _divide_lone(model, entries, comm)
     in_blocks = set()
     for span in spans(chunks):
-        slice_between(model, span, comm)
+        slice_between(model, span, regions.slices)
         for name in span:
             _check_alone(plan, name)
             regions.draw_in(model.get_submodule(name))
@@ -159,7 +164,7 @@ def divide(
     for name in plan.summed & table.keys() - in_blocks:
         model.get_parameter(name).register_hook(_summed(comm, name))
     reads = WholeReads(model, plan, comm, table) if plan.reads.names else None
-    return Divided(table, regions, reads, LateReads(model, plan, table), whole)
+    return Divided(table, regions, reads, LateReads(model, plan, table), attributes, whole)
 
 
 def _install_regions(

@@ -31,7 +31,7 @@ from zrun_core.tensor_parallel.borders import copy_border, sum_out
 from zrun_core.tensor_parallel.column_grads import ColumnGrads
 from zrun_core.tensor_parallel.linear_product import PRODUCT, plain_product
 from zrun_core.tensor_parallel.region_plan import Region
-from zrun_core.tensor_parallel.sequence import gather_border, scatter_out
+from zrun_core.tensor_parallel.sequence import SequenceSlices
 from zrun_core.tensor_parallel.tensor_comm import TensorComm
 from zrun_core.tensor_parallel.torch_attention import replace_forward
 from zrun_core.user_code.forward_layers import Layer, wrap_forward
@@ -43,11 +43,13 @@ class Regions:
 
     Attributes:
         comm: of the ranks that have slices of the same layers.
+        slices: of the sequence, around regions that have them.
         streams: of this rank; None: regions draw from the model's.
     """
 
     def __init__(self, comm: TensorComm) -> None:
         self.comm = comm
+        self.slices = SequenceSlices(comm)
         self.streams: Streams | None = None
         self._is_watched = False
         self._leave: Callable[[], None] | None = None
@@ -98,8 +100,8 @@ class Regions:
         what = f"output of {name}"
         for each in columns:
             each.leave()
-        if is_sliced:
-            return scatter_out(part, self.comm, what)
+        if is_sliced and not self.slices.are_off:
+            return self.slices.scatter_out(part, what)
         self.leave()
         return sum_out(part, self.comm, what)
 
@@ -121,6 +123,7 @@ class Regions:
         this rank has a slice of the sequence around it. All tensors are of that slice if
         `is_hidden`; else the first one is, and others are whole.
         """
+        is_sliced = is_sliced and not self.slices.are_off
         if is_first and not is_sliced:
             self.enter(is_training=module.training)
         given = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
@@ -129,7 +132,7 @@ class Regions:
         for number, tensor in enumerate(tensors.values()):
             is_slice = is_sliced and (is_hidden or number == 0)
             if is_slice:
-                borders.append(gather_border(tensor, self.comm, name))
+                borders.append(self.slices.gather_border(tensor, name))
             else:
                 borders.append(copy_border(self.comm, name))
         inside = columns.enter(list(tensors.values()), borders)
@@ -143,7 +146,7 @@ class Regions:
     def draw_in(self, block: nn.Module) -> None:
         """Draw from the stream of regions in all of a block: each rank has other tokens there."""
         forward = block.forward
-        enter = outside_graphs(self.enter)
+        enter = outside_graphs(self._enter_block)
         leave = outside_graphs(self.leave)
 
         def draws_inside(*args: Any, **kwargs: Any) -> Any:
@@ -154,6 +157,11 @@ class Regions:
                 leave()
 
         wrap_forward(block, Layer.DRAWS_INSIDE, draws_inside)
+
+    def _enter_block(self, *, is_training: bool) -> None:
+        """Draw as in a region, unless all ranks have the same tokens."""
+        if not self.slices.are_off:
+            self.enter(is_training=is_training)
 
     @contextmanager
     def watched(self) -> Iterator[Callable[[], bool]]:

@@ -30,24 +30,66 @@ from zrun_core.zero.passes.graph_breaks import outside_graphs
 _DIM = 1  # of [batch, sequence, hidden]
 
 
-def gather_border(x: torch.Tensor, comm: TensorComm, name: str) -> Border:
-    """Return what makes of `x` the whole sequence, [b, s, h], at the input of a region.
+class SequenceSlices:
+    """The slices of the sequence that this rank has between blocks, of the forward under way.
 
-    Args:
-        x: [b, s / size, h], or [b * s / size, h] of tokens that are computed one by one.
+    A forward without gradients whose length the ranks do not divide, as of a text that grows token
+    by token, has none: its sequence stays whole, as without `parallel.sequence`.
+
+    Attributes:
+        comm: of the ranks that have them.
+        are_off: the sequence is whole.
     """
-    gather, _ = _moves(x, comm, name)
-    return Border(gather, partial(comm.begin_reduce_scatter, dim=_dim(x), name=name))
 
+    def __init__(self, comm: TensorComm) -> None:
+        self.comm = comm
+        self.are_off = False
 
-def scatter_out(y: torch.Tensor, comm: TensorComm, name: str) -> torch.Tensor:
-    """Return this rank's slice, [b, s / size, h], of the sum of what a region's ranks computed.
+    def gather_border(self, x: torch.Tensor, name: str) -> Border:
+        """Return what makes of `x` the whole sequence, [b, s, h], at the input of a region.
 
-    Args:
-        y: [b, s, h], or [b * s, h].
-    """
-    gather, scatter = _moves(y, comm, name)
-    return cross(y, scatter, gather)
+        Args:
+            x: [b, s / size, h], or [b * s / size, h] of tokens that are computed one by one.
+        """
+        gather, _ = _moves(x, self.comm, name)
+        return Border(gather, partial(self.comm.begin_reduce_scatter, dim=_dim(x), name=name))
+
+    def scatter_out(self, y: torch.Tensor, name: str) -> torch.Tensor:
+        """Return this rank's slice, [b, s / size, h], of the sum of what a region's ranks computed.
+
+        Args:
+            y: [b, s, h], or [b * s, h].
+        """
+        gather, scatter = _moves(y, self.comm, name)
+        return cross(y, scatter, gather)
+
+    def begin(self, hidden: torch.Tensor, block: str) -> torch.Tensor:
+        """Return what this rank computes with from the first block on.
+
+        Args:
+            hidden: what is given to it, [b, s, h], the same on all ranks.
+            block: its name.
+
+        Raises:
+            JobError: there are gradients, and the ranks do not divide the length.
+        """
+        self.are_off = not torch.is_grad_enabled() and not _is_divided(
+            hidden, self.comm.size, block
+        )
+        if self.are_off:
+            return hidden
+        check_length(hidden, self.comm.size, block)
+        return split_in(hidden, self.comm, _DIM, f"input of {block}")
+
+    def end(self, hidden: torch.Tensor, block: str) -> torch.Tensor:
+        """Return the whole of what the last block returns.
+
+        Args:
+            block: its name.
+        """
+        if self.are_off:
+            return hidden
+        return gather_out(hidden, self.comm, _DIM, f"output of {block}")
 
 
 def _moves(tokens: torch.Tensor, comm: TensorComm, name: str) -> tuple[Move, Move]:
@@ -61,7 +103,7 @@ def _dim(tokens: torch.Tensor) -> int:
     return _DIM if tokens.dim() > 2 else 0
 
 
-def slice_between(model: nn.Module, blocks: Sequence[str], comm: TensorComm) -> None:
+def slice_between(model: nn.Module, blocks: Sequence[str], slices: SequenceSlices) -> None:
     """Let blocks compute with slices of the sequence.
 
     Args:
@@ -73,19 +115,17 @@ def slice_between(model: nn.Module, blocks: Sequence[str], comm: TensorComm) -> 
     @outside_graphs
     def split(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         hidden = hidden_states(args, kwargs)
-        check_length(hidden, comm.size, first)
-        own = split_in(hidden, comm, _DIM, f"input of {first}")
+        own = slices.begin(hidden, first)
         if args:
             return (own, *args[1:]), kwargs
         return args, {key: own if value is hidden else value for key, value in kwargs.items()}
 
     @outside_graphs
     def join(module: nn.Module, args: Any, output: Any) -> Any:
-        name = f"output of {last}"
         if isinstance(output, torch.Tensor):
-            return gather_out(output, comm, _DIM, name)
+            return slices.end(output, last)
         hidden, *others = output
-        return type(output)((gather_out(hidden, comm, _DIM, name), *others))
+        return type(output)((slices.end(hidden, last), *others))
 
     model.get_submodule(first).register_forward_pre_hook(split, with_kwargs=True)
     model.get_submodule(last).register_forward_hook(join)
@@ -178,19 +218,29 @@ def check_length(x: Any, size: int, name: str) -> None:
     Raises:
         JobError: they cannot.
     """
+    if _is_divided(x, size, name):
+        return
+    length = x.shape[_DIM]
+    raise JobError(
+        f"parallel.sequence: {name} is given a sequence of {length}, and {length} / tp {size} "
+        f"= {length / size:.4g} is not whole: make samples of a length that {size} divides, "
+        f"pad them (data.collate), or write sequence: false"
+    )
+
+
+def _is_divided(x: Any, size: int, name: str) -> bool:
+    """Return whether ranks divide the length of hidden states.
+
+    Raises:
+        JobError: it is something else.
+    """
     if not isinstance(x, torch.Tensor) or x.dim() != 3:
         shape = list(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
         raise JobError(
             f"parallel.sequence: the first argument of {name} is {shape}, and not hidden states of "
             "[batch, sequence, width]: write sequence: false"
         )
-    length = x.shape[_DIM]
-    if length % size:
-        raise JobError(
-            f"parallel.sequence: {name} is given a sequence of {length}, and {length} / tp {size} "
-            f"= {length / size:.4g} is not whole: make samples of a length that {size} divides, "
-            f"pad them (data.collate), or write sequence: false"
-        )
+    return x.shape[_DIM] % size == 0
 
 
 def hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

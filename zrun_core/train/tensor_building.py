@@ -90,6 +90,8 @@ def divide_model(
     divided = divide(model, plan, comm, chunks, parts.stage.run_elsewhere)
     for part, whole in divided.replaced():
         parts.stage.ghosts.stand_for(part, whole)
+    for module, key, of_all in divided.attributes:
+        parts.stage.ghosts.know_attribute(module, key, of_all)
     return divided
 
 

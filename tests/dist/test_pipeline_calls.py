@@ -55,6 +55,30 @@ class Answering(nn.Module):
         return found
 
 
+class Skipping(nn.Module):
+    """What it embeds goes into each block, and what the first block makes into the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, 8)
+        self.blocks = nn.ModuleList(Block(8) for _ in range(4))
+        self.head = nn.Linear(8, VOCAB)
+
+    def forward(
+        self, input_ids: torch.Tensor, labels: torch.Tensor | None = None
+    ) -> dict[str, SimpleNamespace] | SimpleNamespace:
+        first = x = self.embed(input_ids)
+        made = []
+        for block in self.blocks:
+            x = block(x) + 0.5 * first
+            made.append(x)
+        found = SimpleNamespace(logits=self.head(x + made[0]), name="answer", loss=None)
+        if labels is None:
+            return {"found": found}
+        found.loss = nn.functional.cross_entropy(found.logits.flatten(0, 1), labels.flatten())
+        return found
+
+
 def answer(context: Any) -> None:
     """Keep what the model returns where this rank calls it."""
     with context.gathered() as model, torch.no_grad():
@@ -97,6 +121,38 @@ def texts(folder: Path, step: int) -> list[Any]:
 def test_text_is_that_of_one_rank(
     ranks, tmp_path: Path, name: str, dims: dict[str, int], more: dict[str, Any]
 ) -> None:
+    assert_same_text(ranks, tmp_path, name, dims, more)
+
+
+@pytest.mark.parametrize(
+    ("name", "dims", "more"),
+    [
+        ("LlamaForCausalLM", {"pp": 2}, {}),
+        ("MixtralForCausalLM", {"dp": 2, "pp": 2}, {"zero": 3}),
+    ],
+)
+@pytest.mark.at_most(1)
+def test_stages_of_several_chunks_come_through_one_call(
+    ranks, tmp_path: Path, name: str, dims: dict[str, int], more: dict[str, Any]
+) -> None:
+    parallel = {"tp": dims.get("tp", 1), "pp": 2, "schedule": "interleaved"}
+    assert_same_text(ranks, tmp_path, name, dims, {"parallel": parallel, **more})
+
+
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "MixtralForCausalLM"])
+@pytest.mark.parametrize("dims", [{"tp": 2}, {"tp": 2, "pp": 2}], ids=str)
+@pytest.mark.at_most(1)
+def test_a_length_that_ranks_do_not_divide_stays_whole(
+    ranks, tmp_path: Path, name: str, dims: dict[str, int]
+) -> None:
+    """Prompts have three tokens, and then one comes after the other."""
+    parallel = {**dims, "sequence": True, "schedule": "interleaved" if "pp" in dims else "1f1b"}
+    assert_same_text(ranks, tmp_path, name, dims, {"parallel": parallel})
+
+
+def assert_same_text(
+    ranks: Any, tmp_path: Path, name: str, dims: dict[str, int], more: dict[str, Any]
+) -> None:
     sizes = {"dp": 1, "pp": 1, "tp": 1} | dims
     parallel = {key: sizes[key] for key in ("pp", "tp")}
     keys = keys_of(name, **{"parallel": parallel, **more})
@@ -135,9 +191,14 @@ def test_other_prompts_on_each_stage_are_refused(ranks, tmp_path: Path) -> None:
     assert "this one was given other tensors than the stage before" in str(error.value)
 
 
-def test_objects_that_hold_tensors_come_back_from_the_last_stage(ranks, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("model", "schedule"), [("Answering", "1f1b"), ("Skipping", "interleaved")]
+)
+def test_objects_that_hold_tensors_come_back_from_the_last_stage(
+    ranks, tmp_path: Path, model: str, schedule: str
+) -> None:
     keys = job(
-        model="test_pipeline_calls.py:Answering",
+        model=f"test_pipeline_calls.py:{model}",
         data="runs.py:Plain",
         steps=2,
         hooks={"on_step": "test_pipeline_calls.py:answer"},
@@ -145,7 +206,13 @@ def test_objects_that_hold_tensors_come_back_from_the_last_stage(ranks, tmp_path
     )
     dims = {"dp": 1, "pp": 2}
     many = ranks(2).run(
-        run, {**keys, "parallel": {"pp": 2}}, str(tmp_path / "many"), None, None, None, dims
+        run,
+        {**keys, "parallel": {"pp": 2, "schedule": schedule}},
+        str(tmp_path / "many"),
+        None,
+        None,
+        None,
+        dims,
     )
     one = ranks(1).run(run, keys, str(tmp_path / "one"))
     assert not [found["error"] for found in (*one, *many) if found["error"]]
@@ -153,12 +220,3 @@ def test_objects_that_hold_tensors_come_back_from_the_last_stage(ranks, tmp_path
     first, last = texts(tmp_path / "many", 1)
     assert first == last
     torch.testing.assert_close(torch.tensor(first), torch.tensor(expected))
-
-
-def test_several_chunks_of_a_stage_cannot_be_called(ranks, tmp_path: Path) -> None:
-    parallel = {"pp": 2, "schedule": "interleaved"}
-    keys = keys_of("LlamaForCausalLM", parallel=parallel)
-    with pytest.raises(AssertionError) as error:  # of the pool, which says what each rank raised
-        ranks(2).run(run, keys, str(tmp_path), None, None, None, {"dp": 1, "pp": 2})
-    assert "with parallel.virtual above 1" in str(error.value)
-    assert "write parallel.schedule: 1f1b" in str(error.value)

@@ -52,19 +52,6 @@ class DrawingWalk:
         return output
 
 
-class RefusingWalk:
-    """Runs the nodes of this stage, for a hook; it cannot come to those of other stages."""
-
-    def call(self, node: Node, args: Any, kwargs: dict[str, Any]) -> Any:
-        if node.is_elsewhere:
-            raise UserCodeError(
-                f"{node.name} is on another stage, and with parallel.virtual above 1, as "
-                "`interleaved` has it, a hook cannot call the model: write parallel.schedule: "
-                "1f1b, or export a checkpoint (zrun ckpt export) and call that"
-            )
-        return node.run(args, kwargs)
-
-
 class Node:
     """Stands before a module's hooks: a layer.
 

@@ -6,13 +6,15 @@ Every stage makes the same call at once, and goes on where a micro-batch would l
     stage 1   ghosts           ◄── receives  blocks.1  norm  head  ──►
 
 So caches, masks and lengths are those of the user's own forward: of a block that is elsewhere a
-cache has keys and values of the right shapes, without values. What the last stage returns comes
-back from stage to stage, on the links of gradients, and each stage returns just that.
+cache has keys and values of the right shapes, without values. A stage with several chunks runs all
+of them in this one call, with ghosts in between, so that nothing is done to a cache twice. What the
+last stage returns comes back from stage to stage, on the links of gradients, and each stage returns
+just that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -24,9 +26,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from zrun_core.data.batch import map_tensors
 from zrun_core.distributed.rng import ForwardStreams
 from zrun_core.errors import UserCodeError
+from zrun_core.stages.flow import Leaf
 from zrun_core.stages.links import StageLinks
 from zrun_core.stages.node_calls import is_walking, walking
-from zrun_core.stages.stage import Stage, StageWalk
+from zrun_core.stages.stage import ChunkPass, Stage, StageWalk
 from zrun_core.user_code.forward_layers import Layer, wrapped_forward
 from zrun_core.zero.passes.module_hooks import tensors_in
 
@@ -34,15 +37,15 @@ _RANGE = 2**62  # of digests, within an int64
 
 
 class WholeCalls:
-    """The calls of a stage's model that all stages make together. A stage has one chunk."""
+    """The calls of a stage's model that all stages make together."""
 
     def __init__(self, stage: Stage, links: StageLinks, draws: ForwardStreams) -> None:
         self._stage = stage
         self._links = links
         self._draws = draws
-        (self._chunk,) = stage.chunks
-        self._is_first = self._chunk == 0
-        self._is_last = self._chunk == stage.split.num_chunks - 1
+        self._chunk = stage.chunks[0]  # whose borders carry what is compared, and the result
+        self._is_first = stage.index == 0
+        self._is_last = stage.index == stage.split.pp - 1
 
     @contextmanager
     def installed(self, model: nn.Module) -> Iterator[None]:
@@ -64,10 +67,10 @@ class WholeCalls:
                 otherwise than in training.
         """
         self._check_alike(args, kwargs)
-        walk = _WholeWalk(self._stage, self._chunk, self._links, self._draws)
+        walk = _WholeWalk(self._stage, self._links, self._draws)
         with walking(walk):
             output = type(module)._call_impl(module, *args, **kwargs)
-        if not (walk.is_done or self._is_last):
+        if not walk.has_come_through:
             raise walk.took_another_way("it ended before the last block of this stage")
         output = self._from_last(output, walk)
         self._links.flush()
@@ -128,23 +131,50 @@ class _Entry:
 
 
 class _WholeWalk(StageWalk):
-    """A call's way through the whole model, of which this stage runs its chunk."""
+    """A call's way through the whole model, of which this stage runs its chunks."""
 
-    def __init__(self, stage: Stage, chunk: int, links: StageLinks, draws: ForwardStreams) -> None:
-        def receive(place: int, like: torch.Tensor) -> torch.Tensor:
-            return links.receive_activation(like, chunk, 0, place)
-
-        super().__init__(stage, chunk, receive, draws, None)
-        self._handing_on = {}  # a ghost may append to a cache
+    def __init__(self, stage: Stage, links: StageLinks, draws: ForwardStreams) -> None:
+        super().__init__(stage, stage.chunks[0], self._receive_next, draws, None)
         self._links = links
-        self._chunk = chunk
+        self._chunk = stage.chunks[0]
+        self._handing_on = {}  # a ghost may append to a cache
+
+    @property
+    def has_come_through(self) -> bool:
+        """Return whether the call has come to the end of the last of this stage's chunks."""
+        return self._chunk == self._stage.chunks[-1] and (self.is_done or self._is_last)
 
     def leave(self) -> None:
-        """Send what crosses the border, and go on: what follows is elsewhere."""
+        """Send what crosses the border, and go on: what follows is elsewhere, or another chunk."""
         self.end()
-        for place, tensor in enumerate(self.passed.outputs):
+        sent = self.passed.outputs
+        for place, tensor in enumerate(sent):
             self._links.send_activation(tensor, self._chunk, 0, place)
-        self.passed.outputs = []
+        self.passed = ChunkPass()
+        later = [chunk for chunk in self._stage.chunks if chunk > self._chunk]
+        if later:
+            self._begin_chunk(
+                later[0], dict(zip(self._stage.borders[self._chunk + 1], sent, strict=True))
+            )
+
+    def _begin_chunk(self, chunk: int, known: Mapping[Leaf, torch.Tensor]) -> None:
+        """Go on to a later chunk of this stage.
+
+        `known` is what has crossed the border behind the chunk before it: of this, what crosses
+        the later one's borders too comes once more, and is here.
+        """
+        self._chunk = chunk
+        self.is_done = False
+        self.go_to(chunk)
+        for place, leaf in enumerate(self._stage.borders[chunk]):
+            if leaf in known:
+                self._receive_next(place, known[leaf])
+        for place, leaf in enumerate(self._stage.borders[chunk + 1]):
+            if leaf in known:
+                self._left[place] = known[leaf]
+
+    def _receive_next(self, place: int, like: torch.Tensor) -> torch.Tensor:
+        return self._links.receive_activation(like, self._chunk, 0, place)
 
 
 def _tensors_of(output: Any) -> list[torch.Tensor]:

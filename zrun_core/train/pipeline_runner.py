@@ -17,7 +17,7 @@ from zrun_core.hardware.clock import mark
 from zrun_core.pipeline.actions import Action, ActionKind
 from zrun_core.pipeline.schedule import stage_actions
 from zrun_core.stages.links import StageLinks
-from zrun_core.stages.node_calls import RefusingWalk, Watcher, walking
+from zrun_core.stages.node_calls import Watcher
 from zrun_core.stages.outside import Outside
 from zrun_core.stages.stage import ChunkPass, Stage
 from zrun_core.stages.weight_grads import WeightGrads
@@ -224,10 +224,6 @@ class PipelineRunner(MicroBatchRunner):
 
     @contextmanager
     def called_by_hook(self, step: int, number: int) -> Iterator[None]:
-        if len(self._stage.chunks) > 1:  # a call would have to go through this rank twice
-            with walking(RefusingWalk()):
-                yield
-            return
         calls = WholeCalls(self._stage, self._links, self._draws)
         with calls.installed(self._sharded.module), self._draws.of_hook(step, number):
             yield

@@ -112,24 +112,6 @@ def test_what_a_stage_would_refuse(keys: JobConfig, words: str) -> None:
     assert words in str(error.value)
 
 
-def generate(context: Any) -> None:
-    with context.gathered() as model:
-        model.generate()
-
-
-def look(context: Any) -> None:
-    context.metric("loss", context.loss)
-
-
-def test_a_hook_that_may_call_several_chunks_is_noted() -> None:
-    hooks = {"on_step": f"{__file__}:look", "on_eval": f"{__file__}:generate"}
-    several = {"pp": 2, "schedule": "interleaved"}
-    model = "pipeline_zoo.py:transformer", {"name": "LlamaForCausalLM", "num_hidden_layers": 4}
-    (note,) = check_parts(job(model, TEXTS, parallel=several, hooks=hooks), MODELS)
-    assert note.startswith("hooks.on_eval: with parallel.virtual above 1")
-    assert check_parts(job(model, TEXTS, hooks=hooks), MODELS) == []
-
-
 def narrow(**keys: Any) -> JobConfig:
     """A mixture of which each rank has rows of eight bytes."""
     settings = {"name": "MixtralForCausalLM", "intermediate_size": 8, **keys.pop("settings", {})}

@@ -22,7 +22,6 @@ from zrun_core.errors import JobError, ZrunError
 from zrun_core.plan.trace.sample_batches import SampleBatches, samples_of
 from zrun_core.plan.trace.traced_model import TracedModel, build_whole
 from zrun_core.spine.config import JobConfig
-from zrun_core.spine.sections.section import Ref
 from zrun_core.stages.flow import ModelFlow
 from zrun_core.stages.follow import calls_of, follow
 from zrun_core.train.stage_building import cut
@@ -52,19 +51,7 @@ def check_parts(job: JobConfig, job_dir: Path) -> list[str]:
     micro = micro_of(job)
     notes = check_division(job, job_dir, samples, micro)
     _check_stages(job, job_dir, samples, micro)
-    return notes + [
-        f"hooks.{name}: with parallel.virtual above 1, as `interleaved` has it, a call of the "
-        "model within gathered() is refused when it comes: for a hook that generates text, write "
-        "parallel.schedule: 1f1b"
-        for name, ref in job.hooks
-        if isinstance(ref, Ref) and job.parallel.virtual > 1 and _enters_gathered(ref, job_dir)
-    ]
-
-
-def _enters_gathered(hook: Ref, job_dir: Path) -> bool:
-    """Return whether the code of a hook speaks of `gathered`, within which models are called."""
-    code = getattr(user.load(Ref(call=hook.call), job_dir), "__code__", None)
-    return code is not None and "gathered" in code.co_names
+    return notes
 
 
 def check_division(

@@ -142,6 +142,7 @@ def _inspect(job: JobConfig, job_dir: Path, layers_on: str | None) -> Structure:
     from zrun_core.plan.trace.layers_check import layered_kinds
     from zrun_core.plan.trace.parts_check import check_parts
     from zrun_core.train import parallelize
+    from zrun_core.train.hook_check import check_hooks
     from zrun_core.train.tensor_building import planned
     from zrun_core.user_code import build, user
     from zrun_core.zero.wrap.auto_wrap import repeated_blocks
@@ -166,6 +167,7 @@ def _inspect(job: JobConfig, job_dir: Path, layers_on: str | None) -> Structure:
         raise JobError("\n".join(mistakes))
     model = _build(job, job_dir)
     build.check(model)
+    check_hooks(job, job_dir, model)
     if job.parallel.pp > 1:
         names = [] if job.parallel.split == "auto" else job.parallel.split
         blocks = [name for name, _ in repeated_blocks(model)]

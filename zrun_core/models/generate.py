@@ -7,9 +7,9 @@ hooks: {on_eval: {call: "zrun_core.models.generate:sample", args: {prompt: "def 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -108,18 +108,54 @@ def sample(
         seed: of the draws.
         tokenizer: path of the `tokenizers` JSON file that the training data uses; None: bytes.
     """
-    if not isinstance(context.model, GPT):
-        kind = type(context.model).__name__
-        raise JobError(f"hooks.on_eval: sample continues text by a GPT, not by a {kind}")
+    model = _as_gpt(context.model, "sample")
     with context.gathered():
         if not context.runs_model:
             return
-        encoding = open_tokenizer(tokenizer)
-        encoded = encoding.encode(prompt.encode()).astype("int64")
-        prompt_ids = torch.from_numpy(encoded).to(context.device)  # [T]
+        prompt_ids = _prompt_ids(model, prompt, tokenizer, "sample").to(context.device)  # [T]
         generator = torch.Generator(context.device).manual_seed(seed)
-        ids = generate(context.model, prompt_ids[None], num_tokens, temperature, generator)[0]
-    context.log(encoding.decode(ids.tolist()))
+        ids = generate(model, prompt_ids[None], num_tokens, temperature, generator)[0]
+    context.log(open_tokenizer(tokenizer).decode(ids.tolist()))
+
+
+def check_sample(model: nn.Module, args: Mapping[str, Any], key: str) -> None:
+    """Check, before anything trains, that `sample` can continue its prompt by a model.
+
+    Args:
+        args: of `sample`, as a job has them.
+        key: that names it in the job.
+
+    Raises:
+        JobError: it is no GPT, or the prompt is not text that it knows.
+        UserCodeError: the tokenizer cannot be read.
+    """
+    gpt = _as_gpt(model, key)
+    _prompt_ids(gpt, args.get("prompt", "def "), args.get("tokenizer"), key)
+
+
+def _as_gpt(model: nn.Module, key: str) -> GPT:
+    if not isinstance(model, GPT):
+        raise JobError(
+            f"{key}: sample continues text by a GPT of zrun's, not by a {type(model).__name__}: "
+            "write a hook of your own, which calls generate of the model within "
+            "context.gathered(), or leave this one out"
+        )
+    return model
+
+
+def _prompt_ids(model: GPT, prompt: str, tokenizer: str | None, key: str) -> Tensor:
+    """Return the tokens of a prompt, int64 [T]."""
+    encoded = open_tokenizer(tokenizer).encode(prompt.encode()).astype("int64")
+    if not len(encoded):
+        raise JobError(f"{key}: the prompt {prompt!r} has no tokens to continue: write some text")
+    most = model.config.vocab_size
+    if encoded.max() >= most:
+        reader = "bytes (no tokenizer is named)" if tokenizer is None else tokenizer
+        raise JobError(
+            f"{key}: the prompt has token {encoded.max()}, read as {reader}, and the model knows "
+            f"{most} tokens: name the tokenizer of the training data, as args: {{tokenizer: PATH}}"
+        )
+    return torch.from_numpy(encoded)
 
 
 @contextmanager

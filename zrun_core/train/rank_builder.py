@@ -55,6 +55,7 @@ from zrun_core.spine.stop_signals import StopSignals
 from zrun_core.tensor_parallel.same_plan import check_same
 from zrun_core.tensor_parallel.tensor_comm import TensorComm
 from zrun_core.train import parallelize, rendezvous
+from zrun_core.train.hook_check import check_hooks
 from zrun_core.train.host_room import host_room
 from zrun_core.train.job_data import JobData
 from zrun_core.train.model_part import ModelPart
@@ -134,6 +135,7 @@ class RankBuilder:
         self._settings = self._sharding_config(room)
         built = self._build_model()
         check_trained(built.module)
+        check_hooks(job, self._job_dir, built.module)
         part = ModelPart()
         if self._has_part:
             part = self._take_part(built)

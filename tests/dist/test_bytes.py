@@ -17,6 +17,7 @@ from zrun_core.memory.buffers import Kind
 from zrun_core.spine.sections.activations import ActivationsConfig
 from zrun_core.zero.account import allocated_memory, expected_traffic, planned_memory
 from zrun_core.zero.unit.exchange import KINDS
+from zrun_core.zero.unit.unit_params import moves_pages
 
 
 class Exact(nn.Module):
@@ -298,7 +299,14 @@ def recomputed(world_size: int) -> dict[str, Any]:
     with sharded.gathered() as whole:
         assert all(torch.isfinite(param).all() for param in whole.parameters())
         inside = allocated_memory(sharded).by_kind[Kind.RING]
+    rings = [
+        sharded.settings.states.gather_ring_bytes(
+            sharded.layouts, ahead, moves_pages=moves_pages("cpu")
+        )
+        for ahead in (sharded.settings.prefetch, len(sharded.layouts))
+    ]
     return {
+        "whole": rings[1] - rings[0],  # as the planner counts what hooks gather
         "units": [layout.name for layout in sharded.layouts],
         "inside": inside,
         "planned": planned_memory(sharded).by_kind[Kind.RING],
@@ -311,6 +319,7 @@ def test_rings_hold_a_block_that_is_recomputed_and_shrink_after_gathered(ranks, 
     for run in ranks(world_size).run(recomputed, world_size):
         assert "blocks.0.{norm,up}" in run["units"] or "blocks.0.up" in run["units"]
         assert run["allocated"] == run["planned"] < run["inside"]
+        assert run["inside"] == run["planned"] + run["whole"]
 
 
 Deep = tuple[

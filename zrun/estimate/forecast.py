@@ -33,7 +33,6 @@ UNRELATED = (
     "tokens",
     "epochs",
     "lr",
-    "hooks",
     "resume",
     "restarts",
     "min_hosts",

@@ -178,6 +178,8 @@ def _device(rank: RankMemory, estimate: Estimate, hardware: Hardware) -> str:
 
 
 def _moment(rank: RankMemory) -> str:
+    if rank.hook:
+        return " in a hook"
     if rank.evaluation:
         return " in an evaluation"
     where = f" of {rank.peak.module}" if rank.peak.module else ""

@@ -7,7 +7,7 @@ hooks: {on_eval: {call: "zrun_core.models.generate:sample", args: {prompt: "def 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
@@ -19,6 +19,7 @@ from zrun_core.data.tokenizer import open_tokenizer
 from zrun_core.errors import JobError
 from zrun_core.models.gpt import GPT
 
+_PROMPT, _NUM_TOKENS, _TEMPERATURE = "def ", 200, 0.8  # of `sample`, where a job says nothing else
 _LENGTHS = 64  # tokens: a model is called with multiples of it
 
 
@@ -65,14 +66,21 @@ def generate(
     ids = prompt_ids
     with _evaluation_mode(model):
         for _ in range(max_new_tokens):
-            logits = _next_logits(model, ids[:, -model.config.seq_len :]).float()  # [B, V]
-            if temperature == 0:
-                chosen = logits.argmax(dim=-1, keepdim=True)  # [B, 1]
-            else:
-                probabilities = (logits / temperature).softmax(dim=-1)
-                chosen = torch.multinomial(probabilities, 1, generator=generator)  # [B, 1]
+            seen = ids[:, -model.config.seq_len :]
+            chosen = _next_token(model, seen, temperature, generator)
             ids = torch.cat((ids, chosen), dim=1)
     return ids
+
+
+def _next_token(
+    model: GPT, ids: Tensor, temperature: float, generator: torch.Generator | None
+) -> Tensor:
+    """Return the token [B, 1] that follows `ids` [B, T]; arguments as of `generate`."""
+    logits = _next_logits(model, ids).float()  # [B, V]
+    if temperature == 0:
+        return logits.argmax(dim=-1, keepdim=True)
+    probabilities = (logits / temperature).softmax(dim=-1)
+    return torch.multinomial(probabilities, 1, generator=generator)
 
 
 def _next_logits(model: GPT, ids: Tensor) -> Tensor:
@@ -90,9 +98,9 @@ def _next_logits(model: GPT, ids: Tensor) -> Tensor:
 
 def sample(
     context: EvalContext,
-    prompt: str = "def ",
-    num_tokens: int = 200,
-    temperature: float = 0.8,
+    prompt: str = _PROMPT,
+    num_tokens: int = _NUM_TOKENS,
+    temperature: float = _TEMPERATURE,
     tokenizer: str | None = None,
     seed: int = 0,
 ) -> None:
@@ -130,7 +138,29 @@ def check_sample(model: nn.Module, args: Mapping[str, Any], key: str) -> None:
         UserCodeError: the tokenizer cannot be read.
     """
     gpt = _as_gpt(model, key)
-    _prompt_ids(gpt, args.get("prompt", "def "), args.get("tokenizer"), key)
+    _prompt_ids(gpt, args.get("prompt", _PROMPT), args.get("tokenizer"), key)
+
+
+def last_step_of_sample(model: nn.Module, args: Mapping[str, Any]) -> Callable[[], object]:
+    """Return the step of `sample` that holds most: the one that makes its last token.
+
+    Args:
+        args: of `sample`, as a job has them.
+
+    Raises:
+        JobError: it cannot continue its prompt by the model.
+        UserCodeError: the tokenizer cannot be read.
+    """
+    gpt = _as_gpt(model, "sample")
+    of_prompt = len(_prompt_ids(gpt, args.get("prompt", _PROMPT), args.get("tokenizer"), "sample"))
+    length = min(of_prompt + args.get("num_tokens", _NUM_TOKENS) - 1, gpt.config.seq_len)
+
+    def step() -> object:
+        with _evaluation_mode(gpt):
+            ids = torch.zeros(1, length, dtype=torch.int64)
+            return _next_token(gpt, ids, args.get("temperature", _TEMPERATURE), None)
+
+    return step
 
 
 def _as_gpt(model: nn.Module, key: str) -> GPT:

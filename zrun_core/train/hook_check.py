@@ -40,6 +40,17 @@ def check_hooks(job: JobConfig, job_dir: Path, model: nn.Module) -> None:
             _refuse_generation(hook, ref, f"hooks.{name}", model)
 
 
+def enters_gathered(hook: object) -> bool:
+    """Return whether the code of a hook speaks of `gathered`, inside of which parameters are whole.
+
+    The functions that it calls are not looked at.
+    """
+    if not inspect.isroutine(hook):
+        hook = inspect.getattr_static(hook, "__call__", None)  # of a class: of its objects
+    code = getattr(hook, "__code__", None)
+    return code is not None and "gathered" in code.co_names
+
+
 def _encodes_apart(model: nn.Module) -> bool:
     """Return whether the model's `generate`, of `transformers`, calls an encoder by itself."""
     config = getattr(model, "config", None)

@@ -204,6 +204,34 @@ def test_evaluations_take_what_their_data_and_metrics_do() -> None:
     assert "no such column" in note
 
 
+def test_text_that_hooks_make_is_followed_and_others_are_named() -> None:
+    sizes = {"vocab_size": 512, "dim": 32, "depth": 2, "heads": 2, "seq_len": 128}
+    text = {"data": {"call": "zrun_core.data.text:text", "args": {"seq_len": 128}}}
+    model = ("zrun_core.models.gpt:gpt", sizes)
+    sample = "zrun_core.models.generate:sample"
+
+    def hooked(**hooks: Any) -> Profile:
+        return traced(model, **text, hooks=hooks)
+
+    plain = hooked()
+    assert (plain.generation_bytes, plain.hooks_gather) == (0, False)
+    short, long = (
+        hooked(on_eval={"call": sample, "args": {"num_tokens": number}}) for number in (8, 100)
+    )
+    # Logits of 64 and of 128 tokens, which the padding of lengths makes, and little else.
+    assert short.generation_bytes > 64 * 512 * 4
+    logits = (128 - 64) * 512 * 4
+    assert logits < long.generation_bytes - short.generation_bytes < 1.5 * logits
+    assert long.hooks_gather
+    assert long.traces == plain.traces
+    assert not any("hooks" in note for note in long.notes)
+    assert Profile.from_json(long.to_json()) == long
+    own = hooked(on_step="plan_models.py:look", on_end="plan_models.py:Gathering")
+    assert (own.generation_bytes, own.hooks_gather) == (0, True)
+    (note,) = [note for note in own.notes if "hooks" in note]
+    assert note.startswith("what hooks.on_step and hooks.on_end allocate is not in this estimate")
+
+
 def runs_lstm_in_bf16() -> bool:
     """Return whether torch's LSTM runs under autocast here: oneDNN's wants AVX-512 for bf16."""
     try:

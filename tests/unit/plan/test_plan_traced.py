@@ -17,6 +17,7 @@ from zrun_core.errors import ExitCode, JobError
 from zrun_core.hardware.hardware import Hardware
 from zrun_core.hardware.measured import Rates, from_rates
 from zrun_core.hardware.simulated import parse_simulate
+from zrun_core.plan.answer.outcome import RankMemory
 from zrun_core.plan.answer.planner import Planner
 from zrun_core.plan.answer.search import SearchSpace, search
 from zrun_core.plan.memory.rank_memory import adds_gradients
@@ -349,6 +350,36 @@ def test_an_evaluation_that_takes_more_than_a_step_counts_and_is_named() -> None
         .estimate(base)
         .fits
     )
+
+
+def test_hooks_that_take_more_than_a_step_count_and_are_named() -> None:
+    hardware = parse_simulate("8xCPU")
+    job = JOB.model_copy(update={"device": "cpu"})
+    base = Candidate(3, ParallelDims(8), 1, 1)
+    plain = profile()
+
+    def rank(stage: int = 3, **known: Any) -> RankMemory:
+        planner = Planner(replace(plain, **known), hardware, job)
+        (found,) = planner.estimate(replace(base, stage=stage)).ranks
+        return found
+
+    without = rank()
+    assert rank(hooks_gather=True) == without, "activations take more than a step's hook"
+    assert rank(hooks_gather=True, stage=2) == rank(stage=2), "parameters are whole anyway"
+    text, both = rank(generation_bytes=10**9), rank(generation_bytes=10**9, hooks_gather=True)
+    assert text.reserved - without.reserved == text.hook > 0
+    # All but this rank's eighth, and what is gathered at a time in a step; in bf16.
+    layouts = Planner(plain, hardware, job).layouts(base)
+    others = sum(2 * (unit.padded_numel - unit.shard_numel) for unit in layouts)
+    ring = next(each.num_bytes for each in without.buffers if each.name == "gather ring")
+    assert both.hook - text.hook == others - ring > 0
+    room = both.device_used - (1 << 20)
+    tight = replace(hardware, device=replace(hardware.device, memory_bytes=room))
+    refused = Planner(
+        replace(plain, generation_bytes=10**9, hooks_gather=True), tight, job
+    ).estimate(base)
+    assert not refused.fits
+    assert " in a hook, 1.0 MiB more than its " in str(overshoot(refused, tight))
 
 
 def test_operators_of_a_kernel_cost_less_and_are_fewer_in_shorter_samples() -> None:

@@ -148,6 +148,19 @@ class ActivationModel:
         num_bytes = whole.evaluation_bytes.at(candidate.micro)
         return round(num_bytes * (1 + rank_memory.HEAP_SLACK))
 
+    def generation(self) -> int:
+        """Return the bytes that the bundled hook holds while it makes text, as `evaluation`."""
+        whole = self._subject.whole
+        if not isinstance(whole, Profile):
+            return 0
+        return round(whole.generation_bytes * (1 + rank_memory.HEAP_SLACK))
+
+    @property
+    def hooks_gather(self) -> bool:
+        """Whether a hook has all parameters of a rank whole at once."""
+        whole = self._subject.whole
+        return isinstance(whole, Profile) and whole.hooks_gather
+
     # Beside it
 
     def held(self, candidate: Candidate) -> list[Buffer]:

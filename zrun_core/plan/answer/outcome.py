@@ -26,6 +26,7 @@ class RankMemory:
         communicators: of these, between ranks.
         pinned, pageable: of the host's memory.
         evaluation: bytes that an evaluation takes of the device beyond a step; in `reserved`.
+        hook: bytes that hooks, as far as they are known, take beyond both; in `reserved`.
     """
 
     role: str
@@ -39,6 +40,7 @@ class RankMemory:
     pageable: int
     disk: int
     evaluation: int = 0
+    hook: int = 0
 
 
 @dataclass(frozen=True)

@@ -174,6 +174,11 @@ class Planner:
         evaluating = steady[TracePhase.FORWARD] + self.activations.evaluation(candidate)
         evaluation = max(0, evaluating - reserved)
         reserved += evaluation
+        in_hook = steady[TracePhase.FORWARD] + self.activations.generation()
+        if self.activations.hooks_gather:
+            in_hook += states.gathered
+        hook = max(0, in_hook - reserved)
+        reserved += hook
         outside = self.outside(candidate, index)
         if self.device_type == "cuda":
             reserved = -(-reserved // _SEGMENT_BYTES) * _SEGMENT_BYTES
@@ -191,6 +196,7 @@ class Planner:
             pageable=states.pageable + self.hosts.process_bytes,
             disk=states.disk + _on_tier(waiting, Tier.DISK),
             evaluation=evaluation,
+            hook=hook,
         )
 
     def course(self, candidate: Candidate) -> Course | None:

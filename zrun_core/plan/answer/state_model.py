@@ -39,7 +39,7 @@ from zrun_core.zero.unit.exchange import (
     shared_sum_bytes,
 )
 from zrun_core.zero.unit.precision import Precision
-from zrun_core.zero.unit.unit_params import is_read_in_place
+from zrun_core.zero.unit.unit_params import is_read_in_place, moves_pages
 from zrun_core.zero.wrap.sharding_config import ShardingConfig
 
 
@@ -49,6 +49,7 @@ class StageStates(NamedTuple):
     Attributes:
         layouts: of its units.
         steady: bytes on the device that are in use, by phase.
+        gathered: bytes on the device of all parameters whole, beyond the room for gathers.
         moments: bytes of each one that the optimizer keeps there.
         pinned, pageable: bytes in the host's memory.
         disk: bytes on its disks.
@@ -57,6 +58,7 @@ class StageStates(NamedTuple):
     buffers: tuple[Buffer, ...]
     layouts: tuple[UnitLayout, ...]
     steady: Mapping[TracePhase, int]
+    gathered: int
     moments: tuple[int, ...]
     pinned: int
     pageable: int
@@ -134,6 +136,7 @@ class StateModel:
             buffers=tuple(buffers),
             layouts=self._layouts(candidate, index),
             steady=_bytes_by_phase(buffers),
+            gathered=self._gathered(candidate, index, settings),
             moments=tuple(
                 buffer.num_bytes
                 for buffer in buffers
@@ -143,6 +146,19 @@ class StateModel:
             pageable=sum(each.num_bytes for each in on_host if not each.pinned),
             disk=sum(each.num_bytes for each in on_disk),
         )
+
+    def _gathered(self, candidate: Candidate, index: int, settings: ShardingConfig) -> int:
+        layouts = self._layouts(candidate, index)
+        most, planned = (
+            settings.states.gather_ring_bytes(
+                layouts,
+                ahead,
+                moves_pages=moves_pages(self._device_type),
+                placements=place(layouts, candidate.placement),
+            )
+            for ahead in (len(layouts), settings.prefetch)
+        )
+        return most - planned
 
     def _split_of(self, candidate: Candidate) -> Split | None:
         if candidate.dims.pp == 1:

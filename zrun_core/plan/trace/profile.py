@@ -33,7 +33,7 @@ from zrun_core.plan.trace.waiting_inputs import with_divided_inputs, without_wai
 if TYPE_CHECKING:
     from zrun_core.stages.flow import ModelFlow
 
-FORMAT = 14  # of the JSON
+FORMAT = 15  # of the JSON
 # Torch's compiler, which a CPU rank imports by recomputing, and by building some models on meta, as
 # all ranks do with init: meta, and all but the first one of a host without it; measured.
 COMPILER_BYTES = 72 << 20
@@ -274,6 +274,8 @@ class Profile:
         sample_s: seconds of a core that a usual sample takes to be read; 0: not known.
         evaluation_bytes: of a micro-batch of the largest evaluation, with what it holds at most; 0
             where there is none, or none was followed.
+        generation_bytes: that the bundled hook holds at most while it makes text; 0: there is none.
+        hooks_gather: a hook has all parameters of a rank whole at once.
         usual_share: of the work of these batches that usual ones have, where samples differ.
         is_partial: time was over before all of it was traced.
         flow: what flows through it, by which a pipeline is cut; None: `why_no_flow`, or not known.
@@ -305,6 +307,8 @@ class Profile:
     num_samples: int | None = None
     sample_s: float = 0.0
     evaluation_bytes: Affine = field(default_factory=partial(Affine, 0.0, 0.0))
+    generation_bytes: int = 0
+    hooks_gather: bool = False
     usual_share: float = 1.0
     is_partial: bool = False
     flow: ModelFlow | None = None
@@ -349,6 +353,8 @@ class Profile:
                 "is_ragged": self.is_ragged,
                 "num_samples": self.num_samples,
                 "sample_s": self.sample_s,
+                "generation_bytes": self.generation_bytes,
+                "hooks_gather": self.hooks_gather,
                 "usual_share": self.usual_share,
                 "evaluation_bytes": [
                     self.evaluation_bytes.base,
@@ -401,6 +407,8 @@ class Profile:
                 is_ragged=found["is_ragged"],
                 num_samples=found["num_samples"],
                 sample_s=found["sample_s"],
+                generation_bytes=found["generation_bytes"],
+                hooks_gather=found["hooks_gather"],
                 usual_share=found["usual_share"],
                 evaluation_bytes=Affine(*found["evaluation_bytes"]),
                 flow=None if found["flow"] is None else _flow_from_json(found["flow"]),

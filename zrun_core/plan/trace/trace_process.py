@@ -280,6 +280,8 @@ def _digest(request: Mapping[str, Any]) -> str:
     if request["job"].get("eval") is not None:
         of_evaluation = ("data", "metrics")
         job["evaluation"] = {key: request["job"]["eval"].get(key) for key in of_evaluation}
+    if request["job"].get("hooks"):
+        job["hooks"] = request["job"]["hooks"]
     zero = request["job"].get("zero", {})
     if zero.get("tile") is not None:
         job["tiles"] = [zero["tile"], zero.get("leaf")]

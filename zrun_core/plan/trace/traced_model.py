@@ -293,11 +293,24 @@ class TracedModel:
         Raises:
             CannotTraceError: something raised.
         """
-        recorder = self._recorder(products=False)
         batch = self._batch(micro, samples)
         ways: list[Callable[[], object]] = [lambda: self._forward(batch, micro)]
         if metrics is not None:
             ways.insert(0, lambda: metrics(self.model, batch))
+        return bytes_of(batch) + self.most_held(ways, batch, "evaluation failed")
+
+    def most_held(self, ways: Sequence[Callable[[], object]], batch: Any, failing: str) -> int:
+        """Return the most bytes that calls of the model without gradients hold, beside the batch.
+
+        Args:
+            ways: each calls the model, in evaluation mode.
+            batch: that they are given; None: they make their own.
+            failing: what to say of an error.
+
+        Raises:
+            CannotTraceError: something raised.
+        """
+        recorder = self._recorder(products=False)
         modes = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
         try:
@@ -305,7 +318,7 @@ class TracedModel:
             with self._mode, positions, torch.no_grad():
                 recorder.know(self._known)
                 recorder.know(tensors_of(batch))
-                with recorder.following(), user.user_code("evaluation failed"):
+                with recorder.following(), user.user_code(failing):
                     for way in ways:
                         with self._precision.autocast(_CPU):
                             way()
@@ -317,7 +330,7 @@ class TracedModel:
         rows = recorder.rows()
         events = rows[rows["operator"] < 0]
         held = np.cumsum(np.where(events["alloc"], 1, -1) * events["size"][:, 0])
-        return bytes_of(batch) + round(float(held.max(initial=0.0)))
+        return round(float(held.max(initial=0.0)))
 
     def follow(self, micro: int) -> ModelFlow:
         """Return what flows through the model in the forward of one micro-batch.

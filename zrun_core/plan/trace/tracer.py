@@ -28,6 +28,7 @@ from torch import nn
 
 from zrun_core.data.batch import count_tokens
 from zrun_core.errors import ZrunError
+from zrun_core.models.generate import last_step_of_sample, sample
 from zrun_core.plan.trace import cuda_decompositions
 from zrun_core.plan.trace.affine import fit, fit_loops, line_through
 from zrun_core.plan.trace.block_extrapolation import (
@@ -57,6 +58,8 @@ from zrun_core.plan.trace.traced_model import CannotTraceError, TracedModel, bui
 from zrun_core.spine import memory_limits
 from zrun_core.spine.config import JobConfig
 from zrun_core.spine.sections.evaluation import EvalConfig
+from zrun_core.spine.sections.section import Ref
+from zrun_core.train.hook_check import enters_gathered
 from zrun_core.user_code import user
 from zrun_core.user_code.build import check, check_trained
 from zrun_core.zero.unit.precision import Precision
@@ -249,6 +252,8 @@ class _PolicyTracer:
         found = self._with_others(found, policies)
         if found.traces and self._job.eval is not None:
             found = self._evaluated(found, self._job.eval)
+        if found.traces:
+            found = self._hooked(found)
         if found.traces and model.blocks and self._job.parallel.tp == 1:
             found = self._followed(found)  # of the whole model, as in training
         return replace(found, notes=self._distinct_notes())
@@ -278,6 +283,36 @@ class _PolicyTracer:
             line = Affine(*line_through(1, sizes[0], 2, sizes[1]))
             largest = max(largest, line, key=lambda each: each.at(self._micro()))
         return replace(found, evaluation_bytes=largest)
+
+    def _hooked(self, found: Profile) -> Profile:
+        """Return `found` with what is known of the hooks: text that the bundled one makes, and
+        whether they have all parameters whole.
+        """
+        model = self._model
+        held, others = 0, []
+        gathers = False
+        for name, ref in self._job.hooks:
+            if not isinstance(ref, Ref):
+                continue
+            key = f"hooks.{name}"
+            self._tell(f"looking at {ref.call}")
+            try:
+                hook = user.load(Ref(call=ref.call), model.job_dir)
+                gathers = gathers or enters_gathered(hook)
+                if hook is not sample:
+                    others.append(key)
+                    continue
+                step = last_step_of_sample(model.model, ref.args)
+                held = max(held, model.most_held([step], None, "generating failed"))
+            except (CannotTraceError, ZrunError) as error:
+                self._notes.append(f"{key} is not planned: {last_line(error)}")
+        if others:
+            verb = "allocates" if len(others) == 1 else "allocate"
+            self._notes.append(
+                f"what {' and '.join(others)} {verb} is not in this estimate: leave room for what "
+                "that takes beyond a step"
+            )
+        return replace(found, generation_bytes=held, hooks_gather=gathers)
 
     def _followed(self, found: Profile) -> Profile:
         """Return `found` with what flows through the model, or with why that is not known."""

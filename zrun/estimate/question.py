@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 POLICIES = ("none", "selective", "every_n", "full")
 # Keys that change no trace.
+_MOST_TRACES = 2  # at a time: each reads the data and imports the code of the job
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _ALONE = (
     "zero.",
@@ -227,18 +228,24 @@ def _question(
         from zrun_core.spine.sections.section import Ref
         from zrun_core.user_code import user
 
-        def divide(tp: int, sequence: bool) -> Profile:
-            return _profile(job, job_dir, hardware, asked, patience_s, tp, sequence)
+        profile = _profile(job, job_dir, hardware, asked, patience_s, 1, False)
+        at_once = _traces_at_once(profile, hardware, asked)
+        shared_s = patience_s * at_once  # of cores that several may have to share
 
-        profile = divide(1, False)
+        def divide(tp: int, sequence: bool) -> Profile:
+            return _profile(job, job_dir, hardware, asked, shared_s, tp, sequence)
+
         from zrun_core.plan.answer.planner import Planner
         from zrun_core.plan.trace.parameters_only import with_guesses
+        from zrun_core.plan.trace.trace_process import end_all
 
         return Planner(
             with_guesses(profile, (asked.checkpoint,)),
             hardware,
             job,
             divide=divide,
+            at_once=at_once,
+            end=end_all,
             load=lambda name: user.load(Ref(call=name), job_dir),
         )
 
@@ -316,6 +323,22 @@ def _profile(
     )
     ahead.join()
     return profile
+
+
+def _traces_at_once(whole: Profile, hardware: Hardware, asked: Candidate) -> int:
+    """Return how many ways to divide a model there is room to trace at a time, with two at most.
+
+    A model that runs for real takes the memory of its values: one after the other.
+    """
+    from zrun_core.spine import memory_limits
+
+    if whole.source != "traced" or not whole.tracing_bytes:
+        return 1
+    threads: int = _of_trace(hardware, asked)["threads"]
+    cores = len(os.sched_getaffinity(0)) // threads
+    room = memory_limits.host_available() // (2 * whole.tracing_bytes)
+    most: int = max(1, min(_MOST_TRACES, cores, room))
+    return most
 
 
 def _divided(job: JobConfig, tp: int, sequence: bool) -> JobConfig:

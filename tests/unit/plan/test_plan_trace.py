@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import threading
+import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -466,6 +468,32 @@ def test_so_is_one_that_ends_its_process(cache: Path, monkeypatch: pytest.Monkey
     profile = ask(("plan_models.py:Ends", {"how": "abort"}))
     assert (profile.source, profile.num_params) == ("formula", 16 * 16 + 16 + 17)
     assert "signal 6" in profile.why
+
+
+def test_traces_of_other_threads_are_ended_and_not_kept(cache: Path) -> None:
+    asked = job(("plan_models.py:Ends", {"how": "hang"}))
+    said: list[str] = []
+
+    def trace() -> None:
+        try:
+            trace_in_subprocess(asked, HERE, micros=(4,), timeout_s=100)
+        except UserCodeError as error:
+            said.append(str(error))
+
+    threads = [threading.Thread(target=trace) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + 60
+    while len(trace_process._under_way) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert len(trace_process._under_way) == 2
+    trace_process.end_all()
+    for thread in threads:
+        thread.join(timeout=60)
+        assert not thread.is_alive()
+    assert not trace_process._under_way
+    assert len(said) == 2
+    assert not list(cache.glob("*.json"))
 
 
 @pytest.mark.usefixtures("warm")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +20,7 @@ from zrun_core.hardware.measured import Rates, from_rates
 from zrun_core.hardware.simulated import parse_simulate
 from zrun_core.plan.answer.outcome import RankMemory
 from zrun_core.plan.answer.planner import Planner
-from zrun_core.plan.answer.search import SearchSpace, search
+from zrun_core.plan.answer.search import SearchResult, SearchSpace, SearchState, search
 from zrun_core.plan.memory.rank_memory import adds_gradients
 from zrun_core.plan.question.candidate import Candidate
 from zrun_core.plan.question.subject import Subject
@@ -275,6 +276,68 @@ def test_a_part_of_a_traced_model_is_traced_too() -> None:
     found = Planner(profile(), HARDWARE, JOB, divide=divide).estimate(halves)
     assert found.source == "traced"
     assert asked == [(2, False)]
+
+
+class Tracing:
+    """Counts the ways that are traced at the same time.
+
+    Those of two ranks wait for each other if there are to be two, those of `held` ranks until all
+    is ended.
+    """
+
+    def __init__(self, at_once: int, held: tuple[int, ...] = ()) -> None:
+        self.at_once = at_once
+        self.held = held
+        self.both = threading.Barrier(2)
+        self.is_ended = threading.Event()
+        self.lock = threading.Lock()
+        self.now = self.most = 0
+        self.asked: list[tuple[int, bool]] = []
+
+    def __call__(self, tp: int, sequence: bool) -> Profile:
+        with self.lock:
+            self.asked.append((tp, sequence))
+            self.now += 1
+            self.most = max(self.most, self.now)
+        if tp == 2 and self.at_once == 2:
+            self.both.wait(60)
+        if tp in self.held:
+            assert self.is_ended.wait(60)
+        with self.lock:
+            self.now -= 1
+        if tp == 8:
+            raise JobError("8 does not divide the heads")
+        return profile()
+
+    def search(self, watch: Any = None) -> SearchResult:
+        end = self.is_ended.set
+        planner = Planner(profile(), HARDWARE, JOB, divide=self, at_once=self.at_once, end=end)
+        base = Candidate(1, ParallelDims(8), 1, 4)
+        space = SearchSpace(32, base=base, virtual=1, offloads=False)
+        return search(planner, HARDWARE, space, "best", watch or (lambda state: None))
+
+
+def test_ways_to_divide_layers_are_traced_two_at_a_time() -> None:
+    alone, together = Tracing(1), Tracing(2)
+    assert together.search() == alone.search()
+    assert (alone.most, together.most) == (1, 2)
+    assert alone.asked == [(2, False), (2, True), (4, False), (4, True), (8, False)]
+    assert sorted(together.asked) in (sorted(alone.asked), sorted([*alone.asked, (8, True)]))
+
+
+def test_whoever_interrupts_a_search_ends_what_is_traced_ahead() -> None:
+    tracing = Tracing(2, held=(4, 8))
+
+    def interrupt(state: SearchState) -> None:
+        if state.tp == 4:
+            assert state.best is not None
+            raise KeyboardInterrupt
+
+    found = tracing.search(interrupt)
+    assert found.is_interrupted
+    assert {each.candidate.dims.tp for each in found.best} <= {1, 2}
+    assert tracing.is_ended.is_set()
+    assert set(tracing.asked) <= {(2, False), (2, True), (4, False), (4, True)}
 
 
 def test_ranks_with_parts_of_layers_wait_for_each_other() -> None:

@@ -86,11 +86,13 @@ class Planner:
         job: JobConfig | None = None,
         *,
         divide: Divide | None = None,
+        at_once: int = 1,
+        end: Callable[[], None] = lambda: None,
         load: Callable[[str], Any] = _no_code,
     ) -> None:
         """
         Args:
-            divide: traces a part of it, as of `Subject`.
+            divide, at_once, end: trace parts of it, as of `Subject`.
             load: finds the optimizer that the job names as `module:attr`.
 
         Raises:
@@ -103,7 +105,7 @@ class Planner:
         settings = settings_of(self.job, load, self.device_type)
         shape = subject if isinstance(subject, TransformerShape) else None
         timing = _timing_settings(self.job, settings, shape)
-        self.parts = Subject(subject, divide)
+        self.parts = Subject(subject, divide, at_once, end)
         self.num_params = self.parts.num_params
         self.tokens_per_sample = self.parts.tokens_per_sample
         self.num_samples = self.parts.num_samples

@@ -79,8 +79,11 @@ def search(
         KeyboardInterrupt: it was interrupted before anything was found.
     """
     planner = subject if isinstance(subject, Planner) else Planner(subject, hardware)
-    searching = _Search(planner, space, watch)
-    return searching.cheapest_change() if goal == "fit" else searching.fastest()
+    try:
+        searching = _Search(planner, space, watch)
+        return searching.cheapest_change() if goal == "fit" else searching.fastest()
+    finally:
+        planner.parts.close()
 
 
 class _Missed(NamedTuple):

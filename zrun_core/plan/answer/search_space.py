@@ -259,7 +259,8 @@ class _Enumeration:
             possible = [tp for tp in possible if not any(count % tp for count in counts)]
         parts = self._planner.parts
         ways = [tp for tp in possible if tp > 1]
-        for tp in possible:  # one after the other: each may have to be traced
+        parts.begin((tp, sequence) for tp in ways for sequence in (False, True))
+        for tp in possible:  # each may have to be traced
             if tp > 1 and shape is None:
                 self._tracing(tp, ways.index(tp) + 1, len(ways))
             if not parts.why_not_divided(tp, sequence=False):

@@ -277,6 +277,7 @@ class Profile:
         generation_bytes: that the bundled hook holds at most while it makes text; 0: there is none.
         hooks_gather: a hook has all parameters of a rank whole at once.
         usual_share: of the work of these batches that usual ones have, where samples differ.
+        tracing_bytes: that the process took at most which traced it; 0: not known.
         is_partial: time was over before all of it was traced.
         flow: what flows through it, by which a pipeline is cut; None: `why_no_flow`, or not known.
         flow_micro: samples of the batch that was followed.
@@ -310,6 +311,7 @@ class Profile:
     generation_bytes: int = 0
     hooks_gather: bool = False
     usual_share: float = 1.0
+    tracing_bytes: int = 0
     is_partial: bool = False
     flow: ModelFlow | None = None
     flow_micro: int = 1
@@ -355,6 +357,7 @@ class Profile:
                 "sample_s": self.sample_s,
                 "generation_bytes": self.generation_bytes,
                 "hooks_gather": self.hooks_gather,
+                "tracing_bytes": self.tracing_bytes,
                 "usual_share": self.usual_share,
                 "evaluation_bytes": [
                     self.evaluation_bytes.base,
@@ -409,6 +412,7 @@ class Profile:
                 sample_s=found["sample_s"],
                 generation_bytes=found["generation_bytes"],
                 hooks_gather=found["hooks_gather"],
+                tracing_bytes=found["tracing_bytes"],
                 usual_share=found["usual_share"],
                 evaluation_bytes=Affine(*found["evaluation_bytes"]),
                 flow=None if found["flow"] is None else _flow_from_json(found["flow"]),

@@ -177,6 +177,17 @@ def _request(
 
 # The other process
 
+_under_way: dict[int, subprocess.Popen[bytes]] = {}
+_ended: set[int] = set()  # of these, which `end_all` has
+
+
+def end_all() -> None:
+    """End the processes that trace for this one, in other threads: their answers are partial."""
+    for pid, process in list(_under_way.items()):
+        _ended.add(pid)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
 
 @dataclass
 class _Heard:
@@ -241,6 +252,7 @@ def _ask(request: dict[str, Any], environment: Mapping[str, str], timeout_s: flo
         # A child of the child may hold the pipe open for ever: the thread must not.
         reader = threading.Thread(target=listen, daemon=True)
         reader.start()
+        _under_way[process.pid] = process
         how = ""
         try:
             with suppress(BrokenPipeError):
@@ -254,6 +266,10 @@ def _ask(request: dict[str, Any], environment: Mapping[str, str], timeout_s: flo
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+            del _under_way[process.pid]
+        if process.pid in _ended:
+            _ended.discard(process.pid)
+            heard.is_late = True
         reader.join(timeout=_LAST_WORDS_S)
         if how and not heard.is_done and not heard.error:
             heard.error = f"{heard.doing}: the process ended with {how}{_last_words(said)}"
@@ -373,7 +389,17 @@ def _answer(request: Mapping[str, Any], file: TextIO) -> None:
     except Exception as error:
         say("failed", json.dumps([tracebacks.user_traceback(error), None]))
     else:
-        say("done", replace(profile, files=_user_files(job_dir)).to_json())
+        files = _user_files(job_dir)
+        say("done", replace(profile, files=files, tracing_bytes=_most_resident()).to_json())
+
+
+def _most_resident() -> int:
+    """Return the most bytes that this process has had in memory; 0: nobody says."""
+    with suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) << 10
+    return 0
 
 
 if __name__ == "__main__":

@@ -186,6 +186,7 @@ def _cpu(tries: Tries, threads: int) -> dict[str, Any]:
     formats = {"fp32": torch.float32, "bf16": torch.bfloat16}
     return {
         "cpu": _matmul_rates(torch, "cpu", tries.side, tries),
+        "cpu_side": tries.side,
         "copy_bytes_per_s": tries.copy_bytes / copy_s,
         "streams": {
             f"{name}_bytes_per_s": _stream_rate(torch, dtype, tries)

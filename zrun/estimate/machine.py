@@ -254,6 +254,9 @@ def _slowest(hosts: Sequence[HostRates], links: Sequence[tuple[float, float]] = 
         "disk_read": first.disk.read_bytes_per_s,
         "disk_write": first.disk.write_bytes_per_s,
     }
+    sides = {host.cpu_side for host in hosts}
+    if len(sides) == 1:
+        (found["cpu_side"],) = sides
     streams = [host.streams for host in hosts if host.streams is not None]
     if len(streams) == len(hosts):
         found["cpu_streams"] = _bytes_per_s(streams)

@@ -63,6 +63,7 @@ class MessageRates(_Part):
 
 class HostRates(_Part):
     cpu: MatmulRates  # of all its cores
+    cpu_side: int | None = None  # of the matrices that were multiplied; None: by an earlier zrun
     copy_bytes_per_s: float  # from memory to memory, each byte counted once
     disk: DiskRates
     gpus: tuple[GpuRates, ...] = ()

@@ -27,6 +27,7 @@ class Rates:
 
     Attributes:
         cpu_flops: of all cores together, by format, of large products.
+        cpu_side: of the square matrices of these products; None: not known, and large.
         copy: of the host's memory, each byte counted once.
         cpu_streams: of all cores together, by format: bytes that elementwise operators read and
             write; empty: as the copy says.
@@ -59,6 +60,7 @@ class Rates:
     disk_write: float | None = None
     link: float | None = None
     round_trip: float | None = None
+    cpu_side: int | None = None
     cpu_streams: Mapping[str, float] = field(default_factory=dict)
     cpu_layers: Mapping[str, float] = field(default_factory=dict)
     cpu_attention: Mapping[str, float] = field(default_factory=dict)
@@ -144,6 +146,9 @@ def _cpu(rates: Rates, ranks: int, host_bytes: int) -> Device:
                 rates.cpu_layers[name] / rates.cpu_streams[name] for name in ("fp32", "bf16")
             ]
             device = replace(device, cache_speedup=fmean(speedups))
+    if rates.cpu_side is not None:
+        peak = {name: _of_products(device, name, rates.cpu_side) for name in device.peak}
+        device = replace(device, peak=peak)
     attention = {name: flops / ranks for name, flops in rates.cpu_attention.items()}
     device = replace(device, attention_rates=attention)
     if rates.operator_s is not None:
@@ -151,6 +156,24 @@ def _cpu(rates: Rates, ranks: int, host_bytes: int) -> Device:
     if rates.inner_s is not None:
         device = replace(device, inner_s=rates.inner_s)
     return device
+
+
+def _of_products(device: Device, precision: str, side: int) -> float:
+    """Return the FLOP/s with which an estimate of the measured product is what it took.
+
+    The rate of `device` is that of square matrices of this side, their way from memory included. An
+    estimate adds that of each product, and takes less of the rate for small ones.
+    """
+    count = 2.0 * side**3
+    taken = count / device.flops(precision)
+    is_wide = precision == "fp32"
+    moved = 3.0 * side**2 * (4 if is_wide else 2)
+    speedup = device.cache_speedup if moved <= device.cache_bytes else 1.0
+    speedup *= 1.0 if is_wide else device.narrow
+    fetching = moved / (device.bandwidth * device.streaming * speedup)
+    area = side**2
+    reached = device.gemm * area / (area + device.gemm_area) * side / (side + device.gemm_depth)
+    return count / (reached * max(taken - fetching, taken / 2))
 
 
 def _gpu(rates: Rates, preset: Device) -> Device:

@@ -60,6 +60,20 @@ def test_ranks_share_the_rates_of_their_host(tmp_path: Path) -> None:
     assert device.launch_s == 3e-6
 
 
+def test_rates_of_products_leave_out_their_way_from_memory(tmp_path: Path) -> None:
+    """A calibration says how large they were; of hosts that differ in it nothing is left out."""
+    environ = stored(tmp_path, **STREAMS, cpu_side=512)
+    device = hardware_of(Cluster((HERE,)), "cpu", 2, environ).device
+    assert device.flops("fp32") > 4.4e10
+    path = Calibration.default_path(environ)
+    text = json.loads(path.read_text())
+    text["hosts"]["there"] = MEASURED | STREAMS | {"cpu_side": 1536}
+    path.write_text(json.dumps(text))
+    there = HostFacts(hostname="there", cores=4, memory_bytes=8 * GIB)
+    device = hardware_of(Cluster((HERE, there)), "cpu", 2, environ).device
+    assert device.flops("fp32") == 4e10
+
+
 def test_what_small_layers_make_has_a_rate_of_its_own(tmp_path: Path) -> None:
     layers = {"fp32_bytes_per_s": 24e9, "bf16_bytes_per_s": 6e9}
     environ = stored(tmp_path, **STREAMS, layers=layers)

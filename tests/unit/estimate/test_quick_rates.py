@@ -100,6 +100,7 @@ def test_they_may_be_left_out_or_fail(
 @pytest.mark.thorough
 def test_this_host_can_be_measured() -> None:
     rates = module.HostRates.model_validate(bench.run_quickly())
+    assert rates.cpu_side == 512
     assert rates.attention is not None
     assert rates.streams is not None
     assert rates.layers is not None

@@ -27,7 +27,13 @@ from zrun_core.plan.question.subject import Subject
 from zrun_core.plan.question.transformer import TransformerShape
 from zrun_core.plan.timing.cost_model import CostModel
 from zrun_core.plan.timing.micro_batch_cost import TimingSettings
-from zrun_core.plan.timing.traced_cost import columns_of, launch_seconds, trace_seconds
+from zrun_core.plan.timing.roofline import product_seconds
+from zrun_core.plan.timing.traced_cost import (
+    OpColumns,
+    columns_of,
+    launch_seconds,
+    trace_seconds,
+)
 from zrun_core.plan.trace.module_tree import describe_modules, describe_params
 from zrun_core.plan.trace.profile import COMPILER_BYTES, Profile, Trace
 from zrun_core.plan.trace.rows import Affine, TracePhase
@@ -457,6 +463,43 @@ def test_operators_of_a_kernel_cost_less_and_are_fewer_in_shorter_samples() -> N
     np.testing.assert_allclose((before - after)[counts], (1e-5 - expected)[counts], atol=1e-12)
     unknown = replace(device, inner_s=None)
     np.testing.assert_allclose(launch_seconds(mixed, unknown)[1:], 1e-5)
+
+
+@pytest.mark.parametrize("side", [512, 1536])
+@pytest.mark.parametrize(("precision", "rate"), [("fp32", 8.5e10), ("bf16", 4.2e11)])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_product_that_was_measured_is_predicted_as_it_took(
+    side: int, precision: str, rate: float, ranks: int
+) -> None:
+    """With its way from memory, which is in what was measured, and is added to each product."""
+    rates = Rates(
+        cpu_flops={"fp32": 8.5e10 * ranks, "bf16": 4.2e11 * ranks},
+        copy=1e10 * ranks,
+        cpu_side=side,
+        cpu_streams={"fp32": 1.8e10 * ranks, "bf16": 1.2e10 * ranks},
+        cpu_layers={"fp32": 1.3e10 * ranks, "bf16": 0.9e10 * ranks},
+    )
+    device = from_rates(rates, ranks=ranks, host_bytes=20 << 30, cores=ranks).device
+    flops, moved = 2.0 * side**3, 3.0 * side**2 * (4 if precision == "fp32" else 2)
+    product = OpColumns(
+        flops=np.array([[flops, 0.0]]),
+        moved=np.array([[moved, 0.0]]),
+        family=np.array([0]),
+        dims=np.array([[side, side, side]], dtype=float),
+        owner=np.array([0]),
+        is_backward=np.array([False]),
+        is_wide=np.array([precision == "fp32"]),
+        is_single=np.array([True]),
+        is_inner=np.array([False]),
+    )
+    (seconds,) = trace_seconds(product, 1, device, precision)
+    assert seconds - device.launch_s == pytest.approx(flops / rate, rel=1e-6)
+    if precision == "fp32":
+        by_formula = product_seconds(device, precision, side, side, side)
+        assert by_formula == pytest.approx(seconds, rel=1e-6)
+    raw = from_rates(replace(rates, cpu_side=None), ranks=ranks, host_bytes=1 << 30, cores=ranks)
+    assert raw.device.flops(precision) == rate, "of a calibration that does not say the side"
+    assert device.flops(precision) > rate
 
 
 def test_the_main_job_is_not_divided_on_two_cores() -> None:

@@ -172,6 +172,45 @@ def assert_same_text(
             )
 
 
+class DropsFirst(nn.Module):
+    """A block with dropout in front of its divided linears."""
+
+    def __init__(self, dim: int = 8) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.5)
+        self.up, self.down = nn.Linear(dim, 2 * dim), nn.Linear(2 * dim, dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.drop(x)
+        return x + self.down(self.up(x).relu())
+
+
+class Dropping(Answering):
+    """Drops within its blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(DropsFirst() for _ in range(2))
+
+
+def test_ranks_drop_the_same_of_a_sequence_that_stays_whole(ranks, tmp_path: Path) -> None:
+    """The hook leaves the model in training mode, and gives it three tokens."""
+    keys = job(
+        model="test_pipeline_calls.py:Dropping",
+        data="runs.py:Plain",
+        steps=2,
+        hooks={"on_step": "test_pipeline_calls.py:answer"},
+        parallel={"tp": 2, "sequence": True, "plan": {"*.up": "colwise", "*.down": "rowwise"}},
+        checkpoint=None,
+    )
+    dims = {"dp": 1, "pp": 1, "tp": 2}
+    found = ranks(2).run(run, keys, str(tmp_path), None, None, None, dims)
+    assert not [each["error"] for each in found if each["error"]]
+    first, second = texts(tmp_path, 2)
+    assert first == second
+    assert first != texts(tmp_path, 1)[0]
+
+
 @pytest.mark.thorough
 def test_stages_draw_the_same_text(ranks, tmp_path: Path) -> None:
     keys = keys_of("LlamaForCausalLM", {"sample": True}, parallel={"pp": 2})

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from simulated_gpu.nccl.settings import settings
 from torch import nn
 
@@ -44,13 +45,16 @@ class Net(nn.Module):
         for number, block in enumerate(self.blocks):
             if not (is_here and self.fault == "leave out a block" and number == 1):
                 x = block(x)
-        if self.fault == "look" and self.forwards == _STEP:
-            settings.timeout_s = 3  # of works from now on
-        if self.fault == "look" and self.forwards > _STEP:
+        loss = self.out(x).square().mean()
+        if self.fault == "hang while others read a loss":
+            loss.item()  # the host waits for its device
+        if self.fault == "hang before a collective of the code" and self.forwards >= _STEP:
             if is_here:
                 time.sleep(600)
-            x.sum().item()  # the host waits for the device, and nobody knows
-        return self.out(x).square().mean()
+            settings.timeout_s = 3  # in place of two minutes and more, for works from now on
+            dist.all_reduce(torch.ones(1, device=x.device))
+            loss.item()
+        return loss
 
 
 def _fill(x: torch.Tensor) -> None:
@@ -60,6 +64,7 @@ def _fill(x: torch.Tensor) -> None:
 FAULTS: dict[str, Any] = {
     "kill": lambda _: os.kill(os.getpid(), signal.SIGKILL),
     "sleep": lambda _: time.sleep(600),
+    "hang while others read a loss": lambda _: time.sleep(600),
     "fill": _fill,
 }
 

@@ -37,6 +37,7 @@ import rig as rigs  # noqa: E402
 
 PATIENCE_S = 400.0  # only bounds a failure: a busy machine may take long
 HANG_S = 4.0
+BUSY_S = 60.0  # that a busy machine may take longer, with the stacks and the end of all processes
 HOSTS = ("node1", "node2")
 LIMITS: dict[str, Any] = {"hang_s": 600, "first_step_s": 600}
 PIPELINE: dict[str, Any] = {"slots": 4, "zero": 1, "parallel": {"pp": 2}}
@@ -232,7 +233,7 @@ class Fault:
         strike: once two hosts train; None: faulty.py does it, on one host.
         says: the line of the message that names the cause.
         waits: what the message, or failure.json, says of the others; empty: nothing.
-        bound_s: more than what docs/faults.md promises.
+        promised_s: by docs/faults.md, from the fault until it is noticed.
         keys: of the job.
         gpu: settings of the simulated GPUs.
         may_leave: a temporary folder of an agent that was killed with all its host.
@@ -241,7 +242,7 @@ class Fault:
     name: str
     code: int
     says: str
-    bound_s: float
+    promised_s: float
     fault: str = "none"
     strike: Callable[[host_faults.Launch], None] | None = None
     waits: str = ""
@@ -258,7 +259,7 @@ ON_ONE_HOST = [
         "rank killed",
         5,
         r"^rank 1 of 4 \(\S+, cuda:1, pp 0 dp 1\) was killed by SIGKILL after step [23]",
-        15,
+        1,
         fault="kill",
         keys=PIPELINE,
     ),
@@ -267,7 +268,7 @@ ON_ONE_HOST = [
         6,
         r"^no progress for 4 s \(limits.hang_s\): rank 1 of 4 \(\S+, cuda:1, pp 0 dp 1\) is stuck "
         "in forward of step 3",
-        30,
+        HANG_S,
         fault="sleep",
         waits=r"^  rank 3 \(pp 1 dp 1\) waits for activations of micro-batch 0 from rank 1 \(",
         keys=PIPELINE | SOON_HANGS,
@@ -276,31 +277,41 @@ ON_ONE_HOST = [
         "rank hangs, `collective_s: 25`",
         6,
         r"rank 0 has waited for more than 25 s \(limits.collective_s\) for all_gather",
-        60,
+        25,
         fault="sleep",
         waits="to which rank 1 has not come",
         keys={"limits": {"collective_s": 25}},
     ),
     Fault(
-        "the same, while the code reads a loss",
+        "the same, while the others' code reads a loss, `collective_s: 8`",
         6,
-        "torch ended the rank: its NCCL _ALLGATHER_BASE ",
-        60,
-        fault="look",
-        waits="it waited for all_gather .*to which rank 1 has not come",
+        r"^rank 0 has waited for more than 8 s \(limits.collective_s\) for all_gather \d+, "
+        r"'blocks.0.inner' \(.*\), to which rank 1 has not come$",
+        8,
+        fault="hang while others read a loss",
+        waits=r"^rank 0 of 2 \(\S+, cuda:0\) failed at step 3 in forward$",
+        keys={"limits": {"collective_s": 8}},
+    ),
+    Fault(
+        "rank does not come to a collective of the code's own; torch's limit is 3 s",
+        6,
+        r"^torch ended the rank: its NCCL ALLREDUCE \d+ did not finish within 3 s; it waited for",
+        3,
+        fault="hang before a collective of the code",
+        waits=r"^rank 0 of 2 \(\S+, cuda:0\) failed at step 3 in forward$",
     ),
     Fault(
         "rank leaves out a block",
         6,
         "ranks disagree on the order of ",
-        30,
+        3,
         fault="leave out a block",
     ),
     Fault(
         "GPU out of memory",
         5,
         "forward failed .*: out of memory: ",
-        15,
+        1,
         fault="fill",
         gpu={"memory": 1 << 30},
     ),
@@ -310,7 +321,7 @@ ON_TWO_HOSTS = [
         "link of a host cut",
         6,
         "^lost node2: the host no longer answers: it is down, or the network is cut",
-        20,
+        15,
         strike=cut_link,
         waits=GONE,
         keys=PIPELINE | {"slots": 2},
@@ -340,7 +351,7 @@ ON_TWO_HOSTS = [
         "two hosts parted, `hang_s: 4`",
         6,
         "^no progress for 4 s .*the network between node[12] and node[12] is cut",
-        40,
+        20,
         strike=part_hosts,
         waits=r"^  rank [01] \(pp 0 dp [01]\) waits ",
         keys=PIPELINE | {"slots": 2} | SOON_HANGS,
@@ -349,7 +360,7 @@ ON_TWO_HOSTS = [
         "rank of another host killed",
         5,
         f"^{AT_NODE2} was killed by SIGKILL after step",
-        15,
+        1,
         strike=host_faults.kill_worker,
         keys=PIPELINE | {"slots": 2},
     ),
@@ -357,7 +368,7 @@ ON_TWO_HOSTS = [
         "rank of another host stopped, `hang_s: 4`",
         6,
         f"^no progress for 4 s .*: {AT_NODE2} is stopped by a signal",
-        30,
+        HANG_S,
         strike=host_faults.stop_worker,
         waits=r"^  rank [013] \(pp \d dp \d\) waits ",
         keys=PIPELINE | {"slots": 2} | SOON_HANGS,
@@ -406,6 +417,14 @@ def cause(fault: Fault, found: Outcome) -> str:
     return causes[-1]
 
 
+def is_in_time(fault: Fault, found: Outcome) -> bool:
+    """Return whether it was over in the time that is promised; False where it did not happen.
+
+    Nothing else would end it: every limit that is not the fault's own is 600 s.
+    """
+    return found.seconds < fault.promised_s + BUSY_S
+
+
 def main() -> int:
     """Strike with every fault, and print what came of it."""
     rows: list[Sequence[str]] = []
@@ -420,7 +439,7 @@ def main() -> int:
             found = strike(fault, own, rig)
             line = cause(fault, found)
             is_right = (found.code, found.left) == (fault.code, {}) and bool(line)
-            is_right &= found.seconds < fault.bound_s
+            is_right &= is_in_time(fault, found)
             wrong += not is_right
             mark = "" if is_right else f"WRONG: {found.said[-2000:]} {found.left}"
             left = sum(map(len, found.left.values()))

@@ -74,16 +74,37 @@ def test_a_wait_that_is_too_long_ends_before_torch_ends_it(tmp_path: Path) -> No
     assert ended.left == {}
 
 
-def test_where_torch_ends_a_rank_its_words_are_told_with_what_it_waited_for(
-    tmp_path: Path,
-) -> None:
-    """A host that looks at a value waits for its device, and nobody knows."""
-    ended = launch(tmp_path, "look")
+def test_a_rank_whose_code_reads_a_loss_ends_before_torch_ends_it(tmp_path: Path) -> None:
+    """Its host waits in `loss.item()`, of which nobody is told: the watchdog sees the device."""
+    limits = {"collective_s": 8}
+    ended = launch(tmp_path, "hang while others read a loss", limits=limits)
     assert ended.code == 6, ended.said
-    assert "torch ended the rank: its NCCL _ALLGATHER_BASE " in ended.said
-    assert "did not finish within 3 s; it waited for all_gather" in ended.said
-    assert "to which rank 1 has not come" in ended.said
-    assert ended.failure["rank"] == 0
+    waits = "rank 0 has waited for more than 8 s (limits.collective_s) for all_gather"
+    assert waits in ended.failure["message"]
+    assert ended.failure["message"].endswith("to which rank 1 has not come")
+    found = {key: ended.failure[key] for key in ("rank", "device", "step", "phase", "kind")}
+    assert found == {
+        "rank": 0,
+        "device": "cuda:0",
+        "step": 3,
+        "phase": "forward",
+        "kind": "zrun",
+    }
+    assert ended.seconds < 8 + gpu_faults.BUSY_S
+    assert "Watchdog caught" not in (tmp_path / "run" / "logs" / "rank-0.log").read_text()
+    assert ended.left == {}
+
+
+def test_where_torch_ends_a_rank_its_words_are_told(tmp_path: Path) -> None:
+    """A collective that the user's code issues by itself is on no page and has no marks.
+
+    What the rank waited for in zrun is told as what came last.
+    """
+    ended = launch(tmp_path, "hang before a collective of the code")
+    assert ended.code == 6, ended.said
+    assert "torch ended the rank: its NCCL ALLREDUCE " in ended.said
+    assert "did not finish within 3 s; it waited for other ranks, last: all_gather" in ended.said
+    assert (ended.failure["rank"], ended.failure["phase"]) == (0, "forward")
     assert "Watchdog caught" in (tmp_path / "run" / "logs" / "rank-0.log").read_text()
     assert ended.left == {}
 

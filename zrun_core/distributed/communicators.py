@@ -19,7 +19,8 @@ fails before the first step; the plan has it: `ParallelDims.communicators`.
 [Note: limits of NCCL]
 Waits on NCCL never fail by themselves: see `guards/watchdog.py`. torch ends a process whose work
 takes longer than its group may, by SIGABRT. It would not say for what it waited, so it gets
-`MARGIN_S` more than the rank's own watchdog, and is left for what that one cannot see.
+`MARGIN_S` more than the rank's own watchdog, and is left for what that one cannot see: collectives
+that the user's code issues by itself.
 """
 
 from __future__ import annotations

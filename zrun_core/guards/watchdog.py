@@ -16,7 +16,8 @@ There the host runs ahead of its device, and the one that waits is the device: t
 code of the user's that reads a loss, of which nobody knows. So a wait of the device counts too,
 which it shows by the marks around it: it has passed the first one, and not the second.
 
-The limit of torch is later than that, by `communicators.MARGIN_S`.
+Collectives that the user's code issues by itself have no marks, and are on no page. torch ends
+those: its limit is later, by `communicators.MARGIN_S`.
 """
 
 from __future__ import annotations

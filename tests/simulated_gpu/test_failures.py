@@ -19,6 +19,7 @@ def test_what_goes_wrong_is_named_and_nothing_is_left(tmp_path: Path, fault: Fau
     print(f"{fault.name}: {found.seconds:.1f} s from the fault to the end")
     assert (found.code, found.left) == (fault.code, {}), found.said
     assert gpu_faults.cause(fault, found), found.said
+    assert gpu_faults.is_in_time(fault, found)
     assert found.failure["exit_code"] == fault.code
 
 

@@ -209,6 +209,19 @@ def test_the_shell_names_boards_by_number_and_by_uuid(tmp_path: Path, wanted: st
         ("h100-8", (), {"CUDA_VISIBLE_DEVICES": "GPU-9"}, "'GPU-9' is no GPU of this host, which"),
         ("h100-8", (), {"CUDA_VISIBLE_DEVICES": "1,1"}, "names 1 twice, and then CUDA shows no"),
         ("a100-mig-7", (), {"CUDA_VISIBLE_DEVICES": "MIG-1"}, "'MIG-1' is no GPU of this host"),
+        (
+            "h100-8",
+            ("device=cuda",),
+            {"CUDA_VISIBLE_DEVICES": "-1"},
+            "device: cuda, but vm has no usable GPU (CUDA_VISIBLE_DEVICES=-1 hides its 8 GPUs): "
+            "unset it, or write device: cpu",
+        ),
+        (
+            "lost-gpu",
+            ("device=cuda",),
+            {"CUDA_VISIBLE_DEVICES": ""},
+            "no usable GPU (CUDA_VISIBLE_DEVICES='' hides its 7 GPUs; GPU ",
+        ),
         ("h100-8", ("slots=9",), {}, "slots: 9, but vm has 8 GPUs: write slots: 8 or device: cpu"),
         ("lost-gpu", ("slots=8",), {}, "slots: 8, but vm has 7 GPUs: write slots: 7 or device"),
         (
@@ -235,6 +248,23 @@ def test_what_cannot_be_is_refused(
     assert done.returncode == 3, done.stderr
     assert words.replace(" vm", f" {os.uname().nodename}") in done.stderr
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("hides", ["-1", ""])
+def test_a_run_on_cpus_says_that_gpus_are_hidden(tmp_path: Path, hides: str) -> None:
+    """With `device: auto` they may be hidden on purpose, so that it is a note."""
+    done = Box(tmp_path, "h100-8").train(
+        "hooks={}", "log.ranks=[0]", more={"CUDA_VISIBLE_DEVICES": hides}
+    )
+    assert done.returncode == 0, done.stderr
+    shown = hides or "''"
+    here = os.uname().nodename
+    assert (
+        f"note: {here} trains on its CPUs, for CUDA_VISIBLE_DEVICES={shown} hides its 8 GPUs\n"
+        in done.stderr
+    )
+    plan = json.loads((tmp_path / "run/plan.json").read_text())
+    assert [place["device"] for place in plan["ranks"]] == ["cpu"]
 
 
 def test_a_rank_trains_on_a_slice(tmp_path: Path) -> None:

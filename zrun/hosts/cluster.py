@@ -69,6 +69,7 @@ class HostFacts:
         problems: GPUs that cannot be used, and why.
         no_gpus: why the driver shows none, where that can be set right.
         misnamed: what is wrong with the variable that names the GPUs to be used; None: nothing.
+        hidden: which variable hides all GPUs on purpose, and how many; None: none does.
         memlock_bytes: that a process may lock in memory; None: any.
         disk: for states that the job keeps on one; None: it keeps none there.
     """
@@ -89,6 +90,7 @@ class HostFacts:
     disk: DiskFacts | None = None
     no_gpus: str | None = None
     misnamed: str | None = None
+    hidden: str | None = None
 
     def __str__(self) -> str:
         names = Counter(gpu.name for gpu in self.gpus)
@@ -99,7 +101,7 @@ class HostFacts:
     @property
     def why_no_gpus(self) -> str:
         """Return why there is no GPU to be used, as far as that is known; "" if it is not."""
-        return "; ".join(filter(None, (self.misnamed, self.no_gpus, *self.problems)))
+        return "; ".join(filter(None, (self.misnamed, self.hidden, self.no_gpus, *self.problems)))
 
     @property
     def cpus(self) -> tuple[int, ...]:
@@ -120,12 +122,21 @@ class HostFacts:
         """Return the same machine with those GPUs only that these variables leave."""
         named = [NamedGpu(gpu.index, gpu.uuid, gpu.is_rocm) for gpu in self.gpus]
         found = visible(named, environ)
+        hidden = self.hidden
+        if found.hidden is not None:
+            hidden = f"{found.hidden} hides {self._own_gpus()}"
         return replace(
             self,
             gpus=tuple(self.gpus[place] for place in found.places),
             links=self.links.take(found.places) if self.links and found.places else None,
             misnamed=found.trouble or self.misnamed,
+            hidden=hidden,
         )
+
+    def _own_gpus(self) -> str:
+        if len(self.gpus) == 1:
+            return "its GPU"
+        return f"its {len(self.gpus)} GPUs"
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -94,6 +94,7 @@ def make_plan(job: JobConfig, cluster: Cluster) -> ResolvedJob:
         *notes_on_late_weights(job, batch),
         *notes_on_late_gradients(job, batch),
         *_are_slices(job),
+        *_hidden_gpus(job, cluster),
     ]
     if device == "cpu":
         warnings = [
@@ -170,9 +171,14 @@ def check_gpus(asked: int | None, job: JobConfig, cluster: Cluster) -> None:
     if without:
         names = listed([host.hostname for host in without])
         have = "has" if len(without) == 1 else "have"
+        found = str(without[0])
+        advice = f"write --slots {asked} for {several(asked, 'rank')} on CPUs"
+        if without[0].hidden is not None:
+            found += f"; {without[0].hidden}"
+            advice = f"unset it, or {advice}"
         raise PreflightError(
             f"--gpus {asked} asks for GPUs, and {names} {have} none that is usable (found "
-            f"{without[0]}): write --slots {asked} for {several(asked, 'rank')} on CPUs"
+            f"{found}): {advice}"
         )
 
 
@@ -192,9 +198,16 @@ def _crowded(cluster: Cluster, slots: dict[str, int], num_model: int) -> Iterato
 def _idle_drivers(job: JobConfig, cluster: Cluster) -> Iterator[str]:
     """Warn of hosts that train on CPUs because of a driver that shows no GPU."""
     for host in cluster.hosts:
-        if job.device == "auto" and host.why_no_gpus and not host.gpus:
+        if job.device == "auto" and host.why_no_gpus and not host.gpus and host.hidden is None:
             why = f"it has no usable GPU: {host.why_no_gpus}"
             yield f"{host.hostname} trains on its CPUs, for {why}"
+
+
+def _hidden_gpus(job: JobConfig, cluster: Cluster) -> Iterator[str]:
+    """Say which hosts train on CPUs because a variable hides their GPUs: it may be on purpose."""
+    for host in cluster.hosts:
+        if job.device == "auto" and host.hidden is not None:
+            yield f"{host.hostname} trains on its CPUs, for {host.hidden}"
 
 
 def _across_hosts(found: RankAssignment) -> Iterator[str]:
@@ -282,6 +295,8 @@ def _device(job: JobConfig, cluster: Cluster, reasons: list[AutoValue]) -> Liter
         advice = "write device: cpu or auto"
         if some_have:
             advice = "leave out the hosts without, or write device: cpu"
+        elif cluster.hosts[0].hidden is not None:
+            advice = "unset it, or write device: cpu"
         raise PreflightError(f"device: {job.device}, but {_lacks_gpus(cluster, without)}: {advice}")
     if job.device != "auto":
         return job.device

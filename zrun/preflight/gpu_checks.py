@@ -118,7 +118,7 @@ def find_gpu_notes(report: HostReport, *, is_wanted: bool) -> Iterator[str]:
     """
     facts = report.facts
     if not is_wanted:
-        yield from filter(None, (facts.misnamed, facts.no_gpus))
+        yield from filter(None, (facts.misnamed, facts.hidden, facts.no_gpus))
     kinds = Counter(gpu.name for gpu in facts.gpus)
     if len(kinds) > 1:
         shown = ", ".join(f"{count} x {name}" for name, count in kinds.items())

@@ -39,10 +39,12 @@ class Visible:
     Attributes:
         places: in the list of GPUs, in the order of the variable.
         trouble: what is wrong with it; None: nothing.
+        hidden: which one leaves none on purpose, as `CUDA_VISIBLE_DEVICES=-1`; None: none does.
     """
 
     places: tuple[int, ...]
     trouble: str | None = None
+    hidden: str | None = None
 
 
 def visible(gpus: Sequence[NamedGpu], environ: Mapping[str, str]) -> Visible:
@@ -60,7 +62,7 @@ def visible(gpus: Sequence[NamedGpu], environ: Mapping[str, str]) -> Visible:
             named = [NamedGpu(number, gpu.uuid, gpu.is_rocm) for number, gpu in enumerate(named)]
         found = _chosen(variable, wanted, named)
         places = tuple(left.places[place] for place in found.places)
-        left = Visible(places, left.trouble or found.trouble)
+        left = Visible(places, left.trouble or found.trouble, found.hidden)
     return left
 
 
@@ -80,8 +82,9 @@ def _chosen(variable: str, wanted: str, gpus: Sequence[NamedGpu]) -> Visible:
     As CUDA and torch read it: the first entry says which of both it is. A number of a GPU in MIG
     mode is its first slice.
     """
+    hidden = f"{variable}={wanted.strip() or repr('')}"
     if wanted.strip() in HIDING:
-        return Visible(())
+        return Visible((), hidden=hidden)
     library = "ROCm" if any(gpu.is_rocm for gpu in gpus) else "CUDA"
     entries = [entry.strip() for entry in wanted.split(",")]
     by_number = entries[0].isdecimal()
@@ -100,7 +103,7 @@ def _chosen(variable: str, wanted: str, gpus: Sequence[NamedGpu]) -> Visible:
                 left = f"shows only the {len(chosen)} before it"
             return Visible(tuple(chosen), f"{variable}: {why}, so {library} {left}")
         chosen += found
-    return Visible(tuple(chosen))
+    return Visible(tuple(chosen), hidden=None if chosen else hidden)
 
 
 def _matching(entry: str, gpus: Sequence[NamedGpu], *, by_number: bool) -> list[int]:

@@ -180,10 +180,13 @@ def _title(hosts: list[HostFacts]) -> Text:
     return Text(printable(title), style="bold")
 
 
+def _troubles(host: HostFacts) -> list[str]:
+    """Return what the variables and the driver do to a host's GPUs."""
+    return [each for each in (host.misnamed, host.hidden, host.no_gpus) if each is not None]
+
+
 def _links(host: HostFacts) -> list[RenderableType]:
-    wrong: list[RenderableType] = [
-        Text(printable(each)) for each in (host.misnamed, host.no_gpus) if each is not None
-    ]
+    wrong: list[RenderableType] = [Text(printable(each)) for each in _troubles(host)]
     if host.links is None:
         return wrong
     table = Table(box=None, pad_edge=False)
@@ -264,7 +267,7 @@ def _host_facts(host: HostFacts) -> dict[str, Any]:
         "memory_bytes": host.memory_bytes,
         "nodes": {str(node.id): format_cpus(node.cpus) for node in host.nodes},
         "unbound": host.unbound,
-        "problems": [*filter(None, (host.misnamed, host.no_gpus)), *host.problems],
+        "problems": [*_troubles(host), *host.problems],
         "gpus": [
             {
                 "gpu": _number(host, place),

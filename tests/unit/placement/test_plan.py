@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -278,9 +279,34 @@ def test_a_variable_that_names_no_gpu_is_refused(device: str) -> None:
 
 def test_gpus_may_be_hidden_on_purpose() -> None:
     hidden = GPU_HOST.limited({"CUDA_VISIBLE_DEVICES": ""})
-    assert make_plan(job(), hidden).job.device == "cpu"
-    with pytest.raises(PreflightError, match="node has no usable GPU: write device"):
+    resolved = make_plan(job(), hidden)
+    assert (resolved.job.device, resolved.warnings) == ("cpu", ())
+    why = "node trains on its CPUs, for CUDA_VISIBLE_DEVICES='' hides its 4 GPUs"
+    assert why in resolved.notes
+    with pytest.raises(PreflightError) as caught:
         make_plan(job(device="cuda"), hidden)
+    assert str(caught.value) == (
+        "device: cuda, but node has no usable GPU (CUDA_VISIBLE_DEVICES='' hides its 4 GPUs): "
+        "unset it, or write device: cpu"
+    )
+    with pytest.raises(PreflightError, match=r"hides its 4 GPUs\): unset it, or write --slots 2"):
+        check_gpus(2, job(), Cluster((hidden,)))
+
+
+def test_the_job_s_own_environment_may_hide_gpus() -> None:
+    resolved = make_plan(job(env={"CUDA_VISIBLE_DEVICES": "-1"}), GPU_HOST)
+    assert resolved.job.device == "cpu"
+    why = "node trains on its CPUs, for CUDA_VISIBLE_DEVICES=-1 hides its 4 GPUs"
+    assert why in resolved.notes
+    wanted = make_plan(job(env={"CUDA_VISIBLE_DEVICES": "-1"}, device="cpu"), GPU_HOST)
+    assert why not in wanted.notes
+
+
+def test_hosts_whose_gpus_are_hidden_are_told_from_the_others() -> None:
+    one = GPU_HOST.limited({"CUDA_VISIBLE_DEVICES": "-1"}).called("dark")
+    words = re.escape("dark has no usable GPU (CUDA_VISIBLE_DEVICES=-1 hides its 4 GPUs): leave")
+    with pytest.raises(PreflightError, match=words):
+        make_plan(job(), one, GPU_HOST)
 
 
 def test_the_job_s_own_environment_chooses_gpus() -> None:

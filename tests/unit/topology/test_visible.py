@@ -76,6 +76,22 @@ def test_names_of_slices_that_are_none_are_explained() -> None:
     assert "'2' is no GPU of this host, which has 0, 1, 3" in lost.trouble
 
 
+@pytest.mark.parametrize(
+    ("wanted", "hidden"),
+    [
+        ("", "CUDA_VISIBLE_DEVICES=''"),
+        ("-1", "CUDA_VISIBLE_DEVICES=-1"),
+        ("-1,0", "CUDA_VISIBLE_DEVICES=-1,0"),
+        ("NoDevFiles", "CUDA_VISIBLE_DEVICES=NoDevFiles"),
+        ("1,-1", None),
+        ("9", None),
+    ],
+)
+def test_what_hides_all_gpus_is_named(wanted: str, hidden: str | None) -> None:
+    assert visible(GPUS, {"CUDA_VISIBLE_DEVICES": wanted}).hidden == hidden
+    assert visible([], {"CUDA_VISIBLE_DEVICES": wanted}).hidden is None
+
+
 def test_a_machine_without_gpus_may_have_the_variable() -> None:
     """Login scripts set it everywhere."""
     assert visible([], {"CUDA_VISIBLE_DEVICES": "0"}).trouble is None

@@ -38,7 +38,9 @@ class Net(nn.Module):
         self.forwards += 1
         time.sleep(self.pause)
         is_here = self.forwards >= _STEP and int(os.environ["RANK"]) == _RANK
-        if is_here and self.fault != "none" and not Path("struck").exists():
+        if self.fault == "fail once a board has told" and Path("struck").exists() and is_here:
+            raise RuntimeError("CUDA error: uncorrectable ECC error encountered")
+        if is_here and self.fault in STRIKING and not Path("struck").exists():
             Path("struck").touch()  # tells when
         if is_here and self.fault in FAULTS:
             FAULTS[self.fault](x)
@@ -67,6 +69,8 @@ FAULTS: dict[str, Any] = {
     "hang while others read a loss": lambda _: time.sleep(600),
     "fill": _fill,
 }
+
+STRIKING = {*FAULTS, "leave out a block", "hang before a collective of the code"}
 
 
 def data() -> torch.utils.data.TensorDataset:

@@ -64,8 +64,19 @@ class Outcome:
 # One host
 
 
-def launch(folder: Path, fault: str, *, gpu: Mapping[str, Any] | None = None, **keys: Any) -> Any:
-    """Train on GPUs of a machine until `fault` of faulty.py ends it."""
+def launch(
+    folder: Path,
+    fault: str,
+    *,
+    gpu: Mapping[str, Any] | None = None,
+    report: str = "",
+    **keys: Any,
+) -> Outcome:
+    """Train on GPUs of a machine until `fault` of faulty.py ends it.
+
+    Args:
+        report: of a board, as tests/scenarios has it, once ranks train and boards are watched.
+    """
     for name in ("faulty.py", "hungry_gpu.py"):
         shutil.copy(HERE / name, folder)
     job = {
@@ -87,29 +98,52 @@ def launch(folder: Path, fault: str, *, gpu: Mapping[str, Any] | None = None, **
     )
     (folder / "tmp").mkdir()
     mark = secrets.token_hex(8)
-    environment = Machine(folder, "dgx1v").gpu_environment(**(gpu or {}))
+    machine = Machine(folder, "dgx1v")
+    machine.say("sensors 0-7 50 200 300 90 1290 1530", "slowed 0-7 0", "ecc 0-7 0 0")
+    environment = machine.gpu_environment(**(gpu or {}))
     environment["PYTHONPATH"] += f"{os.pathsep}{ROOT}"
     own = {"ZRUN_ESTIMATE": "off", "TMPDIR": str(folder / "tmp"), "ZRUN_TEST": mark}
     shared = set(os.listdir("/dev/shm"))
     command = [sys.executable, "-m", "zrun", "train", "job.yaml", "--run-dir", "run"]
-    done = subprocess.run(
+    running = subprocess.Popen(
         [*command, "--ui", "plain"],
         cwd=folder,
         env=environment | own,
-        capture_output=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=PATIENCE_S,
     )
     struck = folder / "struck"
+    try:
+        if report:
+            _await_training(folder / "run" / "events.jsonl", running)
+            machine.say(report)
+            struck.touch()
+        _, said = running.communicate(timeout=PATIENCE_S)
+    finally:
+        running.kill()
+        running.wait()
     seconds = time.time() - struck.stat().st_mtime if struck.exists() else float("nan")
     report = folder / "run" / "failure.json"
     return Outcome(
-        done.returncode,
-        done.stderr,
+        running.returncode,
+        said,
         json.loads(report.read_text()) if report.exists() else {},
         seconds,
         _left(mark, folder / "tmp", shared),
     )
+
+
+def _await_training(record: Path, running: subprocess.Popen[str]) -> None:
+    """Wait until steps have been trained and boards have told of themselves, or it has ended."""
+    late = time.monotonic() + PATIENCE_S
+    found = ""
+    while running.poll() is None and time.monotonic() < late:
+        found = record.read_text() if record.exists() else ""
+        if found.count('"type":"step"') > 3 and '"type":"gpus"' in found:
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"it has not begun to train on boards that are watched: {found[-500:]}")
 
 
 def _left(mark: str, temporary: Path, shared: set[str]) -> dict[str, list[str]]:
@@ -236,6 +270,7 @@ class Fault:
         promised_s: by docs/faults.md, from the fault until it is noticed.
         keys: of the job.
         gpu: settings of the simulated GPUs.
+        report: of a board, while ranks train on one host.
         may_leave: a temporary folder of an agent that was killed with all its host.
     """
 
@@ -248,9 +283,12 @@ class Fault:
     waits: str = ""
     keys: dict[str, Any] = field(default_factory=dict)
     gpu: dict[str, Any] = field(default_factory=dict)
+    report: str = ""
     may_leave: bool = False
 
 
+BOARD = "GPU-00000001-0000-0000-0000-000000000000"  # of four, links give it to rank 2
+ENDLESS: dict[str, Any] = {"steps": 100000}
 SOON_HANGS = {"limits": {"hang_s": HANG_S}}
 AT_NODE2 = r"rank 2 of 4 \(node2, cuda:0, pp 1 dp 0\)"
 GONE = r"gone with it: rank 2 \(node2, cuda:0, pp 1 dp 0\), 3 \(node2, cuda:1, pp 1 dp 1\)$"
@@ -314,6 +352,26 @@ ON_ONE_HOST = [
         1,
         fault="fill",
         gpu={"memory": 1 << 30},
+    ),
+    Fault(
+        "GPU falls off the bus: Xid 79",
+        5,
+        r"^rank 2 of 4 \(\S+, cuda:2, pp 1 dp 0\) was ended after step \d+: the GPU of rank 2 "
+        rf"\(\S+, cuda:2, pp 1 dp 0\), {BOARD}, reported Xid 79, the GPU fell off the bus$",
+        10,
+        waits="^  next: leave this host out and reboot it",
+        keys=PIPELINE | ENDLESS,
+        report="xid 1 79",
+    ),
+    Fault(
+        "kernel fails of uncorrectable memory errors (ECC)",
+        5,
+        rf"{BOARD}, reported 2 uncorrectable errors of its memory \(ECC\)",
+        1,
+        fault="fail once a board has told",
+        waits=r"^rank 1 of 2 \(\S+, cuda:1\) failed at step \d+ in forward",
+        keys=ENDLESS,
+        report="ecc 1 0 2",
     ),
 ]
 ON_TWO_HOSTS = [
@@ -383,8 +441,7 @@ def strike(fault: Fault, folder: Path, rig: rigs.Rig | None = None) -> Outcome:
         rig: for faults of two hosts.
     """
     if fault.strike is None:
-        found: Outcome = launch(folder, fault.fault, gpu=fault.gpu, **fault.keys)
-        return found
+        return launch(folder, fault.fault, gpu=fault.gpu, report=fault.report, **fault.keys)
     assert rig is not None
     hosts = TwoHosts(rig, folder / "hosts", fault.gpu)
     launched = hosts.start("job", **fault.keys)

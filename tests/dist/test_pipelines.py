@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -147,22 +148,60 @@ def test_the_host_reads_nothing_of_what_several_stages_have(ranks, tmp_path: Pat
 def num_read_in_sums(keys: dict[str, Any], run_dir: str, dims: dict[str, int]) -> tuple[int, int]:
     """Return how often a rank sums what other stages have too, and how often it reads a tensor."""
     counts = Counter[str]()
-    sum_shared, to_list = Reducer.sum_shared, torch.Tensor.tolist
+    sum_shared = Reducer.sum_shared
 
     def watched_sum(reducer: Reducer) -> Any:
         counts["sums"] += 1
-        with patch.object(torch.Tensor, "tolist", watched_list):
+        with counting_reads(counts):
             return sum_shared(reducer)
-
-    def watched_list(tensor: torch.Tensor) -> Any:
-        counts["read"] += 1
-        return to_list(tensor)
 
     keys = {**keys, "guards": {"check_values": False}}  # which makes a step of its own
     with patch.object(Reducer, "sum_shared", watched_sum):
         found = run(keys, run_dir, dims=dims)
     assert not found["error"]
     return counts["sums"], counts["read"]
+
+
+READS = ("tolist", "item", "numpy", "__bool__", "__float__", "__int__", "__index__")
+
+
+@contextmanager
+def counting_reads(counts: Counter[str]) -> Iterator[None]:
+    """Count, as "read", how often Python reads the values of a tensor."""
+
+    def counted(name: str) -> Any:
+        read = getattr(torch.Tensor, name)
+
+        def watched(tensor: torch.Tensor, *args: Any, **keys: Any) -> Any:
+            counts["read"] += 1
+            return read(tensor, *args, **keys)
+
+        return watched
+
+    with ExitStack() as stack:
+        for name in READS:
+            stack.enter_context(patch.object(torch.Tensor, name, counted(name)))
+        yield
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda value: value.tolist(),
+        lambda value: value.item(),
+        lambda value: value.numpy(),
+        *(bool, float, int, range),
+    ],
+    ids=READS,
+)
+def test_each_way_to_read_a_tensor_is_counted(read: Callable[[torch.Tensor], Any]) -> None:
+    counts = Counter[str]()
+    value = torch.ones((), dtype=torch.int64)
+    with counting_reads(counts):
+        read(value)
+    num_read = counts["read"]
+    read(value)
+    assert counts["read"] == num_read > 0
 
 
 def test_evaluation(ranks, tmp_path: Path) -> None:

@@ -2,18 +2,21 @@
 
 Its host waits in the script's own code, which reads the loss; the library sees that its device
 does. `tests/simulated_gpu` has more faults, and those of jobs; here NCCL and torch's watchdog are
-the real ones.
+the real ones. Ranks of a script have no places along axes but one, which is their number. A rank
+ends by itself only: the one that sleeps is for its launcher to end.
 """
 
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
+import leftovers
 import pytest
 from test_several_gpus import needs
 
@@ -54,8 +57,13 @@ def shares_a_gpu() -> bool:
     return torch.cuda.device_count() < 2
 
 
-def start(folder: Path, fault: str) -> list[subprocess.Popen[str]]:
-    """Start two ranks, with a GPU each, or both with one."""
+def start(folder: Path, fault: str, mark: str) -> list[subprocess.Popen[str]]:
+    """Start two ranks, with a GPU each, or both with one.
+
+    Args:
+        mark: of what they leave behind.
+    """
+    (folder / "tmp").mkdir()
     (folder / "script.py").write_text(textwrap.dedent(SCRIPT))
     root = Path(__file__).parents[2]
     shared = shares_a_gpu()
@@ -64,6 +72,8 @@ def start(folder: Path, fault: str) -> list[subprocess.Popen[str]]:
         "MASTER_PORT": str(20000 + os.getpid() % 10000),
         "WORLD_SIZE": "2",
         "LOCAL_WORLD_SIZE": "1" if shared else "2",
+        "TMPDIR": str(folder / "tmp"),
+        "ZRUN_TEST": mark,
         "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")]),
     }
     return [
@@ -88,11 +98,14 @@ def end(rank: subprocess.Popen[str]) -> tuple[int, str]:
 
 @pytest.mark.parametrize("fault", ["none", "kill", "sleep"])
 def test_the_other_rank_ends(tmp_path: Path, fault: str) -> None:
-    ranks = start(tmp_path, fault)
+    mark = secrets.token_hex(8)
+    shared = set(os.listdir("/dev/shm"))
+    ranks = start(tmp_path, fault, mark)
     try:
         code, said = end(ranks[0])
         if fault == "none":
             assert (code, *end(ranks[1])) == (0, 0, said), said
+            assert left(tmp_path, mark, shared) == {}
             return
         # Of a rank on its host it sees the process. Ranks that share a GPU are hosts to each other.
         sees_it_end = fault == "kill" and not shares_a_gpu()
@@ -108,7 +121,22 @@ def test_the_other_rank_ends(tmp_path: Path, fault: str) -> None:
         assert "script.py:23, last = loss.item()" in said
         if fault == "kill":
             assert ranks[1].wait(PATIENCE_S) == -signal.SIGKILL
+        else:
+            assert len(leftovers.processes(mark)) == 1  # what sleeps
+            ranks[1].kill()
+            ranks[1].wait()
+        assert left(tmp_path, mark, shared) == {}
     finally:
         for rank in ranks:
             rank.kill()
             rank.wait()
+
+
+def left(folder: Path, mark: str, shared: set[str]) -> dict[str, list[str]]:
+    """Return what two ranks have left, but NCCL's own files: those of a rank that is killed stay.
+
+    What they were given for the pages of the host was gone before the first step: `_shared_folder`.
+    """
+    found = leftovers.find(mark, folder / "tmp", shared)
+    own = [name for name in found.pop("/dev/shm", []) if not name.startswith("nccl-")]
+    return found | ({"/dev/shm": own} if own else {})

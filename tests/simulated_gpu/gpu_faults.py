@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import leftovers
 from simulated_gpu.machine import Machine
 
 HERE = Path(__file__).resolve().parent
@@ -130,7 +131,7 @@ def launch(
         said,
         json.loads(report.read_text()) if report.exists() else {},
         seconds,
-        _left(mark, folder / "tmp", shared),
+        leftovers.find(mark, folder / "tmp", shared),
     )
 
 
@@ -144,46 +145,6 @@ def _await_training(record: Path, running: subprocess.Popen[str]) -> None:
             return
         time.sleep(0.1)
     raise AssertionError(f"it has not begun to train on boards that are watched: {found[-500:]}")
-
-
-def _left(mark: str, temporary: Path, shared: set[str]) -> dict[str, list[str]]:
-    """Return processes with this mark, temporary files, and shared memory that nobody has open."""
-    found = {
-        "processes": processes(mark),
-        "temporary files": temporary_files(temporary),
-        "/dev/shm": _unused(set(os.listdir("/dev/shm")) - shared),
-    }
-    return {where: each for where, each in found.items() if each}
-
-
-def processes(mark: str) -> list[str]:
-    """Return the command lines of what runs with ZRUN_TEST=mark in its environment."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        with suppress(OSError):
-            if entry.name.isdigit() and f"ZRUN_TEST={mark}".encode() in (
-                entry / "environ"
-            ).read_bytes().split(b"\0"):
-                found.append((entry / "cmdline").read_bytes().replace(b"\0", b" ").decode())
-    return found
-
-
-def temporary_files(folder: Path) -> list[str]:
-    """Return what lies in a folder of temporary files, but torch's cache of what it compiles."""
-    return [each.name for each in folder.iterdir() if not each.name.startswith("torchinductor_")]
-
-
-def _unused(names: set[str]) -> list[str]:
-    """Return the files of /dev/shm that no process has mapped or open: other jobs run here too."""
-    used: set[str] = set()
-    for entry in Path("/proc").iterdir() if names else ():
-        with suppress(OSError):
-            if entry.name.isdigit():
-                used |= {
-                    name for name in names if f"/dev/shm/{name}" in (entry / "maps").read_text()
-                }
-                used |= {Path(os.readlink(each)).name for each in (entry / "fd").iterdir()}
-    return sorted(name for name in names - used if Path("/dev/shm", name).exists())
 
 
 # Two hosts
@@ -239,7 +200,7 @@ class TwoHosts:
         late = time.monotonic() + host_faults.LEFT_S
         while (found := self.rig.leftovers()) and time.monotonic() < late:
             time.sleep(0.1)
-        files = temporary_files(self.temporary)
+        files = leftovers.temporary_files(self.temporary)
         return found | ({"temporary files": files} if files else {})
 
 

@@ -24,7 +24,7 @@
 
 PYTHON ?= python3
 
-.PHONY: train test test-all test-unit test-ranks test-e2e test-others test-hosts test-faults test-slurm test-offload test-pipelines test-saves test-tensors test-joints test-models test-versions test-trackers test-gpu test-devices test-simulated-gpu test-gpu-hosts test-gpu-faults bench-gpu bigger-than-memory lint clean
+.PHONY: train test test-all test-unit test-ranks test-e2e test-hosts test-faults test-slurm test-offload test-pipelines test-saves test-tensors test-joints test-models test-versions test-trackers test-gpu test-devices test-simulated-gpu test-gpu-hosts test-gpu-faults bench-gpu bigger-than-memory lint clean
 
 # In bf16, or in fp32 where the processor has no instructions for bf16: torch would take 30 times as long.
 FORMAT = import torch; print("bf16" if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "fp32")
@@ -36,7 +36,8 @@ ROWS ?= --covering
 
 test: .venv/ready
 	$(MAKE) -j 2 --output-sync=target lint test-unit
-	$(MAKE) -j 3 --output-sync=target test-ranks test-e2e test-others
+	$(MAKE) -j 3 --output-sync=target test-ranks test-e2e test-hosts
+	$(MAKE) test-devices
 
 test-all:
 	$(MAKE) test ROWS=
@@ -44,11 +45,7 @@ test-all:
 test-unit: .venv/ready
 	.venv/bin/python -m pytest -q $(ROWS) -n 2 tests/unit
 
-# These three at once: real ranks compute, the others mostly wait for processes.
-test-others:
-	$(MAKE) test-hosts
-	$(MAKE) test-devices
-
+# These three at once: real ranks compute, the other two mostly wait for processes.
 test-ranks: .venv/ready
 	.venv/bin/python -m pytest -q $(ROWS) -n 2 --dist loadfile tests/dist tests/gpu
 

@@ -335,6 +335,18 @@ def _evaluates_before_step(ours: Any, model: Any) -> Any:
     return [*found, _values(model)]
 
 
+def _writes_at_once(ours: Any, model: Any) -> Any:
+    """Write whole parameters, the last first, as soon as they are there; other ranks read first."""
+    found = []
+    for number in range(24):
+        with zrun_core.gathered(model), torch.no_grad():
+            if ours.rank != number % ours.world_size:
+                found.append(_digest(model))
+            for param in reversed(list(model.parameters())):
+                param.add_(0.25)
+    return found
+
+
 def _counts_reads(ours: Any, model: Any) -> Any:
     """Count what steps move to the disk and back, with a thread that updates slowly."""
     optimizer = zrun_core.optimizer(model, "adamw", lr=1e-2, clip=0.1)
@@ -573,6 +585,7 @@ for _name in (
     "a short pass",
 ):
     SCENARIOS[f"{_name}, on CPUs"] = SCENARIOS[_name]._replace(on_cpus=True)
+SCENARIOS["written at once, on CPUs"] = _of_toy(2, 3, _writes_at_once, short)._replace(on_cpus=True)
 SCENARIOS["evaluations before updates, on CPUs"] = _of_toy(
     2, 3, _evaluates_before_step, short
 )._replace(on_cpus=True)

@@ -40,9 +40,9 @@ if TYPE_CHECKING:
     from zrun_core.plan.trace.profile import Profile
 
 POLICIES = ("none", "selective", "every_n", "full")
-# Keys that change no trace.
 _MOST_TRACES = 2  # at a time: each reads the data and imports the code of the job
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+# Keys that change no trace.
 _ALONE = (
     "zero.",
     "activations.checkpoint",

@@ -305,12 +305,7 @@ def _looks_before_step(ours: Any, model: Any) -> Any:
     optimizer = zrun_core.optimizer(model, "adamw", lr=1e-2)
     found = []
     for number in range(4):
-        loss = model(*_part(ours, number))
-        loss.backward()
-        with zrun_core.evaluation(model):
-            found.append(model(*_part(ours)).item())
-        if number % 2:
-            found.append(_values(model))
+        found += _backward_and_looks(ours, model, number)
         optimizer.step()
         sharded = model._zrun.sharded
         sharded.updates.read_ahead()  # as when a backward begins
@@ -325,14 +320,19 @@ def _evaluates_before_step(ours: Any, model: Any) -> Any:
     optimizer = zrun_core.optimizer(model, "adamw", lr=1e-2, clip=0.1)
     found = []
     for number in range(4):
-        loss = model(*_part(ours, number))
-        loss.backward()
-        with zrun_core.evaluation(model):
-            found.append(ours.mean(model(*_part(ours)).item()))
-        if number % 2:
-            found.append(_values(model))
+        found += _backward_and_looks(ours, model, number)
         optimizer.step()
     return [*found, _values(model)]
+
+
+def _backward_and_looks(ours: Any, model: Any, number: int) -> list[Any]:
+    loss = model(*_part(ours, number))
+    loss.backward()
+    with zrun_core.evaluation(model):
+        found: list[Any] = [ours.mean(model(*_part(ours)).item())]
+    if number % 2:
+        found.append(_values(model))
+    return found
 
 
 def _writes_at_once(ours: Any, model: Any) -> Any:

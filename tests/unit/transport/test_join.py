@@ -5,12 +5,12 @@ Where they meet, who is let in, and who then runs what.
 
 from __future__ import annotations
 
+import secrets
 import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -145,14 +145,14 @@ def test_the_key_is_that_of_the_job_and_of_the_token() -> None:
 
 
 @pytest.fixture(params=["one host", "several"])
-def start(request: pytest.FixtureRequest, tmp_path: Path) -> Rendezvous:
+def start(request: pytest.FixtureRequest) -> Rendezvous:
     """Rank 0 of three, of a start that no other test is."""
     address = route_to("192.0.2.1") if request.param == "several" else None
     if request.param == "several" and address is None:
         pytest.skip("this machine has no interface but lo")
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    return Rendezvous(Member(0, 3, True, 0, None, address, port), f"{tmp_path}{port}")
+    return Rendezvous(Member(0, 3, True, 0, None, address, port), secrets.token_hex(16))
 
 
 @pytest.fixture

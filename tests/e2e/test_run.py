@@ -245,6 +245,30 @@ def test_the_rank_that_ended_the_run_is_named(
         assert find(says, done.stderr)
 
 
+# What torch's own threads may do while a process of Python ends.
+CRASHES_LATE = """
+import ctypes, os, sys
+libc = ctypes.CDLL(None)
+libc.on_exit(ctypes.cast(libc.abort, ctypes.c_void_p), None)
+"""
+
+
+@pytest.mark.parametrize(
+    ("ends", "code", "says"),
+    [
+        ("pass", 0, ""),
+        ("sys.exit(3)", 5, "rank 0 of 2 .* ended with status 3"),
+        ("import atexit; atexit.register(os.abort)", 5, "was killed by SIGABRT"),  # still Python
+        ("sys.exit(0) if os.fork() else sys.exit(4)", 0, ""),  # what the child ends with is its own
+    ],
+)
+def test_a_crash_behind_the_end_of_python_changes_no_status(
+    tmp_path: Path, ends: str, code: int, says: str
+) -> None:
+    done = zrun_run(tmp_path, CRASHES_LATE + f"if os.environ['RANK'] == '0': {ends}", "train.py")
+    assert (done.returncode, find(says, done.stderr)) == (code, True), done.stderr
+
+
 def find(pattern: str, text: str) -> bool:
     return re.search(pattern, text) is not None
 

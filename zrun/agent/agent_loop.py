@@ -358,13 +358,13 @@ class AgentLoop:
         self._running.discard(rank)
         if self._telemetry is not None:
             self._telemetry.drain()  # what it said before it ended comes first
-        status = self._workers[rank].wait()
+        assert self._observer is not None
+        status = self._observer.status_of(rank, self._workers[rank].wait())
         by_kernel = (memory_limits.oom_kills() or 0) > self._oom_kills
         is_oom = status == -signal.SIGKILL and (bool(self._shortage) or by_kernel)
         if status != 0 and self._boards is not None and not self._has_failed:
             self._boards.catch_up(_REPORTED_S)  # the GPU's own word about it comes first
         self._has_failed |= status != 0
-        assert self._observer is not None
         note, log = self._observer.last_words(rank, status)
         echo = self._echoes.pop(rank, None)
         if echo is not None:

@@ -63,6 +63,10 @@ class Observer:
         """Return whether each of `ranks` has made two steps: the first one makes the moments."""
         return all(0 < state.first < state.step - 1 for state in map(self._view.state, ranks))
 
+    def status_of(self, rank: int, status: int) -> int:
+        """Return the exit status that counts for a worker that has ended."""
+        return status
+
     def last_words(self, rank: int, status: int) -> tuple[str | None, list[str]]:
         """Return why a worker ended, which may be on this host's disk only.
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -24,11 +25,12 @@ from zrun.system import processes
 from zrun.system.processes import Process
 from zrun_core.spine.flight_page import RankProgress
 from zrun_core.spine.flight_view import FlightRecorderView
-from zrun_core.spine.script_files import ASK, waits_file
+from zrun_core.spine.script_files import ASK, status_file, waits_file
 
 _WINDOW_S = 2.0  # over which the use of the CPU is measured
 _BUSY = 0.05  # of a core: helper threads of libraries that poll use less
 _ANSWER_S = 1.0  # that ranks get
+_CRASHES = (-signal.SIGABRT, -signal.SIGSEGV)
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
@@ -56,6 +58,13 @@ class ScriptObserver(Observer):
     def __init__(self, view: FlightRecorderView, run_dir: Path) -> None:
         super().__init__(view, run_dir)
         self._activities: dict[int, _Activity] = {}
+
+    def status_of(self, rank: int, status: int) -> int:
+        """Return that of the script, if native code has crashed behind the end of Python."""
+        if status in _CRASHES:
+            with suppress(OSError, ValueError):
+                return int(status_file(self._run_dir, rank).read_text())
+        return status
 
     def _state(self, rank: int) -> RankProgress:
         """Return the header of its page, with its activity for its progress."""

@@ -9,6 +9,7 @@ The script finds itself as `__main__`, with its arguments in `sys.argv`, its fol
                                              zrun_core goes on with the page
     obeys SIGQUIT                            every thread's stack, even while native code is stuck
     obeys ASK                                what torch's flight recorder says: `testimony.py`
+    keeps the status of its script           should native code abort after Python's own end
     notes its failure                        `failures/rank-N.json`, from which the launcher tells
                                              which rank was first
 
@@ -17,6 +18,7 @@ It imports no torch: what a script sets before it does so still counts.
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import importlib.abc
 import importlib.machinery
@@ -27,6 +29,7 @@ import signal
 import sys
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import Any, NoReturn
@@ -37,7 +40,7 @@ from zrun_core.spine import tracebacks
 from zrun_core.spine.failure_files import TOLD_CHARS, write_note
 from zrun_core.spine.flight_page import host_file
 from zrun_core.spine.flight_recorder import FlightRecorder
-from zrun_core.spine.script_files import SPEC, stacks_file
+from zrun_core.spine.script_files import SPEC, stacks_file, status_file
 from zrun_core.spine.stop_signals import PROFILE, SAVE
 
 _UNCAUGHT = 1  # Python's exit status of an exception
@@ -52,28 +55,57 @@ def main() -> None:
     os.environ[SPEC] = path
     _begin_page(spec, rank, run_dir)
     _listen(run_dir, rank)
+    ending = _Ending(status_file(run_dir, rank))
     try:
         _run(spec["script"])
-    except SystemExit:
-        _keep_status()
+    except SystemExit as end:
+        ending.keep(_status_of(end))
         raise  # with a status of the script's own choice
     except KeyboardInterrupt as error:
         _show(error)
         sys.exit(ExitCode.INTERRUPTED)
     except BaseException as error:
         _fail(error, run_dir, rank)
-    _keep_status()
+    ending.keep(0)
 
 
-def _keep_status() -> None:
-    """End with the status that the script has come to, whatever its end does to other ranks.
+class _Ending:
+    """The status that the script has come to, whatever then becomes of this process.
 
-    They fail as soon as its connections close, and the agent then ends all ranks, while Python may
-    take a second to end. A script whose threads go on is not at its end.
+    Other ranks fail as soon as its connections close, and the agent ends all ranks by SIGTERM while
+    Python may take a second to end. And torch's own threads may abort behind Python's end, where
+    nothing is left to lose: gloo's do where they let go of a tensor then. The agent finds the
+    status in a file.
     """
-    others = [thread for thread in threading.enumerate() if not thread.daemon]
-    if len(others) == 1 and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._pid = os.getpid()
+        self._status: int | None = None
+        path.unlink(missing_ok=True)  # of an earlier attempt
+        atexit.register(self._tell)  # first of all, so it is called last
+
+    def keep(self, status: int) -> None:
+        """Note the status. A script whose threads go on is not at its end."""
+        self._status = status
+        others = [thread for thread in threading.enumerate() if not thread.daemon]
+        if len(others) == 1 and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+    def _tell(self) -> None:
+        if self._status is None or os.getpid() != self._pid:  # a process that the script forked
+            return
+        with suppress(OSError):
+            self._path.write_text(str(self._status))
+
+
+def _status_of(end: SystemExit) -> int:
+    """Return the exit status that Python makes of it."""
+    if end.code is None:
+        return 0
+    if isinstance(end.code, int):
+        return end.code & 0xFF
+    return _UNCAUGHT
 
 
 def _begin_page(spec: Mapping[str, Any], rank: int, run_dir: Path) -> None:

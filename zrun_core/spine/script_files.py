@@ -18,3 +18,8 @@ def stacks_file(run_dir: Path, rank: int) -> Path:
 def waits_file(run_dir: Path, rank: int) -> Path:
     """Return the file to which a rank writes what it waits for, on `ASK`."""
     return run_dir / "stacks" / f"rank-{rank}.json"
+
+
+def status_file(run_dir: Path, rank: int) -> Path:
+    """Return the file to which a rank writes the status of its script, at the end of Python."""
+    return run_dir / "stacks" / f"rank-{rank}.status"

@@ -79,7 +79,7 @@ SAME: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize("keys", SAME, ids=str)
-@pytest.mark.at_most(3)
+@pytest.mark.at_most(2)
 def test_without_staleness_the_numbers_are_those_of_the_synchronous_server(
     ranks, tmp_path: Path, num_ranks: int, keys: dict[str, Any]
 ) -> None:
@@ -267,7 +267,7 @@ def compiled(keys: dict[str, Any], run_dir: str, slow: int | None) -> dict[str, 
     ("num_ranks", "staleness", "slow", "activations"),
     [(2, "any", 1, "none"), (3, 2, 0, "full")],
 )
-@pytest.mark.at_most(1)
+@pytest.mark.thorough
 def test_compiled_blocks_compute_with_the_version_that_was_pulled(
     ranks, tmp_path: Path, num_ranks: int, staleness: int | str, slow: int, activations: str
 ) -> None:

@@ -45,7 +45,7 @@ def alone(ranks: Any) -> Any:
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: " ".join(map(str, cell)))
-@pytest.mark.at_most(4)
+@pytest.mark.at_most(2)
 def test_one_process_or_a_refusal(ranks: Any, alone: Any, cell: Cell) -> None:
     if MODELS[cell.model].needs_peft and not HAS_PEFT:
         pytest.skip("peft is not installed: pip install peft")

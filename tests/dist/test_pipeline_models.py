@@ -320,7 +320,7 @@ NO_DROPOUT = {"embd_pdrop": 0.0, "resid_pdrop": 0.0, "attn_pdrop": 0.0}
     ],
     ids=["mixtral", "gpt", "gpt2"],
 )
-@pytest.mark.at_most(2)
+@pytest.mark.at_most(1)
 def test_chunks_of_divided_layers(
     ranks, tmp_path: Path, keys: dict[str, Any], sequence: bool
 ) -> None:

@@ -468,6 +468,7 @@ def test_values_of_files_and_of_meta_are_compared(
     assert "blocks.2 computes something else than in the whole" in wrong[0]["error"]
 
 
+@pytest.mark.thorough
 def test_what_is_compiled_is_compared_as_it_was(ranks, tmp_path: Path) -> None:
     wrong = on_axes({**keys_of("flipped"), "compile": True}, tmp_path / "wrong", ranks)
     assert [each["code"] for each in wrong] == [2, 2]

@@ -197,7 +197,7 @@ def paced(folder: Path, limit_s: float, **args: float) -> list[str]:
 
 
 @pytest.mark.parametrize("staleness", ["0", "any"])
-@pytest.mark.at_most(1)
+@pytest.mark.thorough
 def test_a_share_may_take_longer_than_a_wait(folder: Path, staleness: str) -> None:
     """Nobody waits for long: both ranks compute for as long."""
     done = zrun(folder, *paced(folder, 4, pause=2.3), "steps=2", f"staleness={staleness}")

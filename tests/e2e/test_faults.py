@@ -306,7 +306,7 @@ def test_more_presses_do_not_wait_for_the_step(tmp_path):
 
 
 @pytest.mark.parametrize(("fault", "code"), [("none", 0), ("crash", 5)])
-@pytest.mark.at_most(1)
+@pytest.mark.thorough
 def test_loader_processes_leave_no_temporary_files(tmp_path, monkeypatch, fault, code):
     """Their sockets lie in the folder of the agent, however their rank ends."""
     with tempfile.TemporaryDirectory() as folder:  # a short name

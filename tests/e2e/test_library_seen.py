@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 from waiting import PATIENCE_S, wait_for
 
 SCRIPT = """
@@ -50,6 +51,7 @@ def events(folder: Path, kind: str) -> list[dict[str, Any]]:
     return [event for event in told if event["type"] == kind]
 
 
+@pytest.mark.thorough
 def test_trackers_and_profiles_of_a_script(tmp_path):
     done = subprocess.run(
         command(tmp_path, 6, 0.0),

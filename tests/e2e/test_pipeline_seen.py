@@ -174,6 +174,7 @@ def _has_one_page_whoever_writes_it(folder: Path, said: str) -> None:
     assert "does not allow to draw" not in written
 
 
+@pytest.mark.thorough
 def test_halves_cross_stages_whose_ranks_have_slices(tmp_path: Path) -> None:
     """What is compared before the first step crosses in fp32."""
     args = {"vocab_size": 256, "dim": 32, "depth": 2, "heads": 2, "seq_len": 16}

@@ -190,11 +190,11 @@ def test_a_module_is_found_as_python_finds_it_and_failures_start_again(tmp_path:
     [
         ("torch", FSDP2, "DTensor (8, 8)"),
         ("accelerate", ACCELERATE, "2 DistributedDataParallel 8"),
-        ("accelerate", TRAINER, "2 4"),
+        pytest.param("accelerate", TRAINER, "2 4", marks=pytest.mark.thorough),
     ],
     ids=["fsdp2", "accelerate", "trainer"],
 )
-@pytest.mark.at_most(2)
+@pytest.mark.at_most(1)
 def test_scripts_of_others_run_as_they_are(
     tmp_path: Path, name: str, script: str, said: str
 ) -> None:
@@ -229,7 +229,7 @@ def test_ddp_has_the_bits_that_torchrun_gives_it(tmp_path: Path) -> None:
         ("sys.exit(0)", 5, "rank 0 of 2 .* failed after rank 1 had ended with status 0"),
     ],
 )
-@pytest.mark.at_most(2)
+@pytest.mark.at_most(1)
 def test_the_rank_that_ended_the_run_is_named(
     tmp_path: Path, does: str, code: int, says: str
 ) -> None:
@@ -262,6 +262,7 @@ libc.on_exit(ctypes.cast(libc.abort, ctypes.c_void_p), None)
         ("sys.exit(0) if os.fork() else sys.exit(4)", 0, ""),  # what the child ends with is its own
     ],
 )
+@pytest.mark.at_most(2)
 def test_a_crash_behind_the_end_of_python_changes_no_status(
     tmp_path: Path, ends: str, code: int, says: str
 ) -> None:

@@ -174,7 +174,7 @@ def test_a_model_without_room_is_told_before_a_trial(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("data", ["one", "One"])
-@pytest.mark.at_most(1)
+@pytest.mark.thorough
 def test_data_of_one_sample_are_verified(folder: Path, data: str) -> None:
     ran = zrun(folder, "verify", "job.yaml", "--steps=2", f"data.call=net.py:{data}")
     assert ran.returncode == 0, ran.stderr

@@ -137,6 +137,7 @@ def is_counted_once(launch: faults.Launch) -> bool:
     return steps == {step: 6 * step for step in range(1, max(steps) + 1)}
 
 
+@pytest.mark.thorough
 def test_a_run_goes_on_after_its_asynchronous_server_is_killed(rig: Rig, tmp_path: Path) -> None:
     """Rank 0, from another host's point of view; by itself, and by hand after a signal."""
     hosts = ["node1", "node2"]

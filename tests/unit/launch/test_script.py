@@ -491,10 +491,10 @@ def test_a_panel_of_a_script_waits_for_no_step() -> None:
 def test_a_rank_that_has_ended_keeps_its_status(before: str, status: int) -> None:
     """The agent ends it together with those that felt its end, while Python still ends."""
     code = (
-        "import os, signal, sys, threading\n"
-        f"from {script_worker.__name__} import _keep_status\n"
+        "import os, pathlib, signal, sys, tempfile, threading\n"
+        f"from {script_worker.__name__} import _Ending\n"
         f"{before}\n"
-        "_keep_status()\n"
+        "_Ending(pathlib.Path(tempfile.mkdtemp(), 'status')).keep(3)\n"
         "os.kill(os.getpid(), signal.SIGTERM)\n"
         "sys.exit(3)\n"
     )

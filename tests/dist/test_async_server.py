@@ -214,6 +214,7 @@ def params_of(found: Tensors) -> Tensors:
         (4, 1, 2, "fp32", ADAMW),
     ],
 )
+@pytest.mark.at_most(3)
 def test_delayed_pushes(
     ranks,
     tmp_path: Path,
@@ -338,7 +339,7 @@ def counted(keys: dict[str, Any], run_dir: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 @pytest.mark.parametrize("staleness", [0, 2, "any"])
-@pytest.mark.at_most(4)
+@pytest.mark.at_most(2)
 def test_each_push_sends_the_parameters_once_and_once_back(
     ranks, tmp_path: Path, num_ranks: int, staleness: int | str
 ) -> None:
@@ -382,6 +383,7 @@ def test_an_estimate_has_the_bytes_of_pushes_and_pulls(ranks, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("staleness", [0, "any"])
+@pytest.mark.at_most(1)
 def test_a_run_goes_on_from_a_save(ranks, tmp_path: Path, staleness: int | str) -> None:
     keys = keys_of(
         staleness,
@@ -425,6 +427,7 @@ class Sick(nn.Module):
 
 
 @pytest.mark.parametrize("staleness", [0, "any"])
+@pytest.mark.at_most(1)
 def test_saves_beside_training_hold_the_end_of_a_window(
     ranks, tmp_path: Path, staleness: int | str
 ) -> None:
@@ -491,6 +494,7 @@ BESIDE: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("staleness", [0, "any"])
+@pytest.mark.at_most(1)
 def test_a_save_beside_training_is_there_long_before_the_next_one(
     ranks, tmp_path: Path, staleness: int | str
 ) -> None:
@@ -679,6 +683,7 @@ def watched(keys: dict[str, Any], run_dir: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("staleness", [0, "any"])
+@pytest.mark.at_most(1)
 def test_a_watchdog_takes_neither_pace_nor_a_long_update_for_a_hang(
     ranks, tmp_path: Path, staleness: int | str
 ) -> None:
@@ -717,6 +722,7 @@ def hung(keys: dict[str, Any], run_dir: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("staleness", [0, "any"])
+@pytest.mark.at_most(1)
 def test_who_does_not_push_in_time_is_named_on_all_ranks(
     ranks, tmp_path: Path, staleness: int | str
 ) -> None:

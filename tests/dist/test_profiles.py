@@ -235,6 +235,7 @@ def test_a_trace_that_would_fill_the_memory_ends_early(ranks, tmp_path):
     ],
     ids=["states on disk", "all on disk", "compiled", "slices", "copies", "recomputed"],
 )
+@pytest.mark.at_most(3)
 def test_other_ways_to_train_are_traced_too(ranks, tmp_path, keys):
     keys = small(**keys, optim={"lr": 1e-2})
     plain = ranks(2).run(run, keys, str(tmp_path / "plain"))

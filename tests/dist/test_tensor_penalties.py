@@ -207,7 +207,7 @@ def keys_of(parallel: dict[str, Any], **keys: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("how", ["squares", "norms", "gram", "cosines", "entropy"])
 @pytest.mark.parametrize("parallel", [TP, TP_PP], ids=["tp", "tp and pp"])
-@pytest.mark.at_most(2)
+@pytest.mark.at_most(1)
 def test_a_penalty_in_the_forward_of_the_model_is_that_of_one_rank(
     ranks,
     tmp_path: Path,
@@ -225,7 +225,7 @@ def test_a_penalty_in_the_forward_of_the_model_is_that_of_one_rank(
     [{}, {"activations": {"checkpoint": "full"}}, {"precision": "bf16"}],
     ids=["plain", "recomputed", "bf16"],
 )
-@pytest.mark.at_most(3)
+@pytest.mark.at_most(2)
 def test_penalties_in_the_loss_function_are_those_of_one_rank(
     ranks,
     tmp_path: Path,
@@ -259,7 +259,7 @@ def test_a_block_that_reads_its_weights_is_that_of_one_rank(
 
 @pytest.mark.parametrize("of", ["tied", "scales", "shapes", "detached", "whole", "between"])
 @pytest.mark.parametrize("parallel", [TP, {"tp": 2, "sequence": True}], ids=["tp", "sequence"])
-@pytest.mark.at_most(3)
+@pytest.mark.at_most(2)
 def test_what_else_is_read_of_weights_is_that_of_one_rank(
     ranks,
     tmp_path: Path,

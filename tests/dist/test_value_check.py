@@ -122,7 +122,7 @@ def keys_of(function: str, **keys: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("function", WRONG)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.at_most(10)
+@pytest.mark.at_most(6)
 def test_what_mixes_or_counts_features_is_refused(
     ranks, tmp_path: Path, function: str, precision: str
 ) -> None:
@@ -141,6 +141,7 @@ def test_what_mixes_or_counts_features_is_refused(
     ],
 )
 @pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.at_most(4)
 def test_backwards_that_mix_or_count_features_are_refused(
     ranks, tmp_path: Path, function: str, precision: str, stage: int
 ) -> None:

@@ -80,6 +80,7 @@ WRONG_BACKWARD: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 FUNCTIONS = {
     **RIGHT,
+    "of two samples": lambda h: h.flip(-1) if len(h) == 2 else h,
     **WRONG,
     **{f"backward {name}": function for name, function in RIGHT_BACKWARD.items()},
     **{f"backward {name}": function for name, function in WRONG_BACKWARD.items()},
@@ -113,6 +114,17 @@ class Model(nn.Module):
         for block in self.blocks:
             x = block(x)
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+class OfFour(Model):
+    """It takes four samples, and no other number."""
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return super().forward(input_ids.view(4, 1, -1).flatten(0, 1), labels)
+
+
+def stacked(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {key: torch.stack([each[key] for each in samples]) for key in samples[0]}
 
 
 def keys_of(function: str, **keys: Any) -> dict[str, Any]:
@@ -331,6 +343,33 @@ def test_tokens_in_another_order_are_seen_wherever_they_hide(
         error = on_axes(keys, tmp_path / str(seed), ranks)[0]["error"]
         assert "blocks.0 computes something else than in the whole model" in error
         assert "write parallel.sequence: false" in error
+
+
+@pytest.mark.parametrize("function", ["gelu", "flipped"])
+def test_a_model_of_one_size_is_compared_with_all_samples(
+    ranks, tmp_path: Path, function: str
+) -> None:
+    model = {"call": "test_value_check.py:OfFour", "args": {"function": function}}
+    keys = {**keys_of(function, batch={"global": 8, "micro": 4}), "model": model}
+    found = on_axes(keys, tmp_path, ranks)
+    if function == "gelu":
+        assert [each["code"] for each in found] == [0, 0]
+        assert notes(found) == []
+        return
+    assert [each["code"] for each in found] == [2, 2]
+    assert "blocks.2 computes something else than in the whole" in found[0]["error"]
+
+
+@pytest.mark.parametrize("collate", [None, "test_value_check.py:stacked"])
+def test_two_samples_are_compared_of_what_torch_collates(
+    ranks, tmp_path: Path, collate: str | None
+) -> None:
+    """Of the user's own batches nobody knows what is of one sample."""
+    keys = keys_of("of two samples", batch={"global": 8, "micro": 4})
+    keys["data"] = {"call": keys["data"], "collate": collate}
+    found = on_axes(keys, tmp_path, ranks)
+    code = 2 if collate is None else 0
+    assert [each["code"] for each in found] == [code, code]
 
 
 def test_a_model_that_differs_from_itself_is_not_compared(ranks, tmp_path: Path) -> None:

@@ -58,6 +58,25 @@ class MicroBatch:
         return MicroBatch(to_device(self.batch, device), self.num_samples, self.num_tokens)
 
 
+def first_samples(micro: MicroBatch, most: int) -> MicroBatch:
+    """Return a micro-batch of the first samples of one that torch's own collation has made.
+
+    It stays whole where part of it is no tensor with a row for each sample.
+    """
+    if micro.num_samples <= most or not _is_of_rows(micro.batch, micro.num_samples):
+        return micro
+    return MicroBatch.of(map_tensors(lambda tensor: tensor[:most], micro.batch), most)
+
+
+def _is_of_rows(value: Any, num_rows: int) -> bool:
+    """Return whether all of a batch is tensors of so many rows."""
+    if isinstance(value, Tensor):
+        return value.dim() > 0 and len(value) == num_rows
+    if isinstance(value, Mapping):
+        return all(_is_of_rows(each, num_rows) for each in value.values())
+    return isinstance(value, list | tuple) and all(_is_of_rows(each, num_rows) for each in value)
+
+
 def count_tokens(batch: Any) -> int:
     """Return the number of tokens in a batch.
 

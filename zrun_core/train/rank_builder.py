@@ -33,7 +33,7 @@ from zrun_core.checkpoint.model_state import ModelState
 from zrun_core.checkpoint.rank_save import RunInfo
 from zrun_core.checkpoint.resume import Resumed, load_newest, restore_streams
 from zrun_core.checkpoint.whole_values import WholeValues, newest_step, weights_of
-from zrun_core.data.batch import MicroBatch, copied
+from zrun_core.data.batch import MicroBatch, copied, first_samples
 from zrun_core.distributed import rng
 from zrun_core.distributed.comm import Comm
 from zrun_core.distributed.communicators import backend_timeout, connect, connect_groups, waits_fail
@@ -72,6 +72,8 @@ from zrun_core.user_code.trial import kept_attributes
 from zrun_core.zero.passes.graph_breaks import load_compiler
 from zrun_core.zero.sharded_model import ShardedModel
 from zrun_core.zero.wrap.sharding_config import ShardingConfig, check_model_fits
+
+_COMPARED = 2  # samples before the first step: a norm over a batch needs two
 
 
 class RankBuilder:
@@ -322,8 +324,11 @@ class RankBuilder:
         job = self.spec.job
         if not job.guards.check_values:
             return "guards.check_values is false"
+        few = batch
+        if data.functions.collate is None:  # of one of the user's own, rows may be anything
+            few = first_samples(batch, _COMPARED)
         check = ValueCheck(
-            batch,
+            [few, batch],
             data.functions.loss,
             self._settings.precision,
             data.streams,

@@ -12,6 +12,9 @@ Slices add up in another order, which in halves would hide as much as a mistake 
 layers are divided both compute in fp32, with the values that halves have: see `InFp32`. Stages
 compute with whole layers, whose bits are the same in any format.
 
+A few samples of the micro-batch tell as much as all of them: see `first_samples`. Where the
+forward takes no other number than that of the job, all of them are used.
+
 [Note: what is compared of a node]
 Of the first tensor that it returns, the 2-norm, and the sums of `tensor_sums.py`, which see
 features in another order too. Of the whole tensor the same is noted of each rank's slice of the
@@ -35,7 +38,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -194,7 +197,7 @@ class ValueCheck:
 
     def __init__(
         self,
-        batch: MicroBatch,
+        batches: Sequence[MicroBatch],
         loss: LossFunction | None,
         precision: Precision,
         streams: Streams,
@@ -207,12 +210,14 @@ class ValueCheck:
     ) -> None:
         """
         Args:
-            batch: the first micro-batch of this rank, on its device.
+            batches: the first one counts whose forward the whole model computes: few samples of
+                this rank's first micro-batch, on its device, and all of it.
             loss: the user's loss function; None: the model returns its loss.
             trust: patterns of modules that may differ.
             patience_s: how long ranks wait for each other.
         """
-        self._batch = batch
+        self._batches = batches
+        self._which = 0  # of them
         self._global_size = global_size
         self._loss = loss
         self._precision = precision
@@ -255,7 +260,7 @@ class ValueCheck:
                 self._path = values.path
             limit = _MOST_BYTES * free_bytes - num_bytes
             with _with_values(built, self._precision.compute, device, values):
-                whole = self._run_whole(built.module, device, limit, why_no_gradients)
+                whole = self._run_any(built.module, device, limit, why_no_gradients)
         except CheckpointError as error:
             self.whole = WholeForward(why_not=_reason(error))
             return
@@ -266,6 +271,21 @@ class ValueCheck:
         self.whole = whole
         if accelerator.is_accelerator(device):
             accelerator.empty_cache()  # the shards need it
+
+    @property
+    def _batch(self) -> MicroBatch:
+        return self._batches[self._which]
+
+    def _run_any(
+        self, model: nn.Module, device: torch.device, limit: float, why_no_gradients: str
+    ) -> WholeForward:
+        """Return what the whole model comes to, of the first batch that its forward takes."""
+        last = len(self._batches) - 1
+        while self._which < last:
+            with suppress(Exception):
+                return self._run_whole(model, device, limit, why_no_gradients)
+            self._which += 1
+        return self._run_whole(model, device, limit, why_no_gradients)
 
     def _run_whole(
         self, model: nn.Module, device: torch.device, limit: float, why_no_gradients: str
@@ -416,9 +436,10 @@ class ValueCheck:
         of_gradients = None if gradients is None else [gradients.names, gradients.numels]
         why_no_gradients = whole.why_no_gradients
         forwards = [(each.loss, each.nodes) for each in (whole, whole.second) if each is not None]
-        own = [forwards, whole.why_not, whole.draw, of_gradients, why_no_gradients]
+        own = [self._which, forwards, whole.why_not, whole.draw, of_gradients, why_no_gradients]
         told = comm.all_gather_bytes(json.dumps(own).encode(), self._mesh.world, name="whole model")
-        forwards, why_not, draw, of_gradients, why_no_gradients = json.loads(told[0])
+        which, forwards, why_not, draw, of_gradients, why_no_gradients = json.loads(told[0])
+        self._which = which
         if why_not:
             return [not_compared(why_not)]
         if divided is not None:

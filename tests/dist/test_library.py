@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,6 +19,8 @@ import zrun_core
 from zrun_core.errors import UserCodeError
 from zrun_core.library import run as library
 from zrun_core.library.model import ModelHandle
+from zrun_core.zero.reduce.reducer import Reducer
+from zrun_core.zero.unit.micro_pass import MicroPass
 
 
 def start() -> zrun_core.Run:
@@ -117,6 +120,45 @@ def hybrid(stage: int, micros: int, accumulate: int) -> list[float]:
         optimizer.step(weight=micros)
         losses.append(run.mean(total))
     return losses
+
+
+def given_up(stage: int) -> tuple[list[float], list[bool]]:
+    """Train, and give up the first micro-batch of each step; return also, for each backward,
+    whether reductions were under way when it had ended.
+    """
+    run = start()
+    model = zrun_core.shard(build, zero={"stage": stage, "bucket": 1 << 14}, accumulate=2)
+    optimizer = zrun_core.optimizer(model, "adamw", lr=1e-2, weight_decay=0.1)
+    losses, under_way = [], []
+    ends = Reducer.end_backward
+
+    def watched(reducer: Reducer, micro: MicroPass) -> None:
+        ends(reducer, micro)
+        under_way.append(reducer._under_way._is_busy)
+
+    with patch.object(Reducer, "end_backward", watched):
+        for batch in data(4, batch=16):
+            mine = split(batch, run.rank, run.world_size)
+            (5.0 * model(*split(mine, 0, 2))).backward()
+            optimizer.zero_grad()
+            total = 0.0
+            for k in range(2):
+                loss = model(*split(mine, k, 2))
+                loss.backward()
+                total += loss.item() / 2
+            optimizer.step(weight=2)
+            losses.append(run.mean(total))
+    return losses, under_way
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.at_most(1)
+def test_nobody_waits_between_micro_batches_nor_for_those_given_up(ranks, stage):
+    plain = train_plain(build(), data(4, batch=16))
+    for ours, under_way in ranks(2).run(given_up, stage):
+        assert ours == pytest.approx(plain, abs=2e-6)
+        # Given up; the first of two; the last of the step. Stage 1 reduces the last one alone.
+        assert under_way == [stage > 1, stage > 1, False] * 4
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

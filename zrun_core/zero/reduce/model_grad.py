@@ -65,9 +65,9 @@ class ModelGrad:
 
     def begin_step(self) -> None:
         """Forget the last step's gradients."""
+        self._reducer.begin_step()
         for unit in self._units:
             unit.grad.begin_step()
-        self._reducer.begin_step()
         self.inspector.begin_step()
 
     def square_norm(self) -> torch.Tensor:

@@ -3,10 +3,10 @@
     begin_backward    which units are reduced, and which of them expect no gradient
     accumulate_grad   the gradient of a parameter moves into that of its unit
     mark_complete     the unit has them all: at its turn its reduction begins
-    end_backward      what is left follows, with zeros; then all that is under way ends
+    end_backward      what is left follows, with zeros; behind the step's last, all of it ends
 
 Which turn it is says `ReduceOrder`: see its [Note: one order] and [Note: late units]. Nobody waits
-in backward: see [Note: overlap with backward] in `reductions.py`.
+in backward, nor between micro-batches: see [Note: overlap with backward] in `reductions.py`.
 """
 
 from __future__ import annotations
@@ -81,7 +81,9 @@ class Reducer:
         placements = {unit.name: unit.placement for unit in trained}
         num_bytes = policy.reduce_ring_bytes(layouts, self._mesh_info, placements=placements)
         alignment = 256
-        if any(unit.grad.leaves for unit in trained):
+        # Elsewhere micro-batches are added up one after the other.
+        self._waits_for_each = any(unit.grad.leaves for unit in trained)
+        if self._waits_for_each:
             alignment = PAGE_BYTES
         self.ring = Ring(num_bytes, comm.device, alignment)
         self._under_way = Reductions(self.ring, policy.reduce_dtype)
@@ -92,7 +94,8 @@ class Reducer:
     # One optimizer step
 
     def begin_step(self) -> None:
-        """Forget what the last step summed."""
+        """Forget what the last step summed, which may have been given up between micro-batches."""
+        self._under_way.drain()
         self._summed.clear()
 
     def flush(self) -> None:
@@ -101,7 +104,7 @@ class Reducer:
         if self._summed == chunks:
             return
         if self._policy.zero.reduce_now(boundary=False) and self._mesh.shard.size > 1:
-            # The reduce-scatter of each micro-batch is done.
+            self._under_way.drain()  # reduce-scatters, of which replicas sum the results
             self._all_reduce_parts(self.order.backward, self._exchange.all_reduce_replicas)
             self._summed |= chunks
             return
@@ -305,7 +308,11 @@ class Reducer:
                 self.mark_complete(micro, unit)
 
     def end_backward(self, micro: MicroPass) -> None:
-        """End the backward of `micro`: reduce what is left, and wait for everything in flight."""
+        """End the backward of `micro`: reduce what is left.
+
+        Behind the last one of the step nothing is in flight any more. Between micro-batches a
+        reduction is waited for when the next one of its unit is issued, or its scratch is needed.
+        """
         grads = micro.grads
         assert grads is not None
         grads.complete.update(unit.index for unit in grads.order)
@@ -314,7 +321,8 @@ class Reducer:
             if unit.index in grads.late:
                 self.order.left_for_end.add(unit.index)
                 self._issue(unit, grads)
-        self._under_way.drain()
+        if grads.boundary or self._waits_for_each:
+            self._under_way.drain()
         micro.grads = None
         if grads.boundary and not grads.reduces:
             self._finish_alone(grads.order)

@@ -3,9 +3,10 @@
 [Note: overlap with backward]
 A reduction is one `Handle` with up to two parts, a reduce-scatter over the shard group and an
 all-reduce over the replicas, and each part may have several messages. Nobody waits for them in
-backward; whenever the next unit is issued, everything in flight moves on. With hybrid sharding:
+backward, nor in the forward behind it; whenever the next unit is issued, everything in flight moves
+on. With hybrid sharding:
 
-    issued        C              B                    A                      end of backward
+    issued        C              B                    A                      end of the last one
     in flight     C: scatter     C: all-reduce        C: over, or as before  wait for all
                                  B: scatter           B: all-reduce
                                                       A: scatter

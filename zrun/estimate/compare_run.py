@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from zrun.estimate.forecast import PATIENCE_S
+from zrun.estimate.measured_launch import MeasuredLaunch, measured_of
 from zrun.hosts.cluster import Cluster, probe_host
 from zrun.job.load import LoadedJob
 from zrun.watch import formatting
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from zrun_core.hardware.hardware import Hardware
     from zrun_core.plan.answer.outcome import Estimate
 
-_WARM_STEPS = 2  # whose times do not count: the first warms up, the second one's memory is measured
 # Shares of the measured value that a predicted one may be off.
 _ON_CPU_ALONE = 0.01  # peak, on one rank
 _ON_CPU = 0.02
@@ -119,22 +119,15 @@ def check_run(run: Path, patience_s: float = PATIENCE_S) -> RunComparison:
         UserCodeError: the job's own code fails.
     """
     spec = _spec(run)
-    events = list(_events(run / "events.jsonl"))
-    starts = [number for number, event in enumerate(events) if event.get("type") == "start"]
-    if not starts:
+    found = measured_of(_events(run / "events.jsonl"))
+    if found is None:
         raise JobError(f"{run} never started to train: there is nothing to compare")
-    events = events[starts[-1] :]
-    start = events[0]
-    peaks = [event for event in events if event.get("type") in ("peak", "memory")]
-    times = [float(event["step_s"]) for event in events if event.get("type") == "step"][
-        _WARM_STEPS:
-    ]
-    if not times and not any(event.get("peak_bytes") for event in peaks):
+    if not found.timed and not found.most("peak_bytes"):
         raise JobError(
             f"{run} is too short: memory is compared at step 2, and times from step 3 on"
         )
-    hardware, notes = _hardware(spec, start)
-    return _compared(run, spec, hardware, patience_s, peaks, times, notes)
+    hardware, notes = _hardware(spec, found.start)
+    return _compared(run, spec, hardware, patience_s, found, notes)
 
 
 def _compared(
@@ -142,8 +135,7 @@ def _compared(
     spec: RunSpec,
     hardware: Hardware,
     patience_s: float,
-    peaks: list[Event],
-    times: list[float],
+    found: MeasuredLaunch,
     notes: list[str],
 ) -> RunComparison:
     from zrun.estimate.plan_tables import fullest
@@ -161,7 +153,7 @@ def _compared(
     if is_bound:
         notes.append("samples differ in size: predicted for the longest, and most steps take less")
     lines = []
-    if peak := max((event.get("peak_bytes") or 0 for event in peaks), default=0):
+    if peak := found.most("peak_bytes"):
         judged: float | None = _ON_CPU
         if chosen.is_guess:
             judged = None
@@ -175,12 +167,12 @@ def _compared(
             "the run did not measure its memory: it is of another version, or had its own "
             "profiler in step 2"
         )
-    if reserved := max((event.get("reserved_bytes") or 0 for event in peaks), default=0):
+    if reserved := found.most("reserved_bytes"):
         judged = None if chosen.is_guess else _RESERVED
         lines.append(ComparedLine("reserved", rank.reserved, reserved, judged, is_bound))
-    if process := max((event.get("process_bytes") or 0 for event in peaks), default=0):
+    if process := found.most("process_bytes"):
         lines.append(ComparedLine("process", rank.device_used, process, None))
-    if times:
+    if times := found.timed:
         limit_s, why = _limit_of_time(chosen, hardware, is_alike=is_alike)
         lines.append(ComparedLine("step", chosen.time.seconds, statistics.median(times), limit_s))
         notes += [f"the time is not judged: {why}"] if why else []

@@ -12,27 +12,25 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from zrun.estimate.measured_launch import WARM_STEPS, MeasuredLaunch
 from zrun.estimate.plan_tables import fullest
 from zrun.job.smoke import smoke_of
 from zrun.watch import formatting
 from zrun_core.errors import JobError
 from zrun_core.sizes import format_size
 from zrun_core.spine.config import JobConfig
-from zrun_core.spine.events import Event
 
 if TYPE_CHECKING:
     from zrun.estimate.answer import Answer
     from zrun_core.plan.answer.outcome import Estimate, SearchResult
 
-_WARM_STEPS = 2  # not timed: the first warms up, and the memory of the second is measured
 _TIMED_STEPS = 3
-STEPS = _WARM_STEPS + _TIMED_STEPS
+STEPS = WARM_STEPS + _TIMED_STEPS
 
 
 @dataclass(frozen=True)
@@ -102,9 +100,9 @@ def trial_overrides(job: JobConfig) -> list[str]:
     Raises:
         JobError: the job has no step that could be timed.
     """
-    if job.steps is not None and job.steps <= _WARM_STEPS:
+    if job.steps is not None and job.steps <= WARM_STEPS:
         raise JobError(
-            f"--measure times the steps after the first {_WARM_STEPS}, and the job has "
+            f"--measure times the steps after the first {WARM_STEPS}, and the job has "
             f"{job.steps}: give it more"
         )
     if job.steps is not None and job.steps <= STEPS:
@@ -127,27 +125,20 @@ def read_trial(events: Path) -> Trial:
     Raises:
         JobError: it ended before a step that could be timed.
     """
-    steps: list[float] = []
-    peaks: list[Event] = []
-    for line in events.read_bytes().splitlines():
-        with suppress(ValueError):
-            event = json.loads(line)
-            if event.get("type") == "step":
-                steps.append(float(event["step_s"]))
-            elif event.get("type") in ("peak", "memory"):
-                peaks.append(event)
-    timed = steps[_WARM_STEPS:]
-    if not timed:
-        raise JobError(f"--measure: the job ended after {len(steps)} steps: none could be timed")
+    found = MeasuredLaunch()
+    with events.open("rb") as file:
+        for line in file:
+            with suppress(ValueError):
+                found.take(json.loads(line))
+    if not found.timed:
+        raise JobError(
+            f"--measure: the job ended after {len(found.steps_s)} steps: none could be timed"
+        )
     return Trial(
-        seconds=tuple(timed),
-        peak_bytes=_most(peaks, "peak_bytes"),
-        process_bytes=_most(peaks, "process_bytes"),
+        seconds=tuple(found.timed),
+        peak_bytes=found.most("peak_bytes"),
+        process_bytes=found.most("process_bytes"),
     )
-
-
-def _most(events: Sequence[Event], key: str) -> int:
-    return max((event.get(key) or 0 for event in events), default=0)
 
 
 def with_trial(found: Answer, trial: Trial) -> Answer:

@@ -13,6 +13,7 @@ from zrun_core.spine.tracebacks import FATAL
 KEPT_LINES = 50  # of a log, in a report
 _LONGEST = 1 << 14  # bytes of a line that are shown
 _CRASH_LINES = 300
+_BLOCK_BYTES = 1 << 18  # that are read at a time
 _TAIL_BYTES = 1 << 20  # a progress bar that was drawn for minutes is one line of them
 _CUT = b" ... (line cut here)"
 
@@ -39,25 +40,36 @@ class FileTail:
 
     def read(self) -> bytes:
         """Return what is new."""
-        try:
-            with self._path.open("rb") as file:
-                inode = os.fstat(file.fileno()).st_ino
-                if self._inode not in (None, inode):
-                    self._offset = 0
-                    self._rest = b""
-                self._inode = inode
-                file.seek(self._offset)
-                data = file.read()
-        except FileNotFoundError:  # moved away, with the attempt
-            return b""
-        self._offset += len(data)
-        return data
+        return b"".join(self._blocks())
 
-    def lines(self) -> list[bytes]:
-        """Return the lines that are new, without their ends."""
-        data = self.read()
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        return lines
+    def lines(self) -> Iterator[bytes]:
+        """Yield the lines that are new, without their ends. A block of the file is held at a time.
+
+        Who stops before the last line may miss what is in the same block.
+        """
+        for block in self._blocks():
+            *lines, self._rest = (self._rest + block).split(b"\n")
+            yield from lines
+
+    def _blocks(self) -> Iterator[bytes]:
+        """Yield what is in the file by now and was not read before."""
+        try:
+            file = self._path.open("rb")
+        except FileNotFoundError:  # moved away, with the attempt
+            return
+        with file:
+            found = os.fstat(file.fileno())
+            if self._inode not in (None, found.st_ino):
+                self._offset = 0
+                self._rest = b""
+            self._inode = found.st_ino
+            file.seek(self._offset)
+            while self._offset < found.st_size:
+                block = file.read(min(_BLOCK_BYTES, found.st_size - self._offset))
+                if not block:
+                    return
+                self._offset += len(block)
+                yield block
 
 
 class LineSplitter:

@@ -81,9 +81,7 @@ class Recording:
 
     def read(self) -> bool:
         """Take in what is new; return whether there was anything."""
-        lines = self._tail.lines()
-        self._take(lines)
-        return bool(lines)
+        return self._take(self._tail.lines())
 
     @property
     def facts(self) -> Facts:
@@ -94,11 +92,15 @@ class Recording:
             self._facts = facts_of(self.run_dir, self.now.state)
         return self._facts
 
-    def _take(self, lines: Iterable[bytes]) -> None:
+    def _take(self, lines: Iterable[bytes]) -> bool:
+        """Take in these lines; return whether there was any."""
+        is_new = False
         for line in lines:
+            is_new = True
             # A line may be half written, of another version, or none of ours.
             with suppress(ValueError, KeyError, TypeError, AttributeError):
                 self._take_event(json.loads(line))
+        return is_new
 
     def _take_event(self, event: Event) -> None:
         at = float(event["time"])

@@ -4,8 +4,9 @@
 
 The hosts are simulated: another process holds the far ends of their pipes, takes what they are
 told, and says what agents and workers say: a look at the board of each host every half second, an
-event of each rank every second, each by itself and at a time of its own. Everything on this side is
-what `zrun train` runs: agents, supervision, record, state, and the panel that it draws.
+event of each rank every second, each at a time of its own, which the agent of a host folds.
+Everything on this side is what `zrun train` runs: agents, supervision, sums over ranks, record,
+state, the search for slow ranks, and the panel that it draws.
 
 `--rig` also times the preflight of three real hosts in network namespaces, as root.
 """
@@ -37,6 +38,7 @@ from rich.console import Console
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "hosts")]
 
+from zrun.agent.memory_fold import MemoryFold  # noqa: E402
 from zrun.launch.supervise import SupervisedRun, Supervisor, judge  # noqa: E402
 from zrun.runs.rundir import RunDir  # noqa: E402
 from zrun.system.signals import LauncherSignals  # noqa: E402
@@ -47,7 +49,9 @@ from zrun.transport.frames import PROGRESS_S, StartRequest  # noqa: E402
 from zrun.watch.follow import Follower  # noqa: E402
 from zrun.watch.live import Live  # noqa: E402
 from zrun.watch.panel import Facts  # noqa: E402
+from zrun.watch.rank_windows import RankWindows  # noqa: E402
 from zrun.watch.screen import PERIOD_S  # noqa: E402
+from zrun.watch.stragglers import Stragglers  # noqa: E402
 from zrun_core.spine.config import JobConfig  # noqa: E402
 from zrun_core.spine.events import encode  # noqa: E402
 from zrun_core.spine.sections.guards import LimitsConfig  # noqa: E402
@@ -86,6 +90,9 @@ class Far:
     num_heard: int = 0  # frames
     progress: int = 0
 
+    def __post_init__(self) -> None:
+        self._fold = MemoryFold(self.ranks)
+
     def hear(self, data: bytes) -> int:
         """Split a stream into frames without parsing them. Returns how many there were so far."""
         self.heard += data
@@ -100,11 +107,12 @@ class Far:
         self.progress += 1
         state = f"[{self.progress // 2},false,{self.progress},{self.progress},2,4711,1]"
         states = ",".join(f'"{rank}":{state}' for rank in self.ranks)
-        return f'{{"frame":"board","states":{{{states}}}}}\n'.encode()
+        return f'{{"frame":"board","states":{{{states}}},"halted":[]}}\n'.encode()
 
     def event(self, rank: int) -> bytes:
-        """Every rank tells of its memory; rank 0 of the step, too."""
+        """Every rank tells of its memory and its times; rank 0 of the step, too."""
         step = self.progress // 2
+        split = dict.fromkeys(("data", "forward", "backward", "comm", "optim"), 0.2)
         told: dict[str, Any] = {
             "type": "memory",
             "time": time.time(),
@@ -118,10 +126,10 @@ class Far:
             "peak_rss_bytes": 5368709120,
             "device_allocated": 12884901888 + step,
             "device_reserved": 17179869184,
+            "split": split | {"forward": 0.2 + rank % 97 / 1e4},
         }
         lines = [told]
         if rank == 0:
-            split = dict.fromkeys(("data", "forward", "backward", "comm", "optim"), 0.2)
             step_event = {
                 "type": "step",
                 "step": step,
@@ -134,7 +142,11 @@ class Far:
                 "split": split,
             }
             lines.append(told | step_event)
-        return b"".join(b'{"frame":"event","event":' + encode(line) + b"}\n" for line in lines)
+        now = time.monotonic()
+        sent = [*self._fold.due(now)]
+        for line in lines:
+            sent += self._fold.take(encode(line), now)
+        return b"".join(b'{"frame":"event","event":' + line + b"}\n" for line in sent)
 
     def started(self) -> bytes:
         pids = ",".join(f'"{rank}":4711' for rank in self.ranks)
@@ -261,19 +273,19 @@ def follow(num_hosts: int, ranks_per_host: int, seconds: float, events: bool) ->
         RunDir.claim("wide", Path(folder) / "run") as rundir,
     ):
         terminal = Console(file=io.StringIO(), force_terminal=True, width=120)
-        follower = Follower(
-            Live(terminal, Facts("wide", "x", tuple(place.host for place in places)), PERIOD_S),
-            rundir.append,
-        )
+        facts = Facts("wide", "x", tuple(place.host for place in places))
+        follower = Follower(Live(terminal, facts, PERIOD_S), rundir.append)
 
-        def event(told: dict[str, Any], line: bytes | None) -> None:
+        def see(told: dict[str, Any]) -> None:
             nonlocal heard
             heard += 1
-            follower.event(told, line)
+
+        windows = RankWindows(len(places), follower.event, see, Stragglers(facts).see)
 
         def turn() -> None:
             if len(run.started) == num_hosts and not run.exits:
                 samples.append((time.monotonic(), time.process_time(), heard))
+            windows.turn()
             follower.turn()
 
         before = time.process_time()
@@ -284,7 +296,7 @@ def follow(num_hosts: int, ranks_per_host: int, seconds: float, events: bool) ->
             for n in range(num_hosts)
         )
         start_s = time.process_time() - before
-        Supervisor(agents, run, signals, LimitsConfig(), time.monotonic).watch(event, turn)
+        Supervisor(agents, run, signals, LimitsConfig(), time.monotonic).watch(windows.take, turn)
         code, failure = judge(run, plan, rundir, signals)
         assert code == 0, failure
     for member in members:

@@ -61,6 +61,13 @@ def train(spec: RunSpec, emitter: Emitter) -> None:
         emitter.emit("end", step=STEPS, reason="steps", total_s=0.1, loss=1.0)
 
 
+def train_slowly(spec: RunSpec, emitter: Emitter) -> None:
+    """Take longer for a step than others, and more memory."""
+    for step in range(1, STEPS + 1):
+        held = {"rss_bytes": 5 << 30, "peak_rss_bytes": 9 << 30, "params": 1, "grads": 2}
+        emitter.emit("memory", step=step, **held, split={"forward": 0.9, "comm": 0.1})
+
+
 def fail(spec: RunSpec, kind: str, message: str, code: ExitCode, trace: str | None = None) -> None:
     note = {
         "rank": RANK,
@@ -208,6 +215,7 @@ BEHAVIOURS = {
     function.__name__: function
     for function in (
         train,
+        train_slowly,
         fail_in_user_code,
         fail_numerically,
         lose_peer,

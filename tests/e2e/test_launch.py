@@ -110,6 +110,31 @@ def both_hang(run_dir: Path) -> bool:
     return sum(message.startswith("hanging") for message in messages(run_dir)) == 2
 
 
+def test_what_many_ranks_tell_is_recorded_in_one_event_of_a_step(job: Path) -> None:
+    job.write_text(
+        job.read_text().replace("batch: 4", "batch: 20").replace("slots: 2", "slots: 20")
+    )
+    done = zrun(job, {"13": "train_slowly"}, "--ui", "json")
+    run = job.parent / "run"
+    assert done.returncode == 0, done.stderr
+    told = [event for event in events(run) if event["type"] in ("memory", "ranks")]
+    assert [(event["rank"], event["step"]) for event in told if event["type"] == "memory"] == [
+        (0, step) for step in (1, 2, 3)
+    ]
+    sums = [event for event in told if event["type"] == "ranks"]
+    whole = [event for event in sums if event["told"] == 20]
+    assert [event["step"] for event in whole] == [1, 2, 3]
+    for event in whole:
+        assert event["ranks"] == 20
+        assert event["least"]["peak_rss_bytes"] == 2 << 20
+        assert event["most"]["peak_rss_bytes"] == 9 << 30
+        (worst,) = (each for each in event["worst"] if each["rank"] == 13)
+        assert worst["split"] == {"forward": 0.9, "comm": 0.1}
+    shown = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert [event for event in shown if event["type"] == "ranks"] == sums
+    assert "memories" not in {event["type"] for event in shown}
+
+
 def test_a_run_that_ends_well(job: Path) -> None:
     done = zrun(job, {})
     run = job.parent / "run"

@@ -35,6 +35,7 @@ from zrun.agent.board_watch import BoardWatch, OpenMonitor
 from zrun.agent.echo import Echo
 from zrun.agent.host_watch import HostWatch
 from zrun.agent.launcher_silence import LauncherSilence
+from zrun.agent.memory_fold import MemoryFold
 from zrun.agent.memory_watch import MemoryWatch
 from zrun.agent.observer import Observer
 from zrun.agent.uplink import TelemetryRelay, Uplink
@@ -48,6 +49,7 @@ from zrun.transport.frames import (
     StopMode,
     Unpacker,
 )
+from zrun.transport.memories import FEW_RANKS
 from zrun_core.errors import ExitCode
 from zrun_core.spine import memory_limits
 from zrun_core.spine.flight_page import BESIDE_STEPS
@@ -137,6 +139,7 @@ class AgentLoop:
         is_remote: bool,
         memory: int | None,
         host: HostWatch | None = None,
+        num_ranks: int = 1,
     ) -> None:
         """Report on these ranks, and stop them when the launcher says so or dies.
 
@@ -146,7 +149,10 @@ class AgentLoop:
             is_remote: the launcher is on another host, and may vanish without a word.
             memory: bytes that the ranks may take together; None: what the host has.
             host: looks at what else is used; None: another agent of this host does.
+            num_ranks: of the launch; of many, events of these ranks' memory are folded.
         """
+        if num_ranks > FEW_RANKS and len(ranks) > 1 and self._telemetry is not None:
+            self._telemetry.fold = MemoryFold(ranks)
         self._host = host
         self._running = set(ranks)
         self._uplink.send({"frame": "started"})
@@ -206,6 +212,7 @@ class AgentLoop:
                     key.data(key.fd)
                 if self._telemetry is not None:
                     self._telemetry.resume()
+                    self._telemetry.send_due()
                 self._signals.send_due()
                 now = time.monotonic()
                 if self._observer is not None and now - self._observed_at > PROGRESS_S:
@@ -357,7 +364,7 @@ class AgentLoop:
         rank = next(rank for rank, worker in self._workers.items() if worker.pidfd == pidfd)
         self._running.discard(rank)
         if self._telemetry is not None:
-            self._telemetry.drain()  # what it said before it ended comes first
+            self._telemetry.end_of(rank)  # what it said before it ended comes first
         assert self._observer is not None
         status = self._observer.status_of(rank, self._workers[rank].wait())
         by_kernel = (memory_limits.oom_kills() or 0) > self._oom_kills

@@ -175,6 +175,7 @@ def _run(
         is_remote=start.is_remote,
         memory=memory,
         host=host,
+        num_ranks=command.world_size,
     )
     workers = server.workers()
     loop.follow(workers)

@@ -14,9 +14,11 @@ import os
 import selectors
 import socket
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 
+from zrun.agent.memory_fold import MemoryFold
 from zrun.transport.frames import EVENT, Frame
 from zrun.transport.nonblocking_writer import NonblockingWriter
 from zrun_core.spine.events import Event, encode
@@ -79,7 +81,11 @@ class Uplink:
 
 
 class TelemetryRelay:
-    """Forwards every datagram of the workers' socket as an event."""
+    """Forwards every datagram of the workers' socket as an event.
+
+    Attributes:
+        fold: of what many ranks tell of their memory; None: each line goes up as it is.
+    """
 
     def __init__(
         self, telemetry: socket.socket, uplink: Uplink, selector: selectors.BaseSelector
@@ -90,6 +96,7 @@ class TelemetryRelay:
         self._uplink = uplink
         self._selector = selector
         self._datagram = memoryview(bytearray(_LARGEST_EVENT))
+        self.fold: MemoryFold | None = None
         self.is_paused = False
         selector.register(telemetry, selectors.EVENT_READ, self._read)
 
@@ -111,6 +118,17 @@ class TelemetryRelay:
         while self._forward() == _EVENTS_PER_TURN:
             pass
 
+    def send_due(self) -> None:
+        """Forward what has waited long enough for what other ranks tell of the same step."""
+        if self.fold is not None:
+            self._send(self.fold.due(time.monotonic()))
+
+    def end_of(self, rank: int) -> None:
+        """Forward all that workers have sent, before the end of this one is told."""
+        self.drain()
+        if self.fold is not None:
+            self._send(self.fold.end_of(rank))
+
     def _forward(self) -> int:
         """Send a turn's worth of datagrams up, and return how many there were."""
         datagrams: list[bytes] = []
@@ -119,6 +137,17 @@ class TelemetryRelay:
                 size = self._telemetry.recv_into(self._datagram)
                 datagrams.append(bytes(self._datagram[:size]))
         # A worker sends one line at a time; anything else would break the stream.
-        lines = (EVENT + line + b"}\n" for line in datagrams if b"\n" not in line)
-        self._uplink.write(b"".join(lines))
+        self._send(self._folded(line for line in datagrams if b"\n" not in line))
         return len(datagrams)
+
+    def _folded(self, lines: Iterable[bytes]) -> Iterator[bytes]:
+        for line in lines:
+            if self.fold is None:
+                yield line
+            else:
+                yield from self.fold.take(line, time.monotonic())
+
+    def _send(self, lines: Iterable[bytes]) -> None:
+        data = b"".join(EVENT + line + b"}\n" for line in lines)
+        if data:
+            self._uplink.write(data)

@@ -18,6 +18,7 @@ import sys
 import time
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from zrun.estimate import auto_share
@@ -56,6 +57,7 @@ from zrun.watch.follow import Follower
 from zrun.watch.panel_layout import Facts
 from zrun.watch.phases import PhaseWatch
 from zrun.watch.preface import brief, places, preface, script_brief, width_of
+from zrun.watch.rank_windows import RankWindows
 from zrun.watch.report import report
 from zrun.watch.run_state import RunState
 from zrun.watch.screen import open_screen
@@ -358,12 +360,12 @@ def _monitor(claimed: _ClaimedRun, agents: AgentGroup) -> _Observed:
     track = Dispensable("what there is to say of trackers")
     trackers = _start_trackers(claimed)
 
-    def on_event(event: Event, line: bytes | None) -> None:
-        follower.event(event, line)
+    def see(event: Event) -> None:
         _tell_not_compared(request, event)
         if gate is not None:
             compare(gate.see, event, follower.event)
-        find_slow(stragglers.see, event, follower.event)
+
+    windows = RankWindows(plan.world_size, follower.event, see, partial(find_slow, stragglers.see))
 
     def see_phase() -> None:
         phases.see(time.monotonic(), run.states)
@@ -376,6 +378,7 @@ def _monitor(claimed: _ClaimedRun, agents: AgentGroup) -> _Observed:
             tell_phase(see_phase)
         elif request.detached is not None and run.started >= set(plan.hosts):
             request.detached.has_started()
+        windows.turn()
         follower.turn(phases.doing)
         if gate is not None:
             compare(gate.turn, follower.event)
@@ -386,10 +389,11 @@ def _monitor(claimed: _ClaimedRun, agents: AgentGroup) -> _Observed:
     try:
         with signals.caught():
             Supervisor(agents, run, signals, job.limits, run_dir=claimed.rundir.path).watch(
-                on_event, turn
+                windows.take, turn
             )
         ignore()  # what is left are the last words
     finally:
+        windows.close()
         follower.close()
         if trackers is not None:
             for note in trackers.end("failed" if follower.state.end is None else "finished"):

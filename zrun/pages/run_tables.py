@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from zrun.hosts.cluster import several
@@ -14,9 +14,9 @@ from zrun.watch.curves import held_by_tier
 from zrun.watch.memory_course import held_by_kind
 from zrun.watch.memory_kinds import KINDS, MEANINGS, PARTS
 from zrun.watch.pushes import histogram, pushes_in_words
+from zrun.watch.rank_digest import busy_s, digest_of
 from zrun.watch.run_record import RunRecord
 from zrun.watch.run_state import SPLIT, RunState
-from zrun.watch.stragglers import find_late, own_times
 from zrun_core.sizes import format_size
 from zrun_core.spine.events import Event
 
@@ -85,9 +85,40 @@ def memory_table(record: RunRecord) -> str:
             cells += [_size(event.get("device_reserved")), _size(event.get("device_fragmented"))]
         cells.append(_size(event.get("peak_rss_bytes")))
         rows.append(document.row(cells))
+    if state.ranks is not None:
+        rows += _rows_of_all(state.ranks, tiers, len(head), on_gpu=on_gpu)
     left = len(state.memory) - len(ranks)
     more = document.soft(f"{left} more ranks are in events.jsonl.") if left else ""
-    return document.table(head, rows) + more
+    return document.table(head, rows) + more + _of_how_many(state)
+
+
+def _rows_of_all(
+    told: Event, tiers: Sequence[str], num_columns: int, *, on_gpu: bool
+) -> Iterator[str]:
+    """Yield the rows of all ranks together: `told` is their newest `ranks` event."""
+    for name, key in (("least", "least"), ("median", "median"), ("most", "most")):
+        numbers = told[key]
+        cells = []
+        for tier in tiers:
+            cells += ["", _size(numbers.get(f"{tier}_bytes"))]
+        if on_gpu:
+            cells += [
+                _size(numbers.get("device_reserved")),
+                _size(numbers.get("device_fragmented")),
+            ]
+        cells.append(_size(numbers.get("peak_rss_bytes")))
+        lacking = [""] * (num_columns - 1 - len(cells))
+        yield document.row([name, *lacking, *cells])
+
+
+def _of_how_many(state: RunState) -> str:
+    """Return which ranks are shown, where many are told of together."""
+    if state.ranks is None:
+        return ""
+    return document.soft(
+        f"Of {several(state.ranks['ranks'], 'rank')} rank 0 is shown, and those that are the "
+        "slowest or hold most; all count in the lines of the least, the median and the most."
+    )
 
 
 def split_bars(record: RunRecord) -> str:
@@ -99,10 +130,21 @@ def split_bars(record: RunRecord) -> str:
         pieces = [Piece(part, split.get(part, 0.0), SPLIT_COLORS[part]) for part in SPLIT]
         if not any(piece.amount for piece in pieces):
             continue
-        busy = formatting.seconds(sum(own_times(event).values()))
+        busy = formatting.seconds(busy_s(event))
         took = formatting.seconds(sum(split.values()))
         found.append(Bar(_name(record, rank), pieces, f"busy {busy} of {took}"))
-    return bars(found, formatting.seconds)
+    return bars(found, formatting.seconds) + _busy_of_all(record.state)
+
+
+def _busy_of_all(state: RunState) -> str:
+    """Return how long many ranks are busy in a step, together."""
+    if state.ranks is None or "busy_s" not in state.ranks["most"]:
+        return ""
+    parts = [
+        f"{key} {formatting.seconds(state.ranks[key]['busy_s'])}"
+        for key in ("least", "median", "most")
+    ]
+    return document.soft(f"Busy, of {several(state.ranks['ranks'], 'rank')}: {', '.join(parts)}.")
 
 
 def stragglers(record: RunRecord) -> str:
@@ -110,8 +152,8 @@ def stragglers(record: RunRecord) -> str:
     ranks = record.ranks
     if not ranks.num_samples:
         return ""
-    told = {int(event["rank"]): event for event in record.state.memory.events}
-    now = [each.worker.name for each in find_late(told, lambda rank: f"rank {rank}")]
+    told = digest_of(record.state)
+    now = [f"rank {rank}" for rank in told.get("late", ())] + told.get("late_stages", [])
     samples = several(ranks.num_samples, "time")
     if not ranks.late:
         return document.soft(f"No rank was slow: they were compared {samples}.")
@@ -170,8 +212,8 @@ def _sum(sizes: Mapping[str, Any]) -> int:
     return sum(sizes.values())
 
 
-def _size(num_bytes: int | None) -> str:
-    return "-" if num_bytes is None else format_size(num_bytes)
+def _size(num_bytes: float | None) -> str:
+    return "-" if num_bytes is None else format_size(int(num_bytes))
 
 
 def _text(size: float) -> str:

@@ -42,6 +42,10 @@ class Dispensable:
         self._what = what
         self._is_left_out = False
 
+    @property
+    def is_left_out(self) -> bool:
+        return self._is_left_out
+
     def __call__(self, call: Callable[..., object], *args: object) -> None:
         """Call `call`, unless one of the calls before has failed."""
         if self._is_left_out:

@@ -7,7 +7,6 @@ what does not fit is left out from the end, or scrolls.
 from __future__ import annotations
 
 import heapq
-import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,10 +24,10 @@ from zrun.watch.memory_course import held_by_kind
 from zrun.watch.memory_kinds import KINDS
 from zrun.watch.panel import body
 from zrun.watch.panel_layout import ALERT, GAP, GOOD, QUIET, Facts, PanelSpace, packed
+from zrun.watch.rank_digest import busy_s, digest_of, process_or_device
 from zrun.watch.recording import Message
 from zrun.watch.run_state import SPLIT, RunState
 from zrun.watch.stages import stage_rows
-from zrun.watch.stragglers import find_late, own_times
 from zrun.watch.thinned import Point
 from zrun_core.sizes import format_size
 from zrun_core.spine.events import Event
@@ -172,19 +171,18 @@ def _drawn(chart: _Chart, width: int, height: int, scene: Scene, ascii_only: boo
 
 def ranks(scene: Scene, room: PanelSpace) -> list[Text]:
     """Draw how each rank spends a step; of many, what is usual and the four slowest."""
-    events = {int(each["rank"]): each for each in scene.state.memory.events}
-    told = {rank: each for rank, each in sorted(events.items()) if each.get("split")}
+    events = scene.state.memory
+    told = {rank: each for rank, each in events.items() if each.get("split")}
     if not told:
         return [Text("no rank has told of a step yet", QUIET)]
-    own = {rank: sum(own_times(each).values()) for rank, each in told.items()}
-    late = {each.worker.ranks[0] for each in find_late(told) if each.kind == "rank"}
+    together = digest_of(scene.state)
     shown = list(told)
     lines = [_legend(_LETTERS, SPLIT)]
-    if len(told) > _MOST_RANKS:
-        shown = heapq.nlargest(_WORST, told, key=lambda rank: own[rank])
+    if together["ranks"] > _MOST_RANKS:
+        shown = heapq.nlargest(_WORST, told, key=lambda rank: busy_s(told[rank]))
         lines += [
-            Text(f"{name:<8}busy {formatting.seconds(choose(own.values()))} of a step")
-            for name, choose in (("min", min), ("median", statistics.median), ("max", max))
+            Text(f"{name:<8}busy {formatting.seconds(together[key]['busy_s'])} of a step")
+            for name, key in (("min", "least"), ("median", "median"), ("max", "most"))
         ]
     names = {
         rank: scene.facts.rank(rank) if rank < scene.facts.num_ranks else f"rank {rank}"
@@ -193,7 +191,8 @@ def ranks(scene: Scene, room: PanelSpace) -> list[Text]:
     margin = max(map(len, names.values())) + len(GAP)
     most = max(sum(told[rank]["split"].values()) for rank in shown)
     for rank in shown:
-        lines.append(_rank_line(told[rank], names[rank], margin, most, rank in late, room))
+        is_late = rank in together["late"]
+        lines.append(_rank_line(told[rank], names[rank], margin, most, is_late, room))
         sensors = scene.state.gpus.get(rank)
         if sensors and room.height > 2 * len(shown) + 4:
             lines.append(Text(f"{'':<{margin}}{_sensors(sensors)}", QUIET))
@@ -206,8 +205,7 @@ def _rank_line(
 ) -> Text:
     split = event["split"]
     took = sum(split.values())
-    busy = sum(own_times(event).values())
-    words = f"  busy {formatting.seconds(busy)} of {formatting.seconds(took)}"
+    words = f"  busy {formatting.seconds(busy_s(event))} of {formatting.seconds(took)}"
     length = max(8, room.width - margin - len(words) - 6)
     shares = [split.get(part, 0.0) / (most or 1.0) for part in SPLIT]
     line = Text(f"{name:<{margin}}", ALERT if is_late else "")
@@ -235,12 +233,9 @@ def _legend(letters: str, names: Iterable[str]) -> Text:
 def _memory_of_ranks(events: Mapping[int, Event], room: PanelSpace) -> list[Text]:
     """Say which ranks hold most."""
 
-    def held(rank: int) -> int:
-        event = events[rank]
-        return int(event.get("device_reserved") or event.get("peak_rss_bytes") or 0)
-
-    fullest = heapq.nlargest(_WORST, events, key=held)
-    words = [f"rank {rank} {format_size(held(rank))}" for rank in fullest if held(rank)]
+    held = {rank: process_or_device(event) for rank, event in events.items()}
+    fullest = heapq.nlargest(_WORST, held, key=lambda rank: held[rank])
+    words = [f"rank {rank} {format_size(held[rank])}" for rank in fullest if held[rank]]
     if not words:
         return []
     return _behind("fullest: ", Text(", ".join(words), QUIET), room.width)

@@ -21,7 +21,8 @@ Up its stdout come JSON lines (`zrun.transport.frame_reader`), whose `frame` is:
     hello                   there is an agent: its pid, Python and zrun
     answer                  to a question
     started                 the workers are about to be forked
-    event                   of a worker, lines of its output, or what its GPU's sensors say
+    event                   of a worker, lines of its output, or what its GPU's sensors say; of many
+                            ranks, what they tell of their memory together (`transport.memories`)
     fault                   an error that the GPU of some of its ranks has reported
     board                   how far the ranks are, twice a second
     testimony               what they do while one hangs

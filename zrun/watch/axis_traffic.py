@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from zrun.watch.rank_digest import stages_of
 from zrun.watch.run_state import RunState
 
 DATA = "data"
@@ -91,10 +92,7 @@ def num_steps(state: RunState) -> int:
 
 def border_rows(state: RunState) -> list[BorderRow]:
     """Return what each stage of a pipeline hands on for a micro-batch, by one of its ranks."""
-    told: dict[int, Mapping[str, Any]] = {}
-    for _, event in sorted(state.memory.items()):
-        if sent := event.get("pipe_sent"):
-            told.setdefault(sent["stage"], sent)
+    told = {each["stage"]: each["pipe_sent"] for each in stages_of(state) if each["pipe_sent"]}
     foretold = _foretold(state).get("stages_sent") or ()
     rows = []
     for stage, sent in sorted(told.items()):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from statistics import median
 
 from zrun.watch.stragglers import find_late, own_times
@@ -36,6 +37,8 @@ class RankTimes:
         """Take in an event of the run."""
         if event["type"] == "start":
             self._begin((event.get("resumed") or {}).get("step", 0), event.get("world_size") or 1)
+        if event["type"] == "ranks":
+            self._take_sum(event)
         if event["type"] != "memory" or not event.get("split"):
             return
         if event["step"] != self._step:
@@ -44,6 +47,17 @@ class RankTimes:
         self._events[event["rank"]] = event
         if len(self._events) == self._num_ranks >= _LEAST_RANKS:
             self._judge()
+
+    def _take_sum(self, event: Event) -> None:
+        """Take in what many ranks have told, once all have told of the same step."""
+        if event["told"] != self._num_ranks or "busy_s" not in event["most"]:
+            return
+        self._step = event["step"]
+        if self._is_warm:
+            least, usual, most = (event[name]["busy_s"] for name in ("least", "median", "most"))
+            late = [*(f"rank {rank}" for rank in event["late"]), *event["late_stages"]]
+            self._add(least, usual, most, late)
+        self._is_warm = True
 
     def _begin(self, step: int, num_ranks: int) -> None:
         for series in (self.least, self.median, self.most):
@@ -59,12 +73,11 @@ class RankTimes:
             self._is_warm = True
             return
         own = [sum(own_times(event).values()) for event in self._events.values()]
-        for series, value in (
-            (self.least, min(own)),
-            (self.median, median(own)),
-            (self.most, max(own)),
-        ):
+        late = find_late(self._events, lambda rank: f"rank {rank}")
+        self._add(min(own), median(own), max(own), [each.worker.name for each in late])
+
+    def _add(self, least: float, usual: float, most: float, late: Iterable[str]) -> None:
+        for series, value in ((self.least, least), (self.median, usual), (self.most, most)):
             series.add(self._step, value)
         self.num_samples += 1
-        names = find_late(self._events, lambda rank: f"rank {rank}")
-        self.late.update({each.worker.name for each in names})
+        self.late.update(dict.fromkeys(late, 1))

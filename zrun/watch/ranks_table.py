@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import heapq
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from rich.text import Text
 
 from zrun.watch import formatting
 from zrun.watch.panel_layout import GAP, LABEL, QUIET, Facts, PanelSpace
+from zrun.watch.rank_digest import digest_of, other_bytes
 from zrun.watch.run_state import MEMORY_KINDS, RunState
 from zrun.watch.stragglers import own_times
 from zrun_core.spine.events import Event
@@ -47,10 +49,17 @@ def ranks_table(state: RunState, facts: Facts, room: PanelSpace) -> list[Text]:
         return []
     name = facts.rank if room.width >= _WIDE else "rank {}".format
     of_ranks = {
-        int(event["rank"]): _values(event, state.gpus.get(int(event["rank"])) or {})
-        for event in state.memory.events
+        rank: _values(event, state.gpus.get(rank) or {}) for rank, event in state.memory.items()
     }
-    rows = _rows(of_ranks, room.height - 2, name)
+    most = room.height - 2
+    num_ranks = len(of_ranks) if state.ranks is None else state.ranks["ranks"]
+    if num_ranks <= min(_MOST_RANKS, most):
+        rows = {name(rank): values for rank, values in of_ranks.items()}
+    else:
+        told = digest_of(state)
+        rows = _sums(told, state.gpus.events, most)
+        singled_out = _singled_out(of_ranks, told["median"].get("busy_s", 0.0))
+        rows |= {name(rank): of_ranks[rank] for rank in singled_out[: most - len(rows)]}
     if any(state.planned_bytes.values()):
         rows["planned"] = {kind: float(size) for kind, size in state.planned_bytes.items()}
     unit = formatting.Unit.of(
@@ -90,40 +99,43 @@ def _cell(row: dict[str, float], column: str, unit: formatting.Unit) -> str:
     return unit.text(row[column])
 
 
-def _rows(
-    of_ranks: dict[int, dict[str, float]],
-    most: int,
-    name: Callable[[int], str],
-) -> dict[str, dict[str, float]]:
-    """Return rows by their label: all ranks, or a summary where there are too many."""
-    if len(of_ranks) <= min(_MOST_RANKS, most):
-        return {name(rank): of_ranks[rank] for rank in sorted(of_ranks)}
-    columns = {
-        column: [values.get(column, 0.0) for values in of_ranks.values()]
-        for column in next(iter(of_ranks.values()))
+def _sums(told: Event, sensed: list[Event], most: int) -> dict[str, dict[str, float]]:
+    """Return the rows of all ranks together by their label, at most so many.
+
+    `told` is a `ranks` event; `sensed` is what the GPUs said last.
+    """
+    readings = {
+        field: [float(each[field]) for each in sensed if each.get(field) is not None]
+        for field, _ in _SENSORS.values()
     }
-    summary: dict[str, Callable[[list[float]], float]] = {
-        "max": max,
-        "median": statistics.median,
-        "min": min,
+    summary: dict[str, tuple[str, Callable[[list[float]], float]]] = {
+        "max": ("most", max),
+        "median": ("median", statistics.median),
+        "min": ("least", min),
     }
-    rows = {
-        label: {column: float(function(values)) for column, values in columns.items()}
-        for label, function in reversed(list(summary.items())[:most])
-    }
-    usual = statistics.median(map(_own, of_ranks.values()))
+    rows = {}
+    for label, (key, function) in reversed(list(summary.items())[:most]):
+        numbers = told[key]
+        of_gpus = {field: function(values) for field, values in readings.items() if values}
+        values = _values(numbers, of_gpus) | {"other": numbers["other_bytes"]}
+        busy = {_BUSY: numbers["busy_s"]} if "busy_s" in numbers else {}
+        rows[label] = busy | values
+    return rows
+
+
+def _singled_out(of_ranks: Mapping[int, dict[str, float]], usual: float) -> list[int]:
+    """Return the slowest ranks, of those far above what is `usual`, and the fullest."""
     slow = [rank for rank, values in of_ranks.items() if _own(values) > _NOTABLE * usual]
     slowest = heapq.nlargest(_SLOWEST, slow, key=lambda rank: _own(of_ranks[rank]))
     fullest = heapq.nlargest(_FULLEST, of_ranks, key=lambda rank: _held(of_ranks[rank]))
-    singled_out = dict.fromkeys([*slowest, *fullest])
-    return rows | {name(rank): of_ranks[rank] for rank in list(singled_out)[: most - len(rows)]}
+    return list(dict.fromkeys([*slowest, *fullest]))
 
 
-def _values(event: Event, sensed: Event) -> dict[str, float]:
+def _values(event: Mapping[str, Any], sensed: Mapping[str, Any]) -> dict[str, float]:
     """Return what the columns of a rank show: seconds, its GPU's sensors, bytes.
 
     Bytes are those of the memory that its model is in. `event` is the newest of its `memory`
-    events; `sensed` is what its GPU said last, {} where it says nothing.
+    events, or the numbers of several; `sensed` is what its GPU said last, {} where it says nothing.
     """
     on_device = event.get("device_allocated") is not None
     times = {}
@@ -145,7 +157,7 @@ def _values(event: Event, sensed: Event) -> dict[str, float]:
         **times,
         **sensors,
         **kinds,
-        "other": max(0.0, more[held[0]] - sum(kinds.values())),
+        "other": other_bytes(event),
         **more,
     }
 

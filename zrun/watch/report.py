@@ -11,6 +11,7 @@ from zrun.watch.axis_traffic import theory_along
 from zrun.watch.checks_left_out import checks_left_out
 from zrun.watch.profile_table import profile_line
 from zrun.watch.pushes import numerics_in_words, pushes_in_words
+from zrun.watch.rank_digest import digest_of
 from zrun.watch.run_state import RunState, number
 from zrun.watch.stages import stage_rows
 from zrun.watch.tiers import tier_rows
@@ -130,7 +131,7 @@ def _fragmentation(state: RunState) -> str:
     worst = max(on_gpus, key=lambda event: (event["device_fragmented"], -event["rank"]))
     reserved = worst.get("device_reserved") or 0
     share = worst["device_fragmented"] / reserved if reserved else 0.0
-    retries = sum(event.get("alloc_retries") or 0 for event in on_gpus)
+    retries = digest_of(state)["alloc_retries"]
     again = ""
     if retries:
         again = f"; an allocation had to be retried {several(retries, 'time')}"

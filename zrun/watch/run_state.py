@@ -142,6 +142,7 @@ class RunState:
     tier_waits: Mapping[str, float] = field(default_factory=dict)  # seconds of rank 0, by tier
     update_lag: float = 0.0  # seconds that rank 0 has waited for updates beside training
     memory: ByRank = field(default_factory=ByRank)  # by rank, its newest `memory` event
+    ranks: Event | None = None  # of many ranks, the newest sum; `memory` has the worst then
     gpus: ByRank = field(default_factory=ByRank)  # by rank, what its GPU's sensors said last
     hosts: Mapping[int, Event] = field(default_factory=dict)  # by first rank, the newest `host`
     stages: Mapping[int, Event] = field(default_factory=dict)  # of a pipeline, by number
@@ -254,12 +255,12 @@ def fold(state: RunState, event: Event) -> RunState:
     """
     match event.get("type"):
         case "start":
-            return replace(state, start=event)
+            return _fold_start(state, event)
         case "stage" | "schedule" | "profile":
             return _fold_newest(state, event)
         case "step":
             return _fold_step(state, event)
-        case "memory" | "gpus" | "host":
+        case "memory" | "ranks" | "gpus" | "host":
             return _fold_ranks(state, event)
         case "eval":
             found = event.get("metrics") or {"loss": event["loss"]}  # older records have no more
@@ -284,6 +285,12 @@ def fold(state: RunState, event: Event) -> RunState:
     return state
 
 
+def _fold_start(state: RunState, event: Event) -> RunState:
+    if state.ranks is not None:  # of ranks that are gone
+        state = replace(state, memory=ByRank(), ranks=None)
+    return replace(state, start=event)
+
+
 def _paused(state: RunState, kind: str, seconds: float | None) -> RunState:
     if seconds is None:
         return state
@@ -305,6 +312,9 @@ def _fold_ranks(state: RunState, event: Event) -> RunState:
         return replace(state, hosts={**state.hosts, int(event["rank"]): numbers})
     if event["type"] == "gpus":
         return replace(state, gpus=state.gpus.plus(event["gpus"]))
+    if event["type"] == "ranks":
+        own = [state.memory[0]] if 0 in state.memory else []
+        return replace(state, memory=ByRank().plus([*own, *event["worst"]]), ranks=event)
     return fold_memory(state, [event])
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zrun.hosts.cluster import several
 from zrun.watch import formatting
+from zrun.watch.rank_digest import stages_of
 from zrun.watch.run_state import RunState
 from zrun.watch.stragglers import tolerance
 from zrun_core.spine.events import Event
@@ -30,38 +31,34 @@ def stage_rows(state: RunState) -> list[tuple[str, str]]:
     """Return a row for each stage, and one for how long all of them wait, as names and texts."""
     if not state.stages:
         return []
-    busy, span = _busy(state)
+    told = _told_by_stage(state)
+    busy, span = _busy(told)
     rows = []
     for number, stage in sorted(state.stages.items()):
         words = [_blocks(stage), f"{formatting.count(stage['params'])} parameters"]
         if number in busy:
             words.append(f"busy {busy[number] / span:.0%}")
-        in_flight = [use["in_flight"] for use in _uses(state, number)]
-        if in_flight:
-            words.append(f"{max(in_flight)} in flight")
+        in_flight = told.get(number, {}).get("in_flight")
+        if in_flight is not None:
+            words.append(f"{in_flight} in flight")
         rows.append((f"stage {number}", ", ".join(words)))
     rows.append(("bubble", _bubble(state)))
     rows.append(("slow stage", _slow(busy, span)))
     return [(name, text) for name, text in rows if text]
 
 
-def _uses(state: RunState, stage: int) -> list[Mapping[str, Any]]:
-    """Return how the ranks of a stage have lately spent a step."""
-    found = [event.get("pipeline") for event in state.memory.events]
-    return [use for use in found if use and use["stage"] == stage]
+def _told_by_stage(state: RunState) -> dict[int, Mapping[str, Any]]:
+    """Return by stage how its ranks have lately spent a step, as of a `ranks` event."""
+    return {each["stage"]: each for each in stages_of(state) if each["stage"] in state.stages}
 
 
-def _busy(state: RunState) -> tuple[dict[int, float], float]:
+def _busy(told: Mapping[int, Mapping[str, Any]]) -> tuple[dict[int, float], float]:
     """Return by stage the seconds of a step in which it did not wait for others; and of all."""
-    uses = {stage: _uses(state, stage) for stage in state.stages}
-    span = max((use["span_s"] for told in uses.values() for use in told), default=0.0)
+    spans = [use["span_s"] for use in told.values() if use["span_s"] is not None]
+    span = max(spans, default=0.0)
     if not span:
         return {}, span
-    busy = {
-        stage: fmean(use["span_s"] - use["waited_s"] for use in told)
-        for stage, told in uses.items()
-        if told
-    }
+    busy = {stage: use["busy_s"] for stage, use in told.items() if use["busy_s"] is not None}
     return busy, span
 
 

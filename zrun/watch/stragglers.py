@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import median_low
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from zrun.watch import formatting
 from zrun.watch.panel_layout import Facts
@@ -27,7 +27,7 @@ _LEAST_S = 0.005
 _NAMED = 3
 
 
-def own_times(event: Event) -> dict[str, float]:
+def own_times(event: Mapping[str, Any]) -> dict[str, float]:
     """Return a rank's own seconds per step by part, from its `memory` event."""
     split = event.get("split") or {}
     return {part: float(seconds) for part, seconds in split.items() if part != "comm"}

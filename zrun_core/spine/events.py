@@ -27,6 +27,7 @@ EventType = Literal[
     "output",
     "phase",
     "memory",
+    "ranks",
     "peak",
     "profile",
     "gpus",

@@ -1,0 +1,77 @@
+"""`memory` events of a host's ranks wait here for each other, and go up as one.
+
+Which of them a launch records is for the launcher to say, which hears of all hosts:
+`zrun.watch.rank_windows`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+
+from zrun.transport.memories import together
+from zrun_core.spine.events import Event, encode
+
+_PATIENCE_S = 1.0  # that what ranks told of a step waits for those that have not
+_BEGINNING = b'{"type":"memory",'
+
+
+class MemoryFold:
+    """Folds the lines of one step, once all running ranks have told of it, or after a second.
+
+    A rank that comes later is one by itself. Rank 0's lines are passed on at once, as they are.
+    """
+
+    def __init__(self, ranks: Iterable[int]) -> None:
+        """Wait for these ranks of a host."""
+        self._ranks = set(ranks) - {0}
+        self._waiting: dict[int, dict[int, Event]] = {}  # by step, in the order of their beginning
+        self._since: dict[int, float] = {}  # by step
+
+    def take(self, line: bytes, now: float) -> Iterator[bytes]:
+        """Take in what a rank has said; yield the lines that are to be sent now.
+
+        Args:
+            now: seconds of a clock.
+        """
+        event = _event(line) if line.startswith(_BEGINNING) else None
+        if event is None or event["rank"] not in self._ranks:
+            yield line
+            return
+        step, rank = event["step"], event["rank"]
+        if rank in self._waiting.get(step, ()):  # it made this step before
+            yield self._fold(step)
+        self._since.setdefault(step, now)
+        told = self._waiting.setdefault(step, {})
+        told[rank] = event
+        if self._ranks <= told.keys():
+            yield self._fold(step)
+
+    def due(self, now: float) -> Iterator[bytes]:
+        """Yield the lines of what has waited long enough."""
+        for step, since in list(self._since.items()):
+            if now - since > _PATIENCE_S:
+                yield self._fold(step)
+
+    def end_of(self, rank: int) -> Iterator[bytes]:
+        """Yield the lines of all that waits: this rank has ended, and no other waits for it."""
+        self._ranks.discard(rank)
+        for step in list(self._waiting):
+            yield self._fold(step)
+
+    def _fold(self, step: int) -> bytes:
+        del self._since[step]
+        told = self._waiting.pop(step)
+        return encode(together([told[rank] for rank in sorted(told)]))
+
+
+def _event(line: bytes) -> Event | None:
+    """Return the event of a line; None: it has no rank or no step."""
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return None
+    if not isinstance(event, dict):
+        return None
+    is_whole = all(type(event.get(name)) is int for name in ("rank", "step")) and "time" in event
+    return event if is_whole else None

@@ -15,6 +15,7 @@ from torch import nn
 
 from zrun_core.checkpoint.export import export
 from zrun_core.checkpoint.folder import read_step
+from zrun_core.distributed.comm import Comm
 
 
 class Counting(nn.Module):
@@ -97,6 +98,45 @@ def test_a_step_is_that_of_one_stage(ranks, tmp_path: Path, tied: bool) -> None:
         export(folder / "step-00000002", read_step(folder / "step-00000002"), out)
         files.append(out.read_bytes())
     assert files[0] == files[1]
+
+
+def run_noting(*args: Any) -> dict[str, Any]:
+    """As `run`; also by which ways ranks have told each other of tensors, with bytes received."""
+    ways: dict[str, list[int]] = {}
+    kept = {way: getattr(Comm, way) for way in ("all_gather_bytes", "gather_bytes", "share_bytes")}
+
+    def noting(way: str) -> Any:
+        def call(self: Comm, payload: bytes, group: Any, *, name: str) -> Any:
+            found = kept[way](self, payload, group, name=name)
+            if name == "tensors":
+                ways.setdefault(way, []).append(len(found))
+            return found
+
+        return call
+
+    for way in kept:
+        setattr(Comm, way, noting(way))
+    try:
+        return run(*args) | {"ways": ways}
+    finally:
+        for way, method in kept.items():
+            setattr(Comm, way, method)
+
+
+def test_ranks_that_go_on_describe_their_parts_through_rank_0(ranks, tmp_path: Path) -> None:
+    """No device has a row for each rank, and what several ranks say is told once."""
+    keys = counting(steps=3, parallel={"pp": 2})
+    trained(ranks, counting(steps=2), tmp_path, dp=2, pp=2)
+    dims = {"dp": 2, "pp": 2}
+    found = ranks(4).run(run_noting, keys, str(tmp_path), {}, None, None, dims)
+    assert not any(each["error"] for each in found)
+    parts = found[0]["ways"]["gather_bytes"]
+    assert set(parts) == {4}
+    assert [each["ways"]["gather_bytes"] for each in found[1:]] == [[0] * len(parts)] * 3
+    (told,) = {tuple(each["ways"]["share_bytes"]) for each in found}
+    described = len(json.dumps(of_manifest(tmp_path, 2)["tensors"]))
+    assert all(described / 2 < size < 2 * described for size in told)
+    assert not any("all_gather_bytes" in each["ways"] for each in found)
 
 
 @pytest.mark.parametrize("schedule", ["interleaved", "1f1b"])

@@ -23,6 +23,7 @@ from zrun.agent.observer import Observer
 from zrun.agent.workers import WorkerProcess
 from zrun.transport.frame_reader import FrameReader
 from zrun.transport.frames import StartRequest, StopMode, pack
+from zrun.transport.memories import apart
 from zrun_core.spine import profile_request
 from zrun_core.spine.flight_recorder import FlightRecorder
 from zrun_core.spine.flight_view import FlightRecorderView
@@ -33,10 +34,17 @@ PATIENCE_S = 30.0
 
 
 class Setting:
-    """An agent's loop with one worker, seen from its launcher."""
+    """An agent's loop with one worker, seen from its launcher. `beside` are ranks without one."""
 
     def __init__(
-        self, folder: Path, *, is_remote: bool = False, memory: int | None = None, rank: int = 0
+        self,
+        folder: Path,
+        *,
+        is_remote: bool = False,
+        memory: int | None = None,
+        rank: int = 0,
+        beside: int = 0,
+        num_ranks: int = 1,
     ) -> None:
         control, self.control = os.pipe()
         self.output, output = os.pipe()
@@ -49,8 +57,11 @@ class Setting:
             "sleep", ["sleep", "600"], os.environ, setsid=True, setsigdef=[SAVE, PROFILE]
         )
         self.worker = WorkerProcess(pid, os.pidfd_open(pid))
-        observer = Observer(FlightRecorderView(folder / "board", range(rank, rank + 1)), folder)
-        self.loop.watch([rank], pid, observer, {}, is_remote=is_remote, memory=memory)
+        ranks = range(rank, rank + 1 + beside)
+        observer = Observer(FlightRecorderView(folder / "board", ranks), folder)
+        self.loop.watch(
+            ranks, pid, observer, {}, is_remote=is_remote, memory=memory, num_ranks=num_ranks
+        )
         self.loop.follow({rank: self.worker})
 
     def wait(self) -> int:
@@ -217,6 +228,40 @@ def test_telemetry_waits_with_the_workers_when_too_much_is_kept(folder: Path) ->
     finally:
         setting.kill()
     assert sum(frame["frame"] == "event" for frame in frames) == sent
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "beside", "sent"),
+    [
+        (16, 1, [["memory", 8], ["memory", 9], ["memory", 8]]),
+        (17, 1, [["memories", 8, 9], ["memories", 8]]),
+        (17, 0, [["memory", 8], ["memory", 9], ["memory", 8]]),  # a process of each rank
+    ],
+)
+def test_an_agent_folds_what_its_ranks_tell_in_a_large_launch(
+    folder: Path, num_ranks: int, beside: int, sent: list[list[Any]]
+) -> None:
+    setting = Setting(folder, rank=8, beside=beside, num_ranks=num_ranks)
+    try:
+        for rank, step in ((8, 1), (9, 1), (8, 2)):
+            event = {"type": "memory", "time": 1.0, "rank": rank, "step": step}
+            setting.telemetry.send(json.dumps(event, separators=(",", ":")).encode())
+        os.write(setting.control, pack({"stop": StopMode.KILL}))
+        assert setting.wait() == -9
+        os.close(setting.loop._finish)
+        frames = setting.hear()
+    finally:
+        setting.kill()
+    told = [frame for frame in frames if frame["frame"] in ("event", "exit")]
+    assert told.pop()["frame"] == "exit", "what waits for other ranks comes before it"
+    events = [frame["event"] for frame in told]
+    found = [
+        [event["type"], *(each["rank"] for each in apart(event))]
+        if event["type"] == "memories"
+        else [event["type"], event["rank"]]
+        for event in events
+    ]
+    assert found == sent
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import recorded_ranks
 from recorded_ranks import GIB, Launcher, Simulated
 
 from zrun.estimate.measured_launch import measured_of
@@ -376,6 +377,14 @@ def test_the_page_says_of_how_many_ranks_it_shows_which(tmp_path: Path) -> None:
     assert newest["most"]["device_reserved"] == max(held)
     for name in ("least", "median", "most"):
         assert f"<td>{name}</td>" in text
+
+
+def test_a_record_grows_alike_for_any_number_of_ranks() -> None:
+    each, _, few = recorded_ranks.sizes(64, 2)
+    _, sent, many = recorded_ranks.sizes(1024, 2)
+    assert few < each / 3
+    assert many < 1.5 * few
+    assert sent < 1024 / 64 * each / 2, "what agents send is half of what ranks tell"
 
 
 def sums(launcher: Launcher) -> list[dict[str, Any]]:

@@ -96,8 +96,8 @@ def _rows_of_all(
     told: Event, tiers: Sequence[str], num_columns: int, *, on_gpu: bool
 ) -> Iterator[str]:
     """Yield the rows of all ranks together: `told` is their newest `ranks` event."""
-    for name, key in (("least", "least"), ("median", "median"), ("most", "most")):
-        numbers = told[key]
+    for name in ("least", "median", "most"):
+        numbers = told[name]
         cells = []
         for tier in tiers:
             cells += ["", _size(numbers.get(f"{tier}_bytes"))]

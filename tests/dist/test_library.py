@@ -6,7 +6,7 @@ import copy
 import os
 import tempfile
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from typing import Any
 from unittest.mock import patch
 
@@ -20,7 +20,6 @@ from zrun_core.errors import UserCodeError
 from zrun_core.library import run as library
 from zrun_core.library.model import ModelHandle
 from zrun_core.zero.reduce.reducer import Reducer
-from zrun_core.zero.unit.micro_pass import MicroPass
 
 
 def start() -> zrun_core.Run:
@@ -124,29 +123,24 @@ def hybrid(stage: int, micros: int, accumulate: int) -> list[float]:
 
 def given_up(stage: int) -> tuple[list[float], list[bool]]:
     """Train, and give up the first micro-batch of each step; return also whether reductions were
-    under way at the end of each backward, and at the beginning of each step.
+    under way once each backward, and each step, had begun, and once each backward had ended.
     """
     run = start()
     model = zrun_core.shard(build, zero={"stage": stage, "bucket": 1 << 14}, accumulate=2)
     optimizer = zrun_core.optimizer(model, "adamw", lr=1e-2, weight_decay=0.1)
     losses, under_way = [], []
-    ends, begins = Reducer.end_backward, Reducer.begin_step
 
-    def look(reducer: Reducer) -> None:
-        under_way.append(reducer._under_way._is_busy)
+    def looking(call: Callable[..., None]) -> Callable[..., None]:
+        def watched(reducer: Reducer, *args: Any, **kwargs: Any) -> None:
+            call(reducer, *args, **kwargs)
+            under_way.append(reducer._under_way._is_busy)
 
-    def end(reducer: Reducer, micro: MicroPass) -> None:
-        ends(reducer, micro)
-        look(reducer)
+        return watched
 
-    def begin(reducer: Reducer) -> None:
-        begins(reducer)
-        look(reducer)
-
-    with (
-        patch.object(Reducer, "end_backward", end),
-        patch.object(Reducer, "begin_step", begin),
-    ):
+    with ExitStack() as stack:
+        for name in ("begin_backward", "end_backward", "begin_step"):
+            call = looking(getattr(Reducer, name))
+            stack.enter_context(patch.object(Reducer, name, call))
         for batch in data(4, batch=16):
             mine = split(batch, run.rank, run.world_size)
             (5.0 * model(*split(mine, 0, 2))).backward()
@@ -163,12 +157,12 @@ def given_up(stage: int) -> tuple[list[float], list[bool]]:
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.at_most(1)
-def test_nobody_waits_between_micro_batches_nor_for_those_given_up(ranks, stage):
+def test_the_last_sums_of_a_backward_go_on_until_the_next_or_the_end_of_the_step(ranks, stage):
     plain = train_plain(build(), data(4, batch=16))
     for ours, under_way in ranks(2).run(given_up, stage):
         assert ours == pytest.approx(plain, abs=2e-6)
-        # Given up, the first of two, the last of the step. Stage 1 reduces the last one alone.
-        assert under_way == [stage > 1, False, stage > 1, False, False] * 4
+        one, last = [False, stage > 1], [False, False]  # stage 1 reduces the last one alone
+        assert under_way == [*one, False, *one, *last, False] * 4
 
 
 def hybrid_in_turn(stage: int, micros: int, accumulate: int) -> list[float]:

@@ -95,6 +95,13 @@ class Setting:
             frames += lines.feed(os.read(self.output, 1 << 16))
         return frames
 
+    def hear_to_the_end(self) -> list[dict[str, Any]]:
+        """Have the worker killed, and return all frames."""
+        os.write(self.control, pack({"stop": StopMode.KILL}))
+        assert self.wait() == -9
+        os.close(self.loop._finish)
+        return self.hear()
+
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
@@ -198,10 +205,7 @@ def test_orders_are_obeyed_meanwhile_and_nothing_that_was_said_is_lost(folder: P
     setting = Setting(folder, is_remote=False)
     try:
         setting.flood(200)
-        os.write(setting.control, pack({"stop": StopMode.KILL}))
-        assert setting.wait() == -9
-        os.close(setting.loop._finish)
-        frames = setting.hear()
+        frames = setting.hear_to_the_end()
     finally:
         setting.kill()
     events = [frame["event"]["number"] for frame in frames if frame["frame"] == "event"]
@@ -221,10 +225,7 @@ def test_telemetry_waits_with_the_workers_when_too_much_is_kept(folder: Path) ->
             except BlockingIOError:
                 time.sleep(0.001)
         assert setting.is_paused
-        os.write(setting.control, pack({"stop": StopMode.KILL}))
-        assert setting.wait() == -9
-        os.close(setting.loop._finish)
-        frames = setting.hear()
+        frames = setting.hear_to_the_end()
     finally:
         setting.kill()
     assert sum(frame["frame"] == "event" for frame in frames) == sent
@@ -246,10 +247,7 @@ def test_an_agent_folds_what_its_ranks_tell_in_a_large_launch(
         for rank, step in ((8, 1), (9, 1), (8, 2)):
             event = {"type": "memory", "time": 1.0, "rank": rank, "step": step}
             setting.telemetry.send(json.dumps(event, separators=(",", ":")).encode())
-        os.write(setting.control, pack({"stop": StopMode.KILL}))
-        assert setting.wait() == -9
-        os.close(setting.loop._finish)
-        frames = setting.hear()
+        frames = setting.hear_to_the_end()
     finally:
         setting.kill()
     told = [frame for frame in frames if frame["frame"] in ("event", "exit")]

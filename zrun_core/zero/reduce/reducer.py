@@ -1,12 +1,12 @@
 """Reduce the gradients of a model's units, micro-batch after micro-batch.
 
-    begin_backward    which units are reduced, and which of them expect no gradient
+    begin_backward    what is left of the last one ends; which units are reduced
     accumulate_grad   the gradient of a parameter moves into that of its unit
     mark_complete     the unit has them all: at its turn its reduction begins
     end_backward      what is left follows, with zeros; behind the step's last, all of it ends
 
 Which turn it is says `ReduceOrder`: see its [Note: one order] and [Note: late units]. Nobody waits
-in backward, nor between micro-batches: see [Note: overlap with backward] in `reductions.py`.
+in backward, nor in the forward behind it: see [Note: overlap with backward] in `reductions.py`.
 """
 
 from __future__ import annotations
@@ -191,6 +191,7 @@ class Reducer:
                 summed over all ranks. If another one follows all the same, the sum is made anew.
             awaits_slices: no unit is complete before its slice: see `begin_slice`.
         """
+        self._under_way.drain()  # units that fill up together find the ring empty, as is planned
         order = self.order.of_chunk(micro.chunk)
         if micro.chunk in self._summed:
             # The last backward was not the last after all. The next sum must contain its sum once:
@@ -310,8 +311,8 @@ class Reducer:
     def end_backward(self, micro: MicroPass) -> None:
         """End the backward of `micro`: reduce what is left.
 
-        Behind the last one of the step nothing is in flight any more. Between micro-batches a
-        reduction is waited for when the next one of its unit is issued, or its scratch is needed.
+        Behind the last one of the step nothing is in flight any more. What another one leaves in
+        flight goes on beside the next forward, until the next backward needs the ring.
         """
         grads = micro.grads
         assert grads is not None

@@ -34,6 +34,7 @@ _TOLD_EVERY = 100  # seeds
 _LEFT_EARLY = (
     "the model's forward is not the one by which it was cut into stages",
     "leaves blocks out, and so ends before",
+    "is called a second time by a micro-batch, or in another order than by the first one",
 )
 GOOD = ("equal", "refused", "stopped", "ended", "own draws")
 

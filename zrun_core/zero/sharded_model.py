@@ -237,6 +237,7 @@ class ShardedModel:
         try:
             with self.settings.precision.autocast(self.comm.device):
                 yield micro
+            self.gatherer.leave()
         except BaseException:
             self.gatherer.abandon(micro)
             raise

@@ -78,6 +78,7 @@ class Gatherer:
         micro: the pass of which something runs, or ran last.
         active: something runs; only then may access to a parameter gather its unit.
         is_all_unsharded: inside of `all_unsharded`.
+        under_way: what ends each call of a module that is not over, should the module be left.
         update_order: returns the trainable units in the order in which they are updated.
         spans: names what this rank does, while a profile is taken.
         num_refreshes: training forwards that found units stale, and gathered them.
@@ -107,9 +108,11 @@ class Gatherer:
         self._idle: list[FlatUnit] = []
         self._held: set[FlatUnit] | None = None  # in use by this slice; None: there are no slices
         self._updating: deque[FlatUnit] = deque()  # units that no forward has needed since
-        self._needed: Counter[tuple[PassKind, int]] = Counter()  # most gathers of a unit in a pass
+        # By unit, kind and chunk: most gathers in a pass.
+        self._needed: dict[int, Counter[_PassKey]] = defaultdict(Counter)
         self._begun: set[FlatUnit] = set()  # tiles whose backward is under way
         self._kind = PassKind.FORWARD
+        self.under_way: list[Callable[[], None]] = []
         self.update_order: Callable[[], Sequence[FlatUnit]] = tuple
         self.micro = MicroPass()
         self.active = False
@@ -149,6 +152,10 @@ class Gatherer:
         self.switch_to(micro, kind)
         self.active = True
         self._refresh_stale()
+        if kind is PassKind.BACKWARD:
+            for begins in micro.left:
+                begins()
+            micro.left = []
 
     def switch_to(self, micro: MicroPass, kind: PassKind) -> None:
         """Go on with `micro` in the pass that runs, which other micro-batches share with it."""
@@ -225,7 +232,7 @@ class Gatherer:
         self._refresh_up_to(None)
         for key, asked in self._asked.items():
             self._orders[key] = asked
-            self._count_gathers(key[0], asked)
+            self._count_gathers(key, asked)
         self._asked.clear()
         self._cursors.clear()
         self._held = None
@@ -247,6 +254,7 @@ class Gatherer:
         self.begin_pass(micro, PassKind.EVAL)
         try:
             yield
+            self.leave()
         except BaseException:
             self.abandon(micro)
             self.active = False  # not by `end_pass`, which gathers: others may go on
@@ -276,11 +284,20 @@ class Gatherer:
 
     def abandon(self, micro: MicroPass) -> None:
         """Forget what runs of `micro`, which has raised: no module runs any more."""
+        self.under_way.clear()
         for unit in self._units:
             unit.num_active = 0
         self.unpin(micro)
 
     # Modules
+
+    def leave(self) -> None:
+        """End the calls under way, which a stage of a pipeline leaves behind its last block.
+
+        It leaves them by an exception that is no error: torch calls no hook of theirs for it.
+        """
+        for end in reversed(self.under_way.copy()):
+            end()
 
     def pre_forward(self, unit: FlatUnit) -> None:
         """Unshard `unit`, of which a module begins to run."""
@@ -397,24 +414,26 @@ class Gatherer:
     def num_gathers(self, unit: FlatUnit) -> int:
         """Return how often a pass gathers a unit that is resharded after use.
 
-        Passes are of a micro-batch each, or of all those of a step.
+        Passes are of a micro-batch each, or of all those of a step. Where they go through several
+        chunks, the root's own parameters are gathered for each of them.
 
         Once for forward and once for backward, as far as the passes so far have needed it. Backward
         does not need a frozen unit that no gradient flows through, nor one pinned in forward; it
         needs a tile twice if its block is recomputed. Forward needs a unit twice if the loss looks
         at it, after its modules have run; backward finds it pinned then.
         """
-        return sum(self._needed[kind, unit.index] for kind in (PassKind.FORWARD, PassKind.BACKWARD))
+        needed = self._needed[unit.index]
+        return sum(count for (kind, _), count in needed.items() if kind is not PassKind.EVAL)
 
     def _record_need(self, unit: FlatUnit, num_gathers: int = 1) -> None:
-        key = (self._kind, unit.index)
         if not unit.pins:  # pinned units are unsharded already
-            self._needed[key] = max(num_gathers, self._needed[key])
+            needed = self._needed[unit.index]
+            needed[self._key] = max(num_gathers, needed[self._key])
 
-    def _count_gathers(self, kind: PassKind, order: Sequence[FlatUnit]) -> None:
+    def _count_gathers(self, key: _PassKey, order: Sequence[FlatUnit]) -> None:
         for index, count in Counter(unit.index for unit in order if unit.layout.tile).items():
-            key = (kind, index)
-            self._needed[key] = max(count, self._needed[key])
+            needed = self._needed[index]
+            needed[key] = max(count, needed[key])
 
     # Outside of passes
 

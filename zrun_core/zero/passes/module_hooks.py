@@ -152,6 +152,7 @@ class ModuleHooks:
                 "its model's forward: call the model itself, or enter zrun_core.forward(model); "
                 "in a hook or to generate, enter gathered()"
             )
+        gatherer.under_way.append(self._leave)
         if self._spans.is_on:
             self._enter_call()
         for unit in self._units:
@@ -208,6 +209,19 @@ class ModuleHooks:
             self._pin_handed_out(output)
             if torch.is_grad_enabled() and not self._gatherer.in_backward:
                 self._watch_outputs(output)
+        self._end(output)
+
+    def _leave(self) -> None:
+        """End a call that has no result. Its backward begins with that of the micro-batch."""
+        micro = self._gatherer.micro
+        if self._resharded:
+            micro.left.append(functools.partial(self._pre_backward, micro))
+        self._end(None)
+
+    def _end(self, output: Any) -> None:
+        under_way = self._gatherer.under_way
+        if self._leave in under_way:  # a micro-batch that was abandoned has none
+            under_way.remove(self._leave)
         for unit in self._units:
             self._gatherer.post_forward(unit)
         if self._entered:

@@ -194,10 +194,12 @@ class FlatUnit:
     def mark_stale(self) -> None:
         """After an update of the local elements: those that other ranks update must be gathered.
 
-        While an update runs beside training, the unit counts as stale too: so `unshard`, which does
-        nothing for a unit that is unsharded, comes to wait for it.
+        So must those that live elsewhere than where they are used. While an update runs beside
+        training, the unit counts as stale too: so `unshard`, which does nothing for a unit that is
+        unsharded, comes to wait for it.
         """
-        if self.exchange.goes_stale(self.mesh_info) or self.update_side.is_running:
+        is_copied = self.exchange.goes_stale(self.mesh_info) or self.param.is_elsewhere
+        if is_copied or self.update_side.is_running:
             self.param.mark_stale()
 
     def begin_updating(self, updating: Transfer, *, delayed: bool) -> None:

@@ -112,6 +112,7 @@ class MicroPass:
             parameters outside of them, in the order of the first calls. A unit that it never used
             gets no gradient.
         open_calls: by `ModuleHooks`, the forward calls whose backward is not over.
+        left: what begins the backward of calls that its forward has left: see `Gatherer.leave`.
         grads: progress of its backward while that runs.
         held: gradients that its backward has made, or what makes them, for a later pass; None:
             backward takes them at once.
@@ -121,6 +122,7 @@ class MicroPass:
     pinned: list[FlatUnit] = field(default_factory=list)
     num_calls: Counter[int] = field(default_factory=Counter)
     open_calls: Counter[object] = field(default_factory=Counter)
+    left: list[Callable[[], None]] = field(default_factory=list)
     grads: BackwardGrads | None = None
     held: HeldGrads | None = None
 

@@ -57,6 +57,8 @@ FOUND = [
 
 # The same of variants: the first idioms of a seed, and what its layout changed.
 FOUND_ON = [
+    # A stage never gave up what the root of the model has, and trained with its first values.
+    (4673, Layout("pp", {"zero.stage": 3, "offload.param": "disk"})),
     # A penalty's gradients came before those of the block, and partial sums on a disk were lost.
     (1005, Layout("layer-major, offload", {"zero.stage": 1, "offload.optimizer": "disk"})),
     (1005, Layout("layer-major, offload", {"zero.stage": 0, "offload.optimizer": "disk"})),

@@ -59,7 +59,7 @@ def left(keys: dict[str, Any], run_dir: str, dims: dict[str, int]) -> dict[str, 
     sharded = trainers[0].sharded
     return {
         **found,
-        "calls": len(sharded.gatherer.under_way),
+        "calls": len(sharded.gatherer.calls.under_way),
         "units": {unit.name: (unit.num_active, unit.pins) for unit in sharded.units},
     }
 

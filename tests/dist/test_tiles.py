@@ -119,7 +119,7 @@ def train(
     if tile is not None:  # a norm that is registered last grows the ring of an untiled block
         assert not grown_rings(sharded), grown_rings(sharded)
         assert planned_memory(sharded).by_kind == allocated_memory(sharded).by_kind
-    gathers = {unit.name: sharded.gatherer.num_gathers(unit) for unit in sharded.units}
+    gathers = {unit.name: sharded.gatherer.counts.num_gathers(unit) for unit in sharded.units}
     rings = sharded.ring_bytes
     sharded.settle_updates()
     with sharded.gathered():

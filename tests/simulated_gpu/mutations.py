@@ -1,7 +1,7 @@
 """Print the table of mutations: each wait of the runtime is taken out, and something notices.
 
     python tests/simulated_gpu/mutations.py                           all of them
-    python tests/simulated_gpu/mutations.py zero/passes/gather.py:93  those of a file, or of a line
+    python tests/simulated_gpu/mutations.py zero/passes/gather.py:89  those of a file, or of a line
     python tests/simulated_gpu/mutations.py --write                   all, and docs/gpu-waits.md
 
 Exits with 1 if nothing notices that a wait is gone. Where no scenario waits,

@@ -44,8 +44,8 @@ from zrun_core.stages.flow import Leaf, ModelFlow
 from zrun_core.stages.ghosts import Ghosts
 from zrun_core.stages.node_calls import Node, Watcher, install_nodes, is_walking, walking
 from zrun_core.stages.valueless import Valueless
-from zrun_core.zero.passes.gather import Gatherer
 from zrun_core.zero.passes.module_hooks import tensors_in
+from zrun_core.zero.passes.running_pass import RunningPass
 from zrun_core.zero.wrap.auto_wrap import repeated_blocks, running_norm_params
 from zrun_core.zero.wrap.foreign import lacks_params, remove_param
 from zrun_core.zero.wrap.lookups import WithOthers, WithStandIns
@@ -218,15 +218,15 @@ class Stage:
                 self._orders.setdefault(module, tuple(module._parameters))
                 remove_param(module, key, fake)
 
-    def show_others(self, gatherer: Gatherer) -> None:
+    def show_others(self, running: RunningPass) -> None:
         """Have forwards find all parameters and buffers of a module, also those of other stages.
 
         Args:
-            gatherer: of the model, which is sharded.
+            running: the pass that runs, of the model, which is sharded.
         """
 
         def is_shown() -> bool:
-            return is_walking() or gatherer.active
+            return is_walking() or running.active
 
         def with_others(module: nn.Module, own: dict[str, Any], order: Sequence[str]) -> WithOthers:
             others = {key: vars(module)[key] for key in order if key not in own}

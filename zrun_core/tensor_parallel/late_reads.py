@@ -23,7 +23,7 @@ from torch import nn
 from zrun_core.errors import JobError
 from zrun_core.memory.tensors import TensorPart
 from zrun_core.tensor_parallel.plan import TensorPlan
-from zrun_core.zero.passes.gather import Gatherer
+from zrun_core.zero.passes.running_pass import RunningPass
 from zrun_core.zero.wrap.lookups import Lookups, is_asked_by_user, users_line
 
 _READS_FOR_OTHERS = (
@@ -66,11 +66,11 @@ class LateReads:
                 if id(param) in names:
                     self._keys.setdefault(prefix, {})[key] = names[id(param)]
 
-    def install(self, model: nn.Module, gatherer: Gatherer) -> None:
+    def install(self, model: nn.Module, running: RunningPass) -> None:
         """Hand out stand-ins from now on.
 
         Args:
-            gatherer: of the model, which is sharded.
+            running: the pass that runs, of the model, which is sharded.
         """
         holders: dict[str, list[nn.Module]] = {}
         for prefix, names in self._keys.items():
@@ -80,7 +80,7 @@ class LateReads:
                 found += map(model.get_submodule, (prefix, *around))
         for prefix, names in self._keys.items():
             module = model.get_submodule(prefix)
-            module._parameters = _Watched(module._parameters, names, holders, gatherer)
+            module._parameters = _Watched(module._parameters, names, holders, running)
 
 
 class _Watched(Lookups):
@@ -95,12 +95,12 @@ class _Watched(Lookups):
         inner: Mapping[str, Any],
         names: Mapping[str, str],
         holders: Mapping[str, list[nn.Module]],
-        gatherer: Gatherer,
+        running: RunningPass,
     ) -> None:
         super().__init__(inner, lambda key: None)
         self._names = names
         self._holders = holders
-        self._gatherer = gatherer
+        self._running = running
 
     def __getitem__(self, key: str) -> Any:
         # Each layer asks, in each forward: it is one call, which ends at the first `return`.
@@ -110,7 +110,7 @@ class _Watched(Lookups):
         if frame is None or frame.f_code.co_filename.startswith(_NOT_USERS):
             return self.inner[key]
         name = self._names.get(key)
-        in_forward = self._gatherer.active and not self._gatherer.in_backward
+        in_forward = self._running.active and not self._running.in_backward
         if name is None or not in_forward or _runs(self._holders[name], frame):
             return self.inner[key]
         return _stand_in(name, self.inner[key]) if is_asked_by_user() else self.inner[key]

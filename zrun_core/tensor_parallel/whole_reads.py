@@ -28,7 +28,7 @@ from zrun_core.tensor_parallel.plan import TensorPlan
 from zrun_core.tensor_parallel.reads import Read
 from zrun_core.tensor_parallel.tensor_comm import TensorComm
 from zrun_core.user_code.forward_layers import Layer, wrap_forward
-from zrun_core.zero.passes.gather import Gatherer
+from zrun_core.zero.passes.running_pass import RunningPass
 from zrun_core.zero.wrap.lookups import Lookups, is_asked_by_user
 
 _Change = Callable[[torch.Tensor], torch.Tensor]
@@ -75,7 +75,7 @@ class WholeReads:
         self._calls: list[_Call] = []
         self._outer = _Call("")  # of the loss function
         self._pass: object = None  # in which that reads
-        self._gatherer: Gatherer | None = None
+        self._running: RunningPass | None = None
         names = plan.reads.names & table.keys()
         params = {id(model.get_parameter(name)): name for name in names}
         self._holders: dict[str, set[str]] = {name: set() for name in names}
@@ -103,13 +103,13 @@ class WholeReads:
 
         wrap_forward(module, Layer.READS, known_to_run)
 
-    def install(self, model: nn.Module, gatherer: Gatherer) -> None:
+    def install(self, model: nn.Module, running: RunningPass) -> None:
         """Hand out whole parameters from now on.
 
         Args:
-            gatherer: of the model, which is sharded.
+            running: the pass that runs, of the model, which is sharded.
         """
-        self._gatherer = gatherer
+        self._running = running
         for prefix, names in self._keys.items():
             module = model.get_submodule(prefix)
             of_module = module._parameters
@@ -131,14 +131,14 @@ class WholeReads:
 
     def _look(self, name: str, own: Callable[[], torch.Tensor]) -> torch.Tensor | None:
         """Return what is found in place of this rank's parameter; None: itself."""
-        gatherer = self._gatherer
-        assert gatherer is not None
+        running = self._running
+        assert running is not None
         holders = self._holders[name]
         if any(call.name in holders for call in self._calls):
             return None
-        if not (self._calls or gatherer.active) or not is_asked_by_user():
+        if not (self._calls or running.active) or not is_asked_by_user():
             return None
-        call = self._calls[-1] if self._calls else self._of_loss(gatherer)
+        call = self._calls[-1] if self._calls else self._of_loss(running)
         read = Read(call.name, name)
         is_shape = read in self._reads.shapes
         if read not in self._reads.whole and not is_shape:
@@ -151,10 +151,10 @@ class WholeReads:
             call.found[key] = whole
         return call.found[key]
 
-    def _of_loss(self, gatherer: Gatherer) -> _Call:
+    def _of_loss(self, running: RunningPass) -> _Call:
         """Return the call of a loss function, which is what runs outside of all modules."""
-        if self._pass is not gatherer.micro:
-            self._pass = gatherer.micro
+        if self._pass is not running.micro:
+            self._pass = running.micro
             self._outer = _Call("")
         return self._outer
 

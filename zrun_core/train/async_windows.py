@@ -115,7 +115,7 @@ class AsyncWindows:
 
         They are not, where a checkpoint was loaded, or the user has written to them.
         """
-        self._sharded.gatherer.refresh()
+        self._sharded.gatherer.stale.refresh()
         self._sharded.updates.wait_for_readers()
         return [
             ReadStep((), positions, self._loader.epoch_at(positions.stop))

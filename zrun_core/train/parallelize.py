@@ -136,11 +136,11 @@ def parallelize(
     if divided is not None and divided.reads is not None:
         if job.compile:
             raise divided.reads.when_compiled()
-        divided.reads.install(built.module, sharded.gatherer)
+        divided.reads.install(built.module, sharded.gatherer.running)
     if divided is not None and not job.compile:
-        divided.late_reads.install(built.module, sharded.gatherer)
+        divided.late_reads.install(built.module, sharded.gatherer.running)
     if parts is not None:
-        parts.stage.show_others(sharded.gatherer)
+        parts.stage.show_others(sharded.gatherer.running)
     return sharded, notes + moved_share(sharded.layouts, settings.placement)
 
 

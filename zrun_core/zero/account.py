@@ -35,10 +35,10 @@ def expected_traffic(
         sharded.settings.states,
         sharded.settings.exchange,
         exchange.StepCounts(
-            num_steps, num_micro_batches, gatherer.num_refreshes, sharded.num_pushes
+            num_steps, num_micro_batches, gatherer.stale.num_refreshes, sharded.num_pushes
         ),
         sharded.mesh_info,
-        gathers=[gatherer.num_gathers(unit) for unit in sharded.units],
+        gathers=[gatherer.counts.num_gathers(unit) for unit in sharded.units],
     )
 
 
@@ -55,7 +55,7 @@ def planned_moves(sharded: ShardedModel, micro_batches: int) -> dict[Move, int]:
         states,
         sharded.mesh_info,
         micro_batches=micro_batches,
-        gathers={unit.name: passes * gatherer.num_gathers(unit) for unit in sharded.units},
+        gathers={unit.name: passes * gatherer.counts.num_gathers(unit) for unit in sharded.units},
         host_is_device=sharded.tiers.host_is_device,
     )
 

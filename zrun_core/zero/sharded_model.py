@@ -138,7 +138,7 @@ class ShardedModel:
         compiled = self._compiled_modules()
         self.gatherer = Gatherer(self.units, comm, settings.prefetch, sees_lookups=not compiled)
         self.reducer = Reducer(self.units, settings.states, settings.exchange, mesh, comm)
-        self.gatherer.update_order = lambda: self.reducer.order.forward
+        self.gatherer.stale.update_order = lambda: self.reducer.order.forward
         self.updates = Updates(self.units, settings, self.reducer, comm, self.tiers)
         self.reducer.before_last_backward = self.updates.read_ahead
         self.planned_rings = self.ring_bytes
@@ -149,7 +149,7 @@ class ShardedModel:
             watched = [inner for inner in module.modules() if id(inner) not in compiled]
         install(module, self.units, planned.hooked, self.gatherer, self.reducer, watched=watched)
         for _, tiled in tiled_linears(module):
-            tiled.read_whole_while(lambda: self.gatherer.active)
+            tiled.read_whole_while(lambda: self.gatherer.running.active)
 
         self.optimizer: ShardedOptimizer
         if settings.optimizer is not None:
@@ -220,7 +220,7 @@ class ShardedModel:
         if self.tiers is not None:
             self.tiers.worker.is_in_step = True
         self.grad.begin_step()
-        self.gatherer.schedule_hash = 0
+        self.gatherer.order.begin_step()
         self.running.begin_step()
 
     @contextmanager
@@ -237,7 +237,7 @@ class ShardedModel:
         try:
             with self.settings.precision.autocast(self.comm.device):
                 yield micro
-            self.gatherer.leave()
+            self.gatherer.calls.leave()
         except BaseException:
             self.gatherer.abandon(micro)
             raise
@@ -267,7 +267,7 @@ class ShardedModel:
 
     def _end_backward(self, micro: MicroPass) -> None:
         self.reducer.end_backward(micro)
-        self.gatherer.unpin(micro)
+        self.gatherer.pins.release(micro)
         self.gatherer.end_pass()
 
     def contribute_zeros(self, *, boundary: bool) -> None:
@@ -279,9 +279,9 @@ class ShardedModel:
         Args:
             boundary: as for `backward`.
         """
-        if not self.gatherer.in_backward:  # its forward raised, or did not begin
+        if not self.gatherer.running.in_backward:  # its forward raised, or did not begin
             self.gatherer.begin_pass(MicroPass(), PassKind.BACKWARD)
-        micro = self.gatherer.micro
+        micro = self.gatherer.running.micro
         self.gatherer.abandon(micro)
         if micro.grads is None:
             self.reducer.begin_backward(micro, boundary=boundary)
@@ -312,7 +312,7 @@ class ShardedModel:
         has_grad = self.grad.has_grad_here()
         with self.comm.spans.named("norm of the gradient"):
             norm_here = self.grad.square_norm()
-        schedule = self.gatherer.schedule_hash
+        schedule = self.gatherer.order.digest
         own = StepContribution(sums, norm_here, schedule, has_grad, elsewhere)
         reduced = all_reduce_step(own, self.mesh.data, self.mesh.world, self.comm)
 
@@ -397,7 +397,7 @@ class ShardedModel:
         """
         self.settle_updates()
         autocast = self.settings.precision.autocast(self.comm.device)
-        with self.gatherer.all_unsharded(), torch.no_grad(), autocast:
+        with self.gatherer.whole.unsharded(), torch.no_grad(), autocast:
             try:
                 yield self.module
             finally:

@@ -66,7 +66,7 @@ class SplitBackward:
         self._gatherer.begin_pass(micro, PassKind.BACKWARD)
         micro.held = held
         yield hold
-        self._gatherer.unpin(micro)
+        self._gatherer.pins.release(micro)
         self._gatherer.end_pass()
 
     def weight_pass(self, micro: MicroPass, *, boundary: bool) -> None:

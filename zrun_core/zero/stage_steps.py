@@ -66,7 +66,7 @@ class StageSteps:
         sharded.updates.make(lr, one, skipped, has_grad)
         if not sharded.updates.skips_on_device and bool(skipped):
             self.versions.repeat()
-        sharded.gatherer.refresh()
+        sharded.gatherer.stale.refresh()
         sharded.grad.begin_step()
         return StageUpdate(square, skipped, sharded.grad.inspector.norms)
 

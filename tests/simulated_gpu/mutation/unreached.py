@@ -17,7 +17,7 @@ REASONS: dict[str, str] = {
     "train/async_windows.py AsyncWindows.run: self._comm.read(message)": (
         "trains on CPUs, where a number is there: `zrun/placement/late_updates.py` refuses GPUs"
     ),
-    "zero/passes/gather.py Gatherer._refresh_stale: unit.param.wait_for_unshard()": (
+    "zero/passes/stale_units.py StaleUnits.begin_pass: unit.param.wait_for_unshard()": (
         "for compiled blocks, which the simulated device has not"
     ),
 }

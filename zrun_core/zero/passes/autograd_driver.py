@@ -92,7 +92,7 @@ class ImplicitPasses:
 
     def _begin_pass(self) -> None:
         self._micro = _OwnPass(self)
-        self._gatherer.micro = self._micro
+        self._gatherer.running.micro = self._micro
 
     # Forward
 
@@ -106,11 +106,11 @@ class ImplicitPasses:
     def _begin_outermost(self, contexts: ExitStack) -> None:
         """Begin a forward or an evaluation, where this call is one."""
         gatherer = self._gatherer
-        if gatherer.is_all_unsharded:
+        if gatherer.whole.is_unsharded:
             return  # inside of gathered(): nothing moves
-        if gatherer.in_forward:
+        if gatherer.running.in_forward:
             return  # one more call of the forward that is under way
-        if gatherer.in_backward:
+        if gatherer.running.in_backward:
             return  # recomputed for backward
         if torch.is_grad_enabled():
             self._micro.open_calls.clear()  # calls of the last forward that got no gradient
@@ -132,7 +132,7 @@ class ImplicitPasses:
         if self._open:
             return None
         output = in_fp32(output)
-        if torch.is_grad_enabled() and not self._gatherer.in_backward:
+        if torch.is_grad_enabled() and not self._gatherer.running.in_backward:
             on_arrival = functools.partial(self._micro.on_gradient_arrival, of_param=False)
             for tensor in tensors_in(output):
                 if tensor.requires_grad and tensor.grad_fn is not None:
@@ -206,7 +206,9 @@ class ImplicitPasses:
             raise UserCodeError(
                 "step(): no backward() of this model's outputs since the last step() or zero_grad()"
             )
-        if self._gatherer.active:  # a forward that has raised, or that nobody differentiates
+        if (
+            self._gatherer.running.active
+        ):  # a forward that has raised, or that nobody differentiates
             self._gatherer.end_pass()
         self._reducer.flush()
 
@@ -219,7 +221,7 @@ class ImplicitPasses:
     def end_step(self) -> None:
         """Begin a new pass: nothing that was called before the step is to be differentiated."""
         self.num_backwards = 0
-        self._gatherer.unpin(self._micro)
+        self._gatherer.pins.release(self._micro)
         self._begin_pass()
 
 

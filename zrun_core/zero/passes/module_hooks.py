@@ -145,24 +145,24 @@ class ModuleHooks:
 
     def _pre_forward(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         gatherer = self._gatherer
-        if self._units and not gatherer.active and not gatherer.is_all_unsharded:
+        if self._units and not gatherer.running.active and not gatherer.whole.is_unsharded:
             self._was_refused = True  # the hook after the module runs all the same
             raise UserCodeError(
                 f"{self._units[0].layout.modules} ({type(module).__name__}) was called outside of "
                 "its model's forward: call the model itself, or enter zrun_core.forward(model); "
                 "in a hook or to generate, enter gathered()"
             )
-        gatherer.under_way.append(self._leave)
+        gatherer.calls.under_way.append(self._leave)
         if self._spans.is_on:
             self._enter_call()
         for unit in self._units:
             gatherer.pre_forward(unit)
-        if self._ends_with_inputs and torch.is_grad_enabled() and not gatherer.in_backward:
+        if self._ends_with_inputs and torch.is_grad_enabled() and not gatherer.running.in_backward:
             self._watch_inputs((args, kwargs))
 
     def _enter_call(self) -> None:
         """Name what happens until the module ends, for a profile."""
-        call = self._spans.named(self._name, self._gatherer.in_words)
+        call = self._spans.named(self._name, self._gatherer.running.in_words)
         call.__enter__()
         self._entered.append(call)
 
@@ -171,13 +171,13 @@ class ModuleHooks:
         waiting = {id(tensor): tensor for tensor in tensors_in(inputs) if tensor.requires_grad}
         if not waiting:
             return
-        micro = self._gatherer.micro
+        micro = self._gatherer.running.micro
         micro.open_calls[self] += 1
         num_missing = len(waiting)
 
         def on_input_gradient() -> None:
             nonlocal num_missing
-            if not self._gatherer.in_backward_of(micro):
+            if not self._gatherer.running.in_backward_of(micro):
                 return  # a gradient that the loss itself is made of: backward is yet to come
             num_missing -= 1
             if num_missing == 0:
@@ -207,19 +207,19 @@ class ModuleHooks:
             return
         if self._resharded:
             self._pin_handed_out(output)
-            if torch.is_grad_enabled() and not self._gatherer.in_backward:
+            if torch.is_grad_enabled() and not self._gatherer.running.in_backward:
                 self._watch_outputs(output)
         self._end(output)
 
     def _leave(self) -> None:
         """End a call that has no result. Its backward begins with that of the micro-batch."""
-        micro = self._gatherer.micro
+        micro = self._gatherer.running.micro
         if self._resharded:
             micro.left.append(functools.partial(self._pre_backward, micro))
         self._end(None)
 
     def _end(self, output: Any) -> None:
-        under_way = self._gatherer.under_way
+        under_way = self._gatherer.calls.under_way
         if self._leave in under_way:  # a micro-batch that was abandoned has none
             under_way.remove(self._leave)
         for unit in self._units:
@@ -229,7 +229,7 @@ class ModuleHooks:
 
     def _end_call(self, output: Any) -> None:
         """End what `_enter_call` began, and have the backward of the call be marked."""
-        if torch.is_grad_enabled() and not self._gatherer.in_backward:
+        if torch.is_grad_enabled() and not self._gatherer.running.in_backward:
             begins = functools.partial(self._spans.mark, self._name, "backward")
             for tensor in tensors_in(output):
                 if tensor.requires_grad and tensor.grad_fn is not None:
@@ -239,25 +239,25 @@ class ModuleHooks:
     def _pin_handed_out(self, output: Any) -> None:
         """Pin the units of which `output` has a parameter, or a view of one."""
         storages = {storage_of(tensor) for tensor in tensors_in(output)}
-        self._gatherer.pin(
+        self._gatherer.pins.pin(
             [unit for unit in self._resharded if storage_of(unit.param.full) in storages]
         )
 
     def _watch_outputs(self, output: Any) -> None:
         """Notice the beginning of this call's backward: an output gets a gradient."""
         outputs = tensors_in(output)
-        begins = functools.partial(self._pre_backward, self._gatherer.micro)
+        begins = functools.partial(self._pre_backward, self._gatherer.running.micro)
         for tensor in outputs:
             if tensor.requires_grad and tensor.grad_fn is not None:
                 on_gradient(tensor, begins)
         if not outputs or _may_hide_tensors(output):
-            self._gatherer.pin(self._resharded)  # its backward cannot be seen to begin
+            self._gatherer.pins.pin(self._resharded)  # its backward cannot be seen to begin
 
     def _pre_backward(self, micro: MicroPass) -> None:
         micro.on_gradient_arrival(of_param=False)
-        if not self._gatherer.in_backward:
+        if not self._gatherer.running.in_backward:
             # A gradient that is differentiated again: that backward cannot be seen to begin.
-            self._gatherer.pin(self._resharded)
+            self._gatherer.pins.pin(self._resharded)
         for unit in self._resharded:
             self._gatherer.pre_backward(unit)
 
@@ -275,13 +275,14 @@ class UnshardOnAccess(dict[str, Any]):
         super().__init__(original)
         self._unit_of = unit_of
         self._gatherer = gatherer
+        self._running = gatherer.running  # asked for at each access
 
     def __reduce__(self) -> tuple[type, tuple[dict[str, Any]]]:
         """Copy as a plain dictionary: the parameters of a copied module are in no unit."""
         return dict, (dict(super().items()),)
 
     def _look(self, param: Any) -> Any:
-        if param is None or not self._gatherer.active:
+        if param is None or not self._running.active:
             return param
         unit = self._unit_of.get(id(param))
         if unit is not None:
@@ -317,7 +318,7 @@ def install(
     for module, indices, leaf in hooked:
         needed = [units[i] for i in indices]
         ModuleHooks(module, needed, leaf, gatherer, reducer, names.get(id(module), "model"))
-    model.register_forward_hook(lambda *_: gatherer.reshard_idle(), always_call=True)
+    model.register_forward_hook(lambda *_: gatherer.idle.reshard(), always_call=True)
     for unit in units:
         if unit.trainable:
             # Weakly: Python's collector does not see what a parameter's hook holds.
@@ -348,9 +349,9 @@ def _post_accumulate_grad(
     grad = param.grad
     if grad is None:  # a function of the user's, or one that holds it, has given none
         return
-    micro = gatherer.micro
+    micro = gatherer.running.micro
     micro.on_gradient_arrival(of_param=True)
-    if not gatherer.in_backward:
+    if not gatherer.running.in_backward:
         raise UserCodeError(
             "the loss function, or forward, ran backward(): return the loss, and the step runs it"
         )

@@ -1,8 +1,8 @@
 """Passes in layer-major order: all micro-batches go through a slice before the next one comes.
 
 A slice is a repeated block and what follows it, up to the next block; what comes before the first
-block is a slice too. `pipeline/schedule.py` has the order in which they run, `gather.py` what it
-does to units, and `slice_walk.py` how one micro-batch goes through them.
+block is a slice too. `pipeline/schedule.py` has the order in which they run, `idle_units.py` what
+it does to units, and `slice_walk.py` how one micro-batch goes through them.
 
 Gradients of a parameter add up in the order of the micro-batches, as in F0 B0 F1 B1 ..., and have
 the same bits, unless several slices use it (a tied weight): there they add up slice by slice.
@@ -170,7 +170,7 @@ class SlicedPasses:
             self._completed_in = self._agree()
         if action.chunk == self.num_slices - 1:
             if action.micro == 0:
-                self._gatherer.prefetch_backward()
+                self._gatherer.order.prefetch_backward()
             if micro.grads is None:
                 reducer.begin_backward(micro, boundary=boundary, awaits_slices=True)
         units = self._completed_in[action.chunk]
@@ -181,7 +181,7 @@ class SlicedPasses:
         reducer.end_slice(micro, units)
         if action.chunk == 0:
             reducer.end_backward(micro)
-            self._gatherer.unpin(micro)
+            self._gatherer.pins.release(micro)
 
     def _agree(self) -> list[set[int]]:
         """Return by slice the units that get their last gradients there. Collective.
@@ -206,10 +206,10 @@ class SlicedPasses:
     def _switch_to(self, action: Action) -> Walk:
         if action.chunk != self._slice:
             self._slice = action.chunk
-            self._gatherer.begin_slice()
+            self._gatherer.idle.begin_slice()
         walk = self._walks[action.micro]
         kind = PassKind.FORWARD if action.kind is ActionKind.FORWARD else PassKind.BACKWARD
-        self._gatherer.switch_to(walk.micro, kind)
+        self._gatherer.running.switch_to(walk.micro, kind)
         return walk
 
     def _differentiate(self, walk: Walk, number: int, loss: torch.Tensor | None) -> None:

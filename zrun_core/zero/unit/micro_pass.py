@@ -112,7 +112,7 @@ class MicroPass:
             parameters outside of them, in the order of the first calls. A unit that it never used
             gets no gradient.
         open_calls: by `ModuleHooks`, the forward calls whose backward is not over.
-        left: what begins the backward of calls that its forward has left: see `Gatherer.leave`.
+        left: what begins the backward of calls that its forward has left: see `ModuleCalls.leave`.
         grads: progress of its backward while that runs.
         held: gradients that its backward has made, or what makes them, for a later pass; None:
             backward takes them at once.

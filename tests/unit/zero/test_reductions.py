@@ -13,7 +13,7 @@ import torch
 from zrun_core.distributed.handle import Handle
 from zrun_core.memory.arena import Ring
 from zrun_core.zero.reduce import reductions
-from zrun_core.zero.reduce.reductions import Reduction, Reductions
+from zrun_core.zero.reduce.reductions import KEPT, Reduction, Reductions
 
 CPU = torch.device("cpu")
 
@@ -109,7 +109,7 @@ def hybrid(device: Device, name: str, *, is_over: bool = False) -> Handle:
 
 def issue(under_way: Reductions, handle: Callable[[], Handle]) -> None:
     under_way.advance()
-    under_way.add(Reduction(unit(), handle(), None, None, []))
+    under_way.add(Reduction(unit(), handle(), KEPT, []))
 
 
 def test_the_stream_that_computes_waits_for_nothing_before_the_end(device: Device) -> None:

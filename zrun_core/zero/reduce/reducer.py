@@ -25,7 +25,8 @@ from zrun_core.memory.layout import PAGE_BYTES
 from zrun_core.memory.state_policy import MeshInfo, StatePolicy
 from zrun_core.memory.tensors import TENSOR, TIED
 from zrun_core.zero.reduce.reduce_order import ReduceOrder
-from zrun_core.zero.reduce.reductions import Reduction, Reductions, Sum
+from zrun_core.zero.reduce.reductions import Reduction, Reductions
+from zrun_core.zero.reduce.unit_sums import sum_of
 from zrun_core.zero.unit.exchange import Exchange
 from zrun_core.zero.unit.flat_unit import FlatUnit
 from zrun_core.zero.unit.micro_pass import BackwardGrads, MicroPass
@@ -87,6 +88,7 @@ class Reducer:
             alignment = PAGE_BYTES
         self.ring = Ring(num_bytes, comm.device, alignment)
         self._under_way = Reductions(self.ring, policy.reduce_dtype)
+        self._sums = {unit: sum_of(unit, self._under_way) for unit in trained}
         self.before_sum: Callable[[FlatUnit, torch.Tensor], None] | None = None
         self.before_last_backward: Callable[[], None] = lambda: None
         self._summed: set[int] = set()  # chunks whose gradients of this step are over all ranks
@@ -158,17 +160,10 @@ class Reducer:
         for unit in units:
             self._under_way.advance()
             recv_buffer = self._recv_buffer(unit)
-            scratch = [recv_buffer]
-            total = None
-            if unit.grad.leaves:
-                total = self._under_way.take_scratch(unit.layout.shard_numel)
-                unit.grad.load(total)
-                scratch.append(total)
-            handle = all_reduce(
-                self._comm, unit, recv_buffer, unit.grad.fetch() if total is None else total
-            )
-            leaves = None if total is None else Sum(total, accumulate=False, is_last=True)
-            self._under_way.add(Reduction(unit, handle, None, leaves, scratch))
+            target = self._sums[unit].of_step()
+            handle = all_reduce(self._comm, unit, recv_buffer, target.into)
+            scratch = [recv_buffer, *target.scratch]
+            self._under_way.add(Reduction(unit, handle, target.arrival, scratch))
         self._under_way.drain()
 
     # One backward pass
@@ -198,10 +193,7 @@ class Reducer:
             # the first replica keeps that, and the others begin with zeros.
             counts_here = self._mesh.replicate.index == 0
             for unit in order:
-                if unit.grad.keeps_partial_sums:
-                    self._reopen_partial(unit, counts_here=counts_here)
-                else:
-                    unit.grad.reopen(counts_here=counts_here)
+                self._sums[unit].reopen(counts_here=counts_here)
             self._summed.discard(micro.chunk)
         if boundary:
             self.before_last_backward()
@@ -220,16 +212,6 @@ class Reducer:
                 grads.complete.add(unit.index)
         micro.grads = grads
         self._issue_in_order(grads)
-
-    def _reopen_partial(self, unit: FlatUnit, *, counts_here: bool) -> None:
-        """Make this rank's part of the sum, and nothing else, what its micro-batches add up to."""
-        whole = self._under_way.take_scratch(unit.layout.padded_numel).zero_()
-        if counts_here:
-            unit.grad.load(unit.local_part(whole))
-        sent = unit.grad.store(whole, accumulate=False)
-        unit.grad.has_partial = True
-        unit.grad.is_reduced = False
-        self._under_way.add_leaving(sent, [whole])
 
     def adds_at_once(self, unit: FlatUnit) -> bool:
         """Return whether gradients of `unit` may be added up before their backward's turn.
@@ -334,12 +316,12 @@ class Reducer:
     def _finish_alone(self, units: Sequence[FlatUnit]) -> None:
         """Complete the gradients of a rank that has no other to sum with."""
         for unit in units:
-            if unit.grad.leaves:
+            if self._sums[unit].goes_home_each_time:
                 continue  # they left one by one
             unsharded_grad = unit.grad.complete()
             if self.before_sum is not None:
                 self.before_sum(unit, unsharded_grad)
-            unit.grad.put()
+            self._sums[unit].keep(unsharded_grad, is_last=True)
 
     # Reductions in flight
 
@@ -350,7 +332,7 @@ class Reducer:
             if unit.index not in grads.complete:
                 return
             grads.turn += 1
-            if grads.reduces or unit.grad.leaves:
+            if grads.reduces or self._sums[unit].goes_home_each_time:
                 self._issue(unit, grads)
                 grads.issued.add(unit.index)
 
@@ -369,7 +351,7 @@ class Reducer:
         if self.before_sum is not None:
             self.before_sum(unit, unsharded_grad)
         if not grads.reduces:
-            self._send_partial(unit, unsharded_grad, is_last=grads.boundary)
+            self._sums[unit].keep(unsharded_grad, is_last=grads.boundary)
             return
         self._reduce(unit, unsharded_grad, is_late=is_late, boundary=grads.boundary)
 
@@ -382,49 +364,24 @@ class Reducer:
         this backward; at a `boundary` the step's gradient is complete with this one.
         """
         recv_buffer = self._recv_buffer(unit)
-        late_sum = None
-        leaves = None
-        into = unit.local_part(unsharded_grad)  # where the sum stays until it is added, or leaves
-        accumulate = unit.grad.is_reduced
-        scratch = [recv_buffer]
-        if unit.grad.leaves and is_late:  # the first sum of this backward is there: add to it
-            leaves = Sum(into, accumulate=True, is_last=boundary)
-            accumulate = False
-        elif unit.grad.leaves:
-            sums_replicas = boundary and unit.replicate.size > 1
-            accumulate = unit.grad.is_reduced and sums_replicas
-            if accumulate:  # replicas sum what the micro-batches have added up to
-                into = self._under_way.take_scratch(unit.layout.shard_numel)
-                unit.grad.load(into)
-                scratch.append(into)
-            leaves = Sum(into, accumulate=unit.grad.is_reduced and not accumulate, is_last=boundary)
-        elif is_late:  # beside the first sum, and added to it once it is there
-            accumulate = False
-            late_sum = into
-        else:  # straight to where the gradient is kept
-            into = unit.grad.sum_buffer()
+        sums = self._sums[unit]
+        target_of = sums.again if is_late else sums.first
+        target = target_of(unsharded_grad, boundary=boundary)
         handle = self._exchange.reduce_grad(
             self._comm,
             unit,
             unsharded_grad,
             recv_buffer,
-            into,
-            accumulate=accumulate,
+            target.into,
+            accumulate=target.accumulate,
             boundary=boundary,
         )
+        scratch = [recv_buffer, *target.scratch]
         if not unit.grad.owns(unsharded_grad):
             scratch.append(unsharded_grad)
         unit.grad.is_reduced = True
         unit.grad.end()
-        self._under_way.add(Reduction(unit, handle, late_sum, leaves, scratch))
-
-    def _send_partial(self, unit: FlatUnit, unsharded_grad: torch.Tensor, *, is_last: bool) -> None:
-        """Send this rank's own gradient to its home elsewhere, and add it there."""
-        accumulate = unit.grad.has_partial
-        sent = unit.grad.store(unsharded_grad, accumulate=accumulate, is_last=is_last)
-        unit.grad.has_partial = True
-        unit.grad.end()
-        self._under_way.add_leaving(sent, [unsharded_grad])
+        self._under_way.add(Reduction(unit, handle, target.arrival, scratch))
 
     def _recv_buffer(self, unit: FlatUnit) -> torch.Tensor:
         return self._under_way.take_scratch(self._exchange.recv_numel(unit.layout, self._mesh_info))

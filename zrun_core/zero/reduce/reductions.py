@@ -43,17 +43,56 @@ from zrun_core.tiers.transfer import DONE, Transfer
 from zrun_core.zero.unit.flat_unit import FlatUnit
 
 
-class Sum(NamedTuple):
-    """A sum that is to leave for its home elsewhere.
+class Arrival:
+    """What becomes of a sum once it is there: it lies where it is kept.
 
     Attributes:
-        accumulate: it is added there.
-        is_last: the step's gradient is complete then.
+        leaves: it has a home elsewhere, and leaves for there as soon as it can.
     """
 
-    values: torch.Tensor
-    accumulate: bool
-    is_last: bool
+    leaves = False
+
+    def end(self, unit: FlatUnit) -> Transfer | None:
+        """Keep the sum of a gradient of `unit`.
+
+        Returns:
+            What to wait for before its scratch is used again; None: nothing.
+        """
+        unit.grad.put()
+        return None
+
+
+KEPT = Arrival()
+
+
+class Added(Arrival):
+    """A sum that lies beside an earlier one, and is added to that."""
+
+    def __init__(self, beside: torch.Tensor) -> None:
+        self._beside = beside
+
+    def end(self, unit: FlatUnit) -> Transfer | None:
+        unit.grad.fetch().add_(self._beside)
+        return super().end(unit)
+
+
+class Leaving(Arrival):
+    """A sum whose home is elsewhere."""
+
+    leaves = True
+
+    def __init__(self, values: torch.Tensor, *, accumulate: bool, is_last: bool) -> None:
+        """
+        Args:
+            accumulate: it is added to what is there.
+            is_last: the step's gradient is complete then.
+        """
+        self._values = values
+        self._accumulate = accumulate
+        self._is_last = is_last
+
+    def end(self, unit: FlatUnit) -> Transfer | None:
+        return unit.grad.store(self._values, accumulate=self._accumulate, is_last=self._is_last)
 
 
 @dataclass
@@ -61,23 +100,21 @@ class Reduction:
     """A reduction under way.
 
     Attributes:
-        late_sum: where the sum will be, if it is to be added to an earlier one; else None.
-        leaves: the sum, if its home is elsewhere; else None.
+        arrival: what becomes of its sum.
         scratch: returned to the ring when the reduction is over, or its sum has left.
         moved_on: what the side stream was given of it so far. See [Note: beside backward].
     """
 
     unit: FlatUnit
     handle: Handle
-    late_sum: torch.Tensor | None
-    leaves: Sum | None
+    arrival: Arrival
     scratch: list[torch.Tensor]
     moved_on: Transfer = DONE
 
     @property
     def can_leave(self) -> bool:
         """True if the sum is there, as far as can be told, and has a home elsewhere."""
-        return self.leaves is not None and self.handle.is_over
+        return self.arrival.leaves and self.handle.is_over
 
     def wait(self) -> None:
         """Wait until the sum is there."""
@@ -85,7 +122,7 @@ class Reduction:
         self.handle.wait()
 
 
-class _Leaving(NamedTuple):
+class _Sent(NamedTuple):
     """A gradient on its way to its home elsewhere, and the scratch that it lies in."""
 
     sent: Transfer
@@ -103,7 +140,7 @@ class Reductions:
         self._ring = ring
         self._dtype = dtype
         self._in_flight: deque[Reduction] = deque()
-        self._leaving: deque[_Leaving] = deque()
+        self._leaving: deque[_Sent] = deque()
         self._side: accelerator.Stream | None = None
         if accelerator.is_accelerator(ring.device):
             self._side = accelerator.new_stream(ring.device)
@@ -133,7 +170,7 @@ class Reductions:
 
     def add_leaving(self, sent: Transfer, scratch: list[torch.Tensor]) -> None:
         """Look after a gradient that is on its way to its home elsewhere."""
-        self._leaving.append(_Leaving(sent, scratch))
+        self._leaving.append(_Sent(sent, scratch))
 
     def advance(self) -> None:
         """Let the reductions in flight go on. See [Note: overlap with backward]."""
@@ -171,14 +208,10 @@ class Reductions:
         """Wait for the oldest reduction, and give its scratch back."""
         oldest = self._in_flight.popleft()
         oldest.wait()
-        if oldest.leaves is not None:
-            values, accumulate, is_last = oldest.leaves
-            sent = oldest.unit.grad.store(values, accumulate=accumulate, is_last=is_last)
-            self._leaving.append(_Leaving(sent, oldest.scratch))
+        sent = oldest.arrival.end(oldest.unit)
+        if sent is not None:
+            self._leaving.append(_Sent(sent, oldest.scratch))
             return
-        if oldest.late_sum is not None:
-            oldest.unit.grad.fetch().add_(oldest.late_sum)
-        oldest.unit.grad.put()
         for scratch in oldest.scratch:
             self._ring.give(scratch)
 

@@ -123,13 +123,12 @@ def _planned(sharded: ShardedModel) -> Mapping[Move, int]:
     """Return the bytes that a step moves by the plan."""
     from zrun_core.memory.placement import place
     from zrun_core.memory.tier_traffic import step_traffic
-    from zrun_core.zero.reduce.reducer import mesh_info_of
 
     return step_traffic(
         sharded.layouts,
         place(sharded.layouts, sharded.settings.placement),
         sharded.settings.states,
-        mesh_info_of(sharded.comm, sharded.mesh),
+        sharded.places,
         micro_batches=1,
         gathers={unit.name: 2 for unit in sharded.layouts},
         host_is_device=True,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from zrun_core.tiers.copies import Copier
 from zrun_core.zero.account import allocated_memory, planned_memory
 from zrun_core.zero.sharded_model import ShardedModel
 from zrun_core.zero.unit.precision import Precision
+from zrun_core.zero.wrap.auto_wrap import NO_GROUPS
 from zrun_core.zero.wrap.sharding_config import ShardingConfig
 
 Batches = Sequence[Any]  # one global batch per step; each is indexable by sample
@@ -81,6 +82,7 @@ def make_sharded(
     read: Callable[[str, nn.Parameter], torch.Tensor] = lambda name, param: param.detach(),
     meet: tuple[Mesh, Comm] | None = None,
     apart: Copier | None = None,
+    groups_of: Mapping[str, str] = NO_GROUPS,
     **settings: Any,
 ) -> ShardedModel:
     """A model on the ranks of the pool; `meet` is given where they are not all data-parallel."""
@@ -100,7 +102,7 @@ def make_sharded(
     if meet is None:
         meet = Mesh.build(rank, ["host"] * world_size, shard_size), Comm(own_device())
         meet[1].use_cma(meet[0].host, 60.0)
-    sharded = ShardedModel(model, read, full, *meet, apart=apart)
+    sharded = ShardedModel(model, read, full, *meet, apart=apart, groups_of=groups_of)
     sharded.module.to(meet[1].device)  # buffers, as a worker does
     return sharded
 

@@ -134,6 +134,8 @@ class ModelState:
             "optimizer": optimizer,
             "units": [unit.name for unit in self._sharded.units],
         }
+        if mesh.own:
+            layout["own_groups"] = {name: own.shard.size for name, own in mesh.own.items()}
         if mesh.data.size < mesh.world.size:
             ranks = list(mesh.data.ranks)  # that have this part of the model
             layout |= {"tensor": mesh.tensor.size, "pipe": mesh.pipe.size, "ranks": ranks}
@@ -288,7 +290,7 @@ class ModelState:
         start, stop = unit.updated_range
         if start == stop:
             return None
-        copies, index = self._sharded.mesh.along(self._copied_over(unit))
+        copies, index = self._sharded.mesh.along(self._copied_over(unit), unit.layout.groups)
         shards = unit.layout.padded_numel // (stop - start)
         return _Part(copies, shards, start // (stop - start) * copies + index)
 

@@ -105,6 +105,7 @@ def _for_collectives(mesh: Mesh) -> tuple[Group, ...]:
     return (
         *(mesh.world, mesh.data, mesh.tensor, mesh.shard),
         *(mesh.replicate, mesh.tied, mesh.host),
+        *(group for groups in mesh.own.values() for group in groups),
     )
 
 

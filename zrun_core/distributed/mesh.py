@@ -13,7 +13,9 @@
     host        the ranks on this machine
 
 `shard` x `replicate` is `data`. With one copy for all, `replicate` has size 1; with ZeRO stage 0,
-`shard` has.
+`shard` has. Some units may divide `data` otherwise, as experts do that few ranks share: these have
+a `shard` and a `replicate` of their own (`Mesh.own`). A unit says in which groups it lies
+(`Mesh.groups_of`); nobody asks the rank.
 
 [Note: a process group for each direction]
 NCCL has no tags: two ranks of a process group have one communicator for all messages between them,
@@ -42,9 +44,10 @@ with groups of their own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -53,9 +56,26 @@ from zrun_core.errors import JobError
 from zrun_core.spine.parallel_dims import Coordinates, GroupAxis, groups_along
 
 
+class UnitGroups(NamedTuple):
+    """The ranks that a unit lies on: `shard` x `replicate` is `data`.
+
+    Attributes:
+        shard: the ranks that divide the unit between them.
+        replicate: the ranks that hold the same shard.
+    """
+
+    shard: Group
+    replicate: Group
+
+
 @dataclass(frozen=True)
 class Mesh:
-    """This rank's groups by axis."""
+    """This rank's groups by axis.
+
+    Attributes:
+        shard, replicate: of units without groups of their own.
+        own: by name, the groups that only some units have.
+    """
 
     world: Group
     pipe: Group
@@ -68,6 +88,7 @@ class Mesh:
     pipe_back: Group
     pipe_wrap: Group
     pipe_back_wrap: Group
+    own: Mapping[str, UnitGroups] = field(default_factory=dict, compare=False)
 
     @classmethod
     def build(
@@ -148,12 +169,57 @@ class Mesh:
         groups = groups_along("tied", places, self.shard.size, stages)
         return replace(self, tied=process_groups.group("tied", groups))
 
-    def along(self, axes: Iterable[str]) -> tuple[int, int]:
-        """Return how many ranks there are along several axes together, and this one's place."""
+    def divide(
+        self,
+        name: str,
+        shard_size: int,
+        *,
+        places: Sequence[Coordinates] | None = None,
+        timeout_s: float | None = None,
+    ) -> Mesh:
+        """Return the same groups, and `own` ones for some units. Collective.
+
+        Args:
+            name: by which units say that they lie in these.
+            shard_size: data-parallel ranks that hold one copy of such a unit between them.
+            places, timeout_s: as of `build`.
+
+        Raises:
+            JobError: `shard_size` does not divide the data-parallel ranks.
+        """
+        if places is None:
+            places = [Coordinates(dp=number) for number in range(self.world.size)]
+        if self.data.size % shard_size:
+            what = f"{shard_size} ranks do not divide the {self.data.size} data-parallel ranks"
+            raise JobError(f"units on {name}: {what}")
+        process_groups = _ProcessGroups(self.world.index, self.world.size, timeout_s)
+        groups = UnitGroups(
+            shard=process_groups.group("shard", groups_along("shard", places, shard_size)),
+            replicate=process_groups.group(
+                "replicate", groups_along("replicate", places, shard_size)
+            ),
+        )
+        return replace(self, own={**self.own, name: groups})
+
+    def groups_of(self, name: str) -> UnitGroups:
+        """Return the groups of a unit.
+
+        Args:
+            name: as of `UnitLayout.groups`; empty: the usual ones.
+        """
+        return self.own[name] if name else UnitGroups(self.shard, self.replicate)
+
+    def along(self, axes: Iterable[str], groups: str = "") -> tuple[int, int]:
+        """Return how many ranks there are along several axes together, and this one's place.
+
+        Args:
+            groups: of the unit that is asked about, as of `groups_of`.
+        """
+        of_unit = self.groups_of(groups)._asdict()
         size = 1
         index = 0
         for axis in axes:
-            group: Group = getattr(self, axis)
+            group: Group = of_unit.get(axis) or getattr(self, axis)
             size *= group.size
             index = index * group.size + group.index
         return size, index

@@ -85,8 +85,9 @@ class _Replica:
     """A state of a unit that several ranks hold.
 
     Attributes:
-        axes: of the mesh, along which all ranks hold it: `data`, or `replicate` where it is a shard
-            that copies of the states have alike; and what its unit is alike over.
+        axes: along which all ranks hold it: `data`, or where it is a shard that copies of the
+            states have alike, `replicate`, with the name of the unit's own groups if it has such;
+            and what its unit is alike over.
         fetch: returns its memory, which may have to come from elsewhere.
     """
 
@@ -109,6 +110,11 @@ class _Replica:
             return digest(flat)
 
 
+def _replicas_of(groups: str) -> str:
+    """Return the axis of replicas of units that lie on `groups`, as of `UnitLayout.groups`."""
+    return f"replicate {groups}".rstrip()
+
+
 class ReplicaGuard:
     """Compares replicas, and names the tensor and the ranks where they differ."""
 
@@ -123,7 +129,11 @@ class ReplicaGuard:
         self._mesh = sharded.mesh
         # Along these replicas are compared, in this order on every rank: also on stages between
         # those that are tied.
-        self._axes = ["data", "replicate"]
+        self._shard_sizes = {  # by the axis along which replicas of such shards are compared
+            _replicas_of(name): self._mesh.groups_of(name).shard.size
+            for name in ("", *self._mesh.own)
+        }
+        self._axes = ["data", *self._shard_sizes]
         if self._mesh.tensor.size > 1:
             self._axes.append("tensor")
         if self._mesh.pipe.size > 1:
@@ -170,7 +180,8 @@ class ReplicaGuard:
         """List what other ranks hold too: whole units, and shards that groups have alike."""
         found = []
         for unit in self._sharded.units:
-            num_holders, _ = self._mesh.along(unit.exchange.updated_replicated_over(unit.layout))
+            copied_over = unit.exchange.updated_replicated_over(unit.layout)
+            num_holders, _ = self._mesh.along(copied_over, unit.layout.groups)
             replicated_over = [axis for axis in self._axes if axis in unit.layout.replicated_over]
             start, stop = unit.updated_range
             is_whole = stop - start == unit.layout.padded_numel
@@ -183,7 +194,7 @@ class ReplicaGuard:
             for what, fetch, is_everywhere, has_copies in held:
                 axes = list(replicated_over)
                 if has_copies:
-                    axes.append("data" if is_everywhere else "replicate")
+                    axes.append("data" if is_everywhere else _replicas_of(unit.layout.groups))
                 if axes:
                     found.append(_Replica(unit, what, tuple(axes), fetch))
         return found
@@ -200,14 +211,14 @@ class ReplicaGuard:
 
     def _group(self, axis: str) -> Group:
         """Return the ranks among which replicas along `axis` are compared."""
-        group: Group = getattr(self._mesh, "data" if axis == "replicate" else axis)
+        group: Group = getattr(self._mesh, "data" if axis in self._shard_sizes else axis)
         return group
 
     def _holders(self, axis: str) -> list[tuple[int, ...]]:
         """Return groups of ranks that hold the same: all of an axis, or those of equal shards."""
         ranks = self._group(axis).ranks
-        shards = self._mesh.shard.size
-        if axis == "replicate":
+        shards = self._shard_sizes.get(axis)
+        if shards is not None:
             return [ranks[place::shards] for place in range(shards)]
         return [ranks]
 

@@ -109,6 +109,8 @@ class UnitLayout:
             recomputed.
         around: of a tile: `modules` of the unit that is in use while the tile is; empty: of none.
         chunk: of a pipeline, in which it is used; passes through a chunk use its units only.
+        groups: name of the groups that divide it and hold copies of its shards, where those are not
+            the ones of the rank's other units: see `Mesh.own`.
         numel: of the parameters together.
         part_numel: of one part, padding included.
     """
@@ -126,6 +128,7 @@ class UnitLayout:
     tile: bool = False
     around: str = ""
     chunk: int = 0
+    groups: str = ""
     numel: int = field(init=False)
     part_numel: int = field(init=False)
 
@@ -234,6 +237,7 @@ def lay_out(
     tile: bool = False,
     around: str = "",
     chunk: int = 0,
+    groups: str = "",
     table: Mapping[str, TensorPart] = NO_PARTS,
 ) -> UnitLayout:
     """Place parameters in one unit. Each optimizer group becomes a contiguous range.
@@ -246,7 +250,7 @@ def lay_out(
         keep_unsharded: see `UnitLayout`, as for the next three.
         keep_until_pass_ends: tied to modules of other units.
         modules: that the unit was cut from; empty: `name`.
-        tile, around, chunk: see `UnitLayout`.
+        tile, around, chunk, groups: see `UnitLayout`.
         table: by parameter name, what it is of a tensor; those without an entry are all of one.
 
     Raises:
@@ -279,6 +283,7 @@ def lay_out(
         tile=tile,
         around=around,
         chunk=chunk,
+        groups=groups,
     )
 
 

@@ -76,7 +76,7 @@ class ZeroPolicy:
 
 @dataclass(frozen=True)
 class MeshInfo:
-    """A data-parallel rank's place among the others.
+    """A data-parallel rank's place in the groups of a unit.
 
     Attributes:
         shard_size: ranks that divide the states between them.
@@ -106,6 +106,23 @@ class MeshInfo:
         if size <= self.direct_up_to:
             return size - 1
         return 1
+
+
+@dataclass(frozen=True)
+class RankPlaces:
+    """A rank's place in the groups of each unit.
+
+    Attributes:
+        usual: in those of most units.
+        own: by name of groups, in those that only some units have: see `UnitLayout.groups`.
+    """
+
+    usual: MeshInfo = MeshInfo()
+    own: Mapping[str, MeshInfo] = field(default_factory=dict)
+
+    def of(self, unit: UnitLayout) -> MeshInfo:
+        """Return the rank's place in the groups of `unit`."""
+        return self.own[unit.groups] if unit.groups else self.usual
 
 
 @dataclass(frozen=True)
@@ -235,7 +252,7 @@ class StatePolicy:
     def rank_buffers(
         self,
         units: Sequence[UnitLayout],
-        mesh_info: MeshInfo,
+        places: RankPlaces,
         *,
         prefetch: int,
         moves_pages: bool,
@@ -253,17 +270,18 @@ class StatePolicy:
             host_is_device: the device computes in the host's memory.
         """
         by_unit = [
-            self.buffers(unit, mesh_info, placements.get(unit.name, ON_DEVICE)) for unit in units
+            self.buffers(unit, places.of(unit), placements.get(unit.name, ON_DEVICE))
+            for unit in units
         ]
         gather_bytes = self.gather_ring_bytes(
             units, prefetch, moves_pages=moves_pages, placements=placements
         )
-        reduce_bytes = self.reduce_ring_bytes(units, mesh_info, placements=placements)
+        reduce_bytes = self.reduce_ring_bytes(units, places, placements=placements)
         return [
             *(buffer for buffers in by_unit for buffer in buffers),
             Buffer("gather ring", Kind.RING, gather_bytes),
             Buffer("reduce ring", Kind.RING, reduce_bytes),
-            *self.slot_sizes(units, mesh_info, placements, host_is_device=host_is_device).buffers(),
+            *self.slot_sizes(units, places, placements, host_is_device=host_is_device).buffers(),
         ]
 
     def buffers(
@@ -370,7 +388,7 @@ class StatePolicy:
     def reduce_ring_bytes(
         self,
         units: Sequence[UnitLayout],
-        mesh_info: MeshInfo,
+        places: RankPlaces,
         *,
         placements: Mapping[str, Placement] = ALL_ON_DEVICE,
     ) -> int:
@@ -395,6 +413,7 @@ class StatePolicy:
         for unit in units:
             if not unit.trainable:
                 continue
+            mesh_info = places.of(unit)
             held_numel += self.ownership.held_numel(unit, mesh_info)
             placement = placements.get(unit.name, ON_DEVICE)
             is_away = placement.grad is not Tier.DEVICE
@@ -416,6 +435,8 @@ class StatePolicy:
             if unit.keep_until_pass_ends or unit.keep_unsharded:
                 kept_numel += leaving_numel
         on_its_way = max((numel for _, numel in passing), default=0)
+        if any(unit.groups for unit in units):  # those that no ranks divide come among the others
+            on_its_way = max(on_its_way, alone_numel)
         passing_numel = self._most_together(passing, num_tiles=1) + on_its_way + kept_numel
         reduce_numel = max(passing_numel, alone_numel) + held_numel
         reduce_bytes = reduce_numel * self.reduce_dtype.itemsize
@@ -445,7 +466,7 @@ class StatePolicy:
     def slot_sizes(
         self,
         units: Sequence[UnitLayout],
-        mesh_info: MeshInfo,
+        places: RankPlaces,
         placements: Mapping[str, Placement],
         *,
         host_is_device: bool,
@@ -465,7 +486,7 @@ class StatePolicy:
         for unit in units:
             placement = placements.get(unit.name, ON_DEVICE)
             sizes = Counter[Kind]()
-            for buffer in self.buffers(unit, mesh_info, placement):
+            for buffer in self.buffers(unit, places.of(unit), placement):
                 if buffer.tier is Tier.DISK:
                     sizes[buffer.kind] += buffer.num_bytes
                 if buffer.kind is Kind.GRAD and placement.optimizer is not Tier.DEVICE:
@@ -474,7 +495,7 @@ class StatePolicy:
                 disk[kind] = max(disk.get(kind, 0), size)
             goes_up = placement.optimizer is not Tier.DEVICE and placement.param is Tier.DEVICE
             if goes_up and unit.trainable:
-                start, stop = self.ownership.updated_range(unit, mesh_info)
+                start, stop = self.ownership.updated_range(unit, places.of(unit))
                 up = max(up, whole_pages((stop - start) * unit.dtype.itemsize))
         if host_is_device:
             return SlotSizes(disk=disk)

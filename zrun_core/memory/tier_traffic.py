@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from zrun_core.memory.buffers import Kind, Placement, Tier
 from zrun_core.memory.layout import UnitLayout, whole_pages
-from zrun_core.memory.state_policy import MeshInfo, StatePolicy
+from zrun_core.memory.state_policy import MeshInfo, RankPlaces, StatePolicy
 
 
 class Direction(StrEnum):
@@ -47,7 +47,7 @@ def step_traffic(
     units: Sequence[UnitLayout],
     placements: Mapping[str, Placement],
     states: StatePolicy,
-    mesh_info: MeshInfo,
+    places: RankPlaces,
     *,
     micro_batches: int,
     gathers: Mapping[str, int],
@@ -68,6 +68,7 @@ def step_traffic(
         placement = placements.get(unit.name)
         if placement is None:
             continue
+        mesh_info = places.of(unit)
         sizes = Counter[Kind]()
         for buffer in states.buffers(unit, mesh_info, placement):
             sizes[buffer.kind] += buffer.num_bytes

@@ -37,7 +37,7 @@ def expected_traffic(
         exchange.StepCounts(
             num_steps, num_micro_batches, gatherer.stale.num_refreshes, sharded.num_pushes
         ),
-        sharded.mesh_info,
+        sharded.places,
         gathers=[gatherer.counts.num_gathers(unit) for unit in sharded.units],
     )
 
@@ -53,7 +53,7 @@ def planned_moves(sharded: ShardedModel, micro_batches: int) -> dict[Move, int]:
         sharded.layouts,
         sharded.placements,
         states,
-        sharded.mesh_info,
+        sharded.places,
         micro_batches=micro_batches,
         gathers={unit.name: passes * gatherer.counts.num_gathers(unit) for unit in sharded.units},
         host_is_device=sharded.tiers.host_is_device,
@@ -67,7 +67,7 @@ def planned_memory(sharded: ShardedModel) -> MemoryAccount:
         planned_buffers(
             sharded.layouts,
             sharded.settings,
-            sharded.mesh_info,
+            sharded.places,
             sharded.comm.device,
             is_apart=sharded.is_apart,
         )

@@ -41,13 +41,14 @@ from zrun_core.zero.passes.running_buffers import RunningBuffers
 from zrun_core.zero.passes.sliced_passes import SlicedPasses
 from zrun_core.zero.reduce.model_grad import ModelGrad
 from zrun_core.zero.reduce.nonfinite import Culprit, UnitNorms
-from zrun_core.zero.reduce.reducer import Reducer, mesh_info_of
+from zrun_core.zero.reduce.reducer import Reducer
 from zrun_core.zero.unit.micro_pass import MicroPass, PassKind
+from zrun_core.zero.unit.places import places_of
 from zrun_core.zero.unit.precision import LossScaler
 from zrun_core.zero.unit.unit_params import is_read_in_place
 from zrun_core.zero.update.sharded_optimizer import ShardedOptimizer
 from zrun_core.zero.update.updates import Updates
-from zrun_core.zero.wrap.auto_wrap import NO_CHUNKS, repeated_blocks
+from zrun_core.zero.wrap.auto_wrap import NO_CHUNKS, NO_GROUPS, repeated_blocks
 from zrun_core.zero.wrap.sharding_config import ShardingConfig, wrap_plan
 from zrun_core.zero.wrap.tiling import tiled_linears
 from zrun_core.zero.wrap.unit_building import ReadParam, build_units
@@ -82,7 +83,7 @@ class ShardedModel:
         placements: of units whose states leave the device, by name.
         tiers: what the rank has beside its device; None if no state lives there.
         is_apart: the host tier is apart from a CPU: see `Tiers`.
-        mesh_info: the rank's place in the groups that gather and reduce.
+        places: of the rank, in the groups that gather and reduce each unit.
         gatherer: unshards the units while the module runs.
         reducer: of their gradients; a checkpoint holds its state.
         grad: their gradients together.
@@ -106,6 +107,7 @@ class ShardedModel:
         first_unit: int = 0,
         table: Mapping[str, TensorPart] = NO_PARTS,
         chunk_of: Mapping[str, int] = NO_CHUNKS,
+        groups_of: Mapping[str, str] = NO_GROUPS,
         apart: Copier | None = None,
     ) -> None:
         """Move the parameters of `module` into units, unit by unit.
@@ -116,6 +118,8 @@ class ShardedModel:
             first_unit: number of units of models before this one: messages are told apart by it.
             table: by parameter name, its part in a tensor of the whole model; absent: all of one.
             chunk_of: by parameter name, its chunk of a pipeline where the rank has several.
+            groups_of: by parameter name, the groups of its unit, of `Mesh.own`, where those are not
+                the usual ones.
             apart: copies to a host tier that is apart from a CPU: see `Tiers`.
 
         Raises:
@@ -126,8 +130,8 @@ class ShardedModel:
         self.settings = settings
         self.mesh = mesh
         self.comm = comm
-        self.mesh_info = mesh_info_of(comm, mesh)
-        planned = wrap_plan(module, settings, self.mesh_info, table, chunk_of)
+        self.places = places_of(comm, mesh)
+        planned = wrap_plan(module, settings, self.places, table, chunk_of, groups_of)
         self.layouts = [unit.layout for unit in planned.units]
         if apart is None and comm.device.type == "cpu":
             apart = None if is_read_in_place("cpu", settings.placement) else ThreadCopier()

@@ -11,6 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from zrun_core.distributed.mesh import Mesh
+from zrun_core.distributed.transport import Group
 from zrun_core.errors import JobError
 from zrun_core.spine.parallel_dims import (
     GroupAxis,
@@ -185,13 +186,19 @@ def test_messages_of_both_directions_never_share_a_process_group(
 
 def test_one_rank_needs_no_process_group() -> None:
     mesh = Mesh.build(0, ["host"], 1)
-    assert {group.size for group in vars(mesh).values()} == {1}
-    assert {group.process_group for group in vars(mesh).values()} == {None}
+    groups = [group for group in vars(mesh).values() if isinstance(group, Group)]
+    assert len(groups) == len(vars(mesh)) - 1, "and those that only some units have"
+    assert mesh.own == {}
+    assert {group.size for group in groups} == {1}
+    assert {group.process_group for group in groups} == {None}
     assert mesh.adds_samples
 
 
 def test_shards_that_do_not_divide_the_data_parallel_ranks() -> None:
     places = [ParallelDims(3, tp=2).coordinates(rank) for rank in range(6)]
+    alone = Mesh.build(0, ["host"], 1)
+    with pytest.raises(JobError, match=r"units on pairs: 2 ranks do not divide the 1 data-par"):
+        alone.divide("pairs", 2)
     with pytest.raises(JobError, match=r"zero\.shard_group: 2 ranks do not divide the 3 data"):
         Mesh.build(0, ["host"] * 6, 2, places=places)
 

@@ -17,6 +17,7 @@ from zrun_core.memory.layout import PAGE_BYTES, UnitLayout, dense_stride, lay_ou
 from zrun_core.memory.state_policy import (
     MeshInfo,
     Ownership,
+    RankPlaces,
     StatePolicy,
     ZeroPolicy,
     module_buffers,
@@ -245,8 +246,11 @@ def test_units_of_a_block_that_is_recomputed_are_whole_together():
     assert together.gather_ring_bytes(units, 0) // PAGE_BYTES == 4 + 2 + 1
     peers = MeshInfo(2, direct_up_to=8)
     leaving_and_arriving = [page + page // 2 for page in (2, 8, 4)]
-    assert apart.reduce_ring_bytes(units, peers) == 2 * 12 * PAGE_BYTES
-    assert together.reduce_ring_bytes(units, peers) == (sum(leaving_and_arriving) + 12) * PAGE_BYTES
+    assert apart.reduce_ring_bytes(units, RankPlaces(peers)) == 2 * 12 * PAGE_BYTES
+    assert (
+        together.reduce_ring_bytes(units, RankPlaces(peers))
+        == (sum(leaving_and_arriving) + 12) * PAGE_BYTES
+    )
 
 
 def test_the_units_of_a_slice_are_unsharded_together_in_layer_major_order():
@@ -268,16 +272,41 @@ def test_sums_of_copies_have_room_also_where_nothing_is_divided():
     """
     units = [unit((8, 1024), num_shards=1)]
     assert (
-        policy(2).reduce_ring_bytes(units, MeshInfo(1, num_replicas=4, direct_up_to=8))
+        policy(2).reduce_ring_bytes(units, RankPlaces(MeshInfo(1, num_replicas=4, direct_up_to=8)))
         == 3 * 2 * PAGE_BYTES
     )
-    assert policy(2).reduce_ring_bytes(units, MeshInfo(1, num_replicas=4)) == 2 * PAGE_BYTES
+    assert (
+        policy(2).reduce_ring_bytes(units, RankPlaces(MeshInfo(1, num_replicas=4)))
+        == 2 * PAGE_BYTES
+    )
+
+
+def test_a_unit_has_the_bytes_of_the_groups_that_it_lies_on():
+    """On 4 ranks: one divided by all of them, one by pairs, and one that each of them has."""
+    usual = unit((8, 1024), name="usual", num_shards=4)
+    pairs = replace(unit((8, 1024), name="pairs", num_shards=2), groups="pairs")
+    alone = replace(unit((32, 1024), name="alone", num_shards=1), groups="alone")
+    places = RankPlaces(
+        MeshInfo(4, direct_up_to=8),
+        {
+            "pairs": MeshInfo(2, num_replicas=2, direct_up_to=8),
+            "alone": MeshInfo(num_replicas=4, direct_up_to=8),
+        },
+    )
+    buffers = policy(3).rank_buffers([usual, pairs, alone], places, prefetch=0, moves_pages=True)
+    pages = {buffer.name: buffer.num_bytes // PAGE_BYTES for buffer in buffers}
+    assert [pages[f"{name}/grad"] for name in ("usual", "pairs", "alone")] == [2, 4, 32]
+    assert [pages[f"{name}/moment0"] for name in ("usual", "pairs", "alone")] == [2, 4, 32]
+    # 8 leave of `usual` and `pairs`, and 3 * 2 or 4 arrive. Of `alone` 3 * 8 arrive, while another
+    # unit is filled.
+    assert policy(2).reduce_ring_bytes([usual, pairs], places) // PAGE_BYTES == 2 * (8 + 6)
+    assert pages["reduce ring"] == 8 + 6 + 24
 
 
 def test_a_ranks_buffers_are_its_units_and_two_rings():
     units = [unit((pages, 1024), name=f"u{pages}") for pages in (2, 8)]
     peers = MeshInfo(2, shard_index=1, direct_up_to=8)
-    found = policy(3).rank_buffers(units, peers, prefetch=1, moves_pages=True)
+    found = policy(3).rank_buffers(units, RankPlaces(peers), prefetch=1, moves_pages=True)
     assert [buffer.name for buffer in found] == [
         *(
             f"{name}/{part}"
@@ -289,7 +318,7 @@ def test_a_ranks_buffers_are_its_units_and_two_rings():
     ]
     assert [buffer.num_bytes for buffer in found[-2:]] == [
         policy(3).gather_ring_bytes(units, 1),
-        policy(3).reduce_ring_bytes(units, peers),
+        policy(3).reduce_ring_bytes(units, RankPlaces(peers)),
     ]
     assert {(buffer.tier, buffer.pinned, buffer.phases) for buffer in found} == {
         ("device", False, None)
@@ -313,28 +342,36 @@ def test_the_reduce_ring_holds_two_units_leaving_and_arriving():
     ]  # shards of 1 and 2 pages
     direct, native = MeshInfo(4, direct_up_to=4), MeshInfo(4)
     kept, sharded = (
-        policy(1).reduce_ring_bytes(units, direct),
-        policy(2).reduce_ring_bytes(units, direct),
+        policy(1).reduce_ring_bytes(units, RankPlaces(direct)),
+        policy(2).reduce_ring_bytes(units, RankPlaces(direct)),
     )
     assert kept == 2 * 3 * 2 * PAGE_BYTES
     assert sharded == 2 * (8 + 3 * 2) * PAGE_BYTES
-    assert policy(2).reduce_ring_bytes(units, native) == 2 * (8 + 2) * PAGE_BYTES
+    assert policy(2).reduce_ring_bytes(units, RankPlaces(native)) == 2 * (8 + 2) * PAGE_BYTES
     frozen = [unit((64, 1024), num_shards=4, trainable=False)]
-    assert policy(2).reduce_ring_bytes([*units, *frozen], direct) == sharded
+    assert policy(2).reduce_ring_bytes([*units, *frozen], RankPlaces(direct)) == sharded
     kept = [unit((4, 1024), num_shards=4, keep_until_pass_ends=True)]
-    assert policy(2).reduce_ring_bytes([*units, *kept], direct) == sharded + 4 * PAGE_BYTES
+    assert (
+        policy(2).reduce_ring_bytes([*units, *kept], RankPlaces(direct)) == sharded + 4 * PAGE_BYTES
+    )
 
 
 def test_units_that_are_updated_together_cast_their_gradients_in_the_same_ring():
     apart = policy(0, torch.bfloat16)
     together = replace(apart, updates_together=True)
     units = [unit((pages, 1024), name=f"u{pages}", num_shards=1) for pages in (4, 8)]
-    assert apart.reduce_ring_bytes(units, MeshInfo()) == 0, "chunks have scratch of their own"
-    assert together.reduce_ring_bytes(units, MeshInfo()) == (4 + 8) * PAGE_BYTES
+    assert apart.reduce_ring_bytes(units, RankPlaces(MeshInfo())) == 0, (
+        "chunks have scratch of their own"
+    )
+    assert together.reduce_ring_bytes(units, RankPlaces(MeshInfo())) == (4 + 8) * PAGE_BYTES
     in_fp32 = replace(together, reduce_dtype=torch.float32)
-    assert in_fp32.reduce_ring_bytes(units, MeshInfo()) == 0, "they are used as they are"
+    assert in_fp32.reduce_ring_bytes(units, RankPlaces(MeshInfo())) == 0, (
+        "they are used as they are"
+    )
     copies = MeshInfo(num_replicas=4)
-    assert apart.reduce_ring_bytes(units, copies) < together.reduce_ring_bytes(units, copies)
+    assert apart.reduce_ring_bytes(units, RankPlaces(copies)) < together.reduce_ring_bytes(
+        units, RankPlaces(copies)
+    )
 
 
 def test_moments_in_bf16_take_half():
@@ -354,7 +391,7 @@ def test_a_server_has_all_states_and_counts_all_parts():
     assert sizes == [12 * layout.numel, 0, 0, 0]
     counted = [list(alone.ownership.counted_parts(layout, each)) for each in peers]
     assert counted == [[0, 1, 2, 3], [], [], []]
-    ring = [alone.reduce_ring_bytes([layout], each) for each in peers[:2]]
+    ring = [alone.reduce_ring_bytes([layout], RankPlaces(each)) for each in peers[:2]]
     assert ring == [2 * 3 * layout.padded_numel * 4, 0], (
         "the gradients of all others arrive, of two units at a time"
     )
@@ -388,5 +425,10 @@ def test_sums_of_copies_fit_where_the_shards_arrived(stage, num_replicas, direct
     """Hybrid sharding: a ring is as large as that of one copy."""
     units = [unit((pages, 1000), name=f"u{pages}", num_shards=2) for pages in (1, 8)]
     alone = MeshInfo(2, direct_up_to=direct_up_to)
-    ring = policy(stage).reduce_ring_bytes(units, alone)
-    assert policy(stage).reduce_ring_bytes(units, replace(alone, num_replicas=num_replicas)) == ring
+    ring = policy(stage).reduce_ring_bytes(units, RankPlaces(alone))
+    assert (
+        policy(stage).reduce_ring_bytes(
+            units, RankPlaces(replace(alone, num_replicas=num_replicas))
+        )
+        == ring
+    )

@@ -7,7 +7,7 @@ import torch
 
 from zrun_core.memory.buffers import Kind, Placement, Tier
 from zrun_core.memory.layout import UnitLayout, lay_out
-from zrun_core.memory.state_policy import MeshInfo, StatePolicy, ZeroPolicy
+from zrun_core.memory.state_policy import MeshInfo, RankPlaces, StatePolicy, ZeroPolicy
 from zrun_core.memory.tier_traffic import Direction, Move, step_traffic
 
 DEVICE, HOST, DISK = Tier
@@ -35,7 +35,7 @@ def moved(
         [unit(dtype, ranks)],
         {"u": placement},
         states,
-        MeshInfo(ranks),
+        RankPlaces(MeshInfo(ranks)),
         micro_batches=micro_batches,
         gathers={"u": 2 * micro_batches},
         host_is_device=host_is_device,

@@ -14,7 +14,7 @@ from transformers.pytorch_utils import Conv1D
 
 from zrun_core.errors import JobError
 from zrun_core.memory.layout import UnitLayout
-from zrun_core.memory.state_policy import MeshInfo, ZeroPolicy
+from zrun_core.memory.state_policy import MeshInfo, RankPlaces, ZeroPolicy
 from zrun_core.models.layers import Linear
 from zrun_core.plan.memory.states import plan_model
 from zrun_core.plan.trace.module_tree import describe_modules, describe_params, skeleton_of
@@ -313,7 +313,7 @@ def settings(**more: Any) -> ShardingConfig:
 
 
 def layouts(model: nn.Module, **more: Any) -> list[UnitLayout]:
-    planned = wrap_plan(model, settings(**more), MeshInfo(shard_size=2))
+    planned = wrap_plan(model, settings(**more), RankPlaces(MeshInfo(shard_size=2)))
     return [unit.layout for unit in planned.units]
 
 
@@ -345,7 +345,10 @@ def test_a_ring_has_room_for_tiles_beside_what_is_in_use_around_them() -> None:
         (1, False, 0, 1 + 1),
     ):
         chosen = settings(bucket=bucket, recomputes_blocks=recomputes)
-        units = [unit.layout for unit in wrap_plan(model, chosen, MeshInfo(shard_size=2)).units]
+        units = [
+            unit.layout
+            for unit in wrap_plan(model, chosen, RankPlaces(MeshInfo(shard_size=2))).units
+        ]
         tile = max(unit.padded_numel for unit in units if unit.tile)
         padded = next((u.padded_numel for u in units if u.numel == rest), 0)
         found = chosen.states.gather_ring_bytes(units, 1, moves_pages=False)

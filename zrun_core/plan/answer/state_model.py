@@ -10,7 +10,7 @@ from zrun_core.errors import JobError
 from zrun_core.memory.buffers import Buffer, Tier
 from zrun_core.memory.layout import UnitLayout, whole_pages
 from zrun_core.memory.placement import place
-from zrun_core.memory.state_policy import MeshInfo, ZeroPolicy
+from zrun_core.memory.state_policy import MeshInfo, RankPlaces, ZeroPolicy
 from zrun_core.memory.tensors import TENSOR
 from zrun_core.memory.tier_traffic import Move, step_traffic
 from zrun_core.pipeline.schedule import num_versions
@@ -185,9 +185,9 @@ class StateModel:
         """
         settings = self._settings_of(candidate)
         counts = StepCounts(1, candidate.accumulation, 1, pushes=1)
-        mesh_info = self._mesh_info(candidate, 0)
+        places = RankPlaces(self._mesh_info(candidate, 0))
         layouts = self.of_stage(candidate, 0).layouts
-        return expected_traffic(layouts, settings.states, settings.exchange, counts, mesh_info)
+        return expected_traffic(layouts, settings.states, settings.exchange, counts, places)
 
     def summed_over_slices(self, candidate: Candidate) -> int:
         """Return the bytes of gradients that a step sums over ranks with slices of the same layers.
@@ -195,10 +195,10 @@ class StateModel:
         They are of the rank that `traffic` is of.
         """
         settings = self._settings_of(candidate)
-        mesh_info = self._mesh_info(candidate, 0)
+        places = RankPlaces(self._mesh_info(candidate, 0))
         layouts = self.of_stage(candidate, 0).layouts
         place = candidate.dims.tp, 0
-        return shared_sum_bytes(layouts, settings.states, mesh_info, TENSOR, place)
+        return shared_sum_bytes(layouts, settings.states, places, TENSOR, place)
 
     def pushed(self, candidate: Candidate) -> int:
         """Return the bytes that a step of the second replica sends to a parameter server.
@@ -211,13 +211,14 @@ class StateModel:
             return 0
         layouts = self.of_stage(candidate, 0).layouts
         counts = StepCounts(1, candidate.accumulation, 1, pushes=1)
-        found = expected_traffic(layouts, settings.states, settings.exchange, counts, mesh_info)
+        places = RankPlaces(mesh_info)
+        found = expected_traffic(layouts, settings.states, settings.exchange, counts, places)
         return found.get("push", 0)
 
     def moved(self, candidate: Candidate) -> dict[Move, int]:
         """Return the bytes of states that a step moves between tiers, as `traffic` does."""
         settings = self._settings_of(candidate)
-        mesh_info = self._mesh_info(candidate, 0)
+        places = RankPlaces(self._mesh_info(candidate, 0))
         layouts = self.of_stage(candidate, 0).layouts
         passes = 1 if candidate.layer_major else candidate.accumulation
         gathers = planned_gathers(layouts, settings.states)
@@ -225,7 +226,7 @@ class StateModel:
             layouts,
             place(layouts, candidate.placement),
             settings.states,
-            mesh_info,
+            places,
             micro_batches=candidate.accumulation,
             gathers={
                 unit.name: passes * times for unit, times in zip(layouts, gathers, strict=True)

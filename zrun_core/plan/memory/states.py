@@ -23,7 +23,7 @@ from zrun_core.distributed.comm import direct_up_to
 from zrun_core.memory.buffers import ON_DEVICE, Buffer, Kind, Placement, Tier
 from zrun_core.memory.layout import NO_PARTS, UnitLayout, dense_stride
 from zrun_core.memory.placement import place
-from zrun_core.memory.state_policy import MeshInfo, module_buffers
+from zrun_core.memory.state_policy import MeshInfo, RankPlaces, module_buffers
 from zrun_core.memory.tensors import TIED, TensorPart, contiguous_stride, full_part
 from zrun_core.optim.resolve import resolve_optimizer
 from zrun_core.pipeline.ownership import chunks_of, owned, tied_stages
@@ -108,7 +108,7 @@ class PlannedModel:
         key = None if split is None or split.pp == 1 else (split, stage)
         if key not in self._units:
             if key is None:
-                plan = wrap_plan(self.tree, self.settings, MeshInfo(), self.table)
+                plan = wrap_plan(self.tree, self.settings, RankPlaces(), self.table)
             else:
                 plan = self._plan_of_stage(*key)
             self._units[key] = tuple(unit.layout for unit in plan.units)
@@ -136,7 +136,7 @@ class PlannedModel:
                 table[name] = replace(part, replicated_over=(*part.replicated_over, TIED))
         chunks = chunks_of(self.uses, split, owners, stage)
         with only_params(self.tree, here):
-            return wrap_plan(self.tree, self.settings, MeshInfo(), table, chunks)
+            return wrap_plan(self.tree, self.settings, RankPlaces(), table, chunks)
 
 
 def settings_of(job: JobConfig, load: Callable[[str], Any], device: str) -> ShardingConfig:
@@ -385,7 +385,7 @@ def rank_buffers(
     away = place(layouts, placement)
     found = settings.states.rank_buffers(
         layouts,
-        mesh_info,
+        RankPlaces(mesh_info),
         prefetch=settings.prefetch,
         moves_pages=moves_pages(device),
         placements=away,

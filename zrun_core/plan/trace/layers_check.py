@@ -155,10 +155,11 @@ def _own_forwards(model: nn.Module) -> set[int]:
 
 def _mesh(tp: int, pp: int, stage: int) -> Mesh:
     """Return the groups of the first rank of a stage, which reach nobody."""
-    groups = {each.name: Group(each.name, (0,), 0, None) for each in fields(Mesh)}
+    axes = [each.name for each in fields(Mesh) if each.name != "own"]
+    groups = {axis: Group(axis, (0,), 0, None) for axis in axes}
     groups["tensor"] = Group("tensor", tuple(range(tp)), 0, None)
     groups["pipe"] = Group("pipe", tuple(range(pp)), stage, None)
-    return Mesh(**groups)
+    return Mesh(**groups, own={})
 
 
 def _samples(job: JobConfig, job_dir: Path) -> SampleBatches:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -27,19 +28,21 @@ def square_norm_of(
     """
     total = torch.zeros((), dtype=torch.float64, device=device)
     evidence: UnitNorms = []
-    if not units:
-        return total, evidence
-    first = units[0]
-    for part in first.exchange.counted_parts(first.layout, first.mesh_info):
-        norms: list[torch.Tensor] = []
-        of_units: list[FlatUnit] = []
-        for unit in units:
-            found = sent_to(device, torch.stack(norms_of(unit, part)))
-            norms.append(found)
-            of_units += [unit] * len(found)
-        values = torch.cat(norms)
-        total += values.double().square().sum()
-        evidence.append((of_units, values))
+    by_groups: dict[str, list[FlatUnit]] = defaultdict(list)  # of which a rank counts alike parts
+    for unit in units:
+        by_groups[unit.layout.groups].append(unit)
+    for alike in by_groups.values():
+        first = alike[0]
+        for part in first.exchange.counted_parts(first.layout, first.mesh_info):
+            norms: list[torch.Tensor] = []
+            of_units: list[FlatUnit] = []
+            for unit in alike:
+                found = sent_to(device, torch.stack(norms_of(unit, part)))
+                norms.append(found)
+                of_units += [unit] * len(found)
+            values = torch.cat(norms)
+            total += values.double().square().sum()
+            evidence.append((of_units, values))
     return total, evidence
 
 

@@ -11,18 +11,18 @@ in backward, nor in the forward behind it: see [Note: overlap with backward] in 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 
 import torch
 
-from zrun_core.distributed.comm import Comm, direct_up_to
+from zrun_core.distributed.comm import Comm
 from zrun_core.distributed.handle import Handle
 from zrun_core.distributed.mesh import Mesh
 from zrun_core.distributed.named_vector import on_device
 from zrun_core.distributed.transport import Group, reduce_tag
 from zrun_core.memory.arena import Ring
 from zrun_core.memory.layout import PAGE_BYTES
-from zrun_core.memory.state_policy import MeshInfo, StatePolicy
+from zrun_core.memory.state_policy import StatePolicy
 from zrun_core.memory.tensors import TENSOR, TIED
 from zrun_core.zero.reduce.reduce_order import ReduceOrder
 from zrun_core.zero.reduce.reductions import Reduction, Reductions
@@ -30,23 +30,10 @@ from zrun_core.zero.reduce.unit_sums import sum_of
 from zrun_core.zero.unit.exchange import Exchange
 from zrun_core.zero.unit.flat_unit import FlatUnit
 from zrun_core.zero.unit.micro_pass import BackwardGrads, MicroPass
+from zrun_core.zero.unit.places import places_of
 
 # Begins to sum a part of a unit's gradient: with scratch for what arrives, and the part itself.
 _AllReduce = Callable[[Comm, FlatUnit, torch.Tensor, torch.Tensor], Handle]
-
-
-def mesh_info_of(comm: Comm, mesh: Mesh) -> MeshInfo:
-    """Return this rank's place in the groups that reduce, for `StatePolicy`."""
-    return MeshInfo(
-        shard_size=mesh.shard.size,
-        shard_index=mesh.shard.index,
-        num_replicas=mesh.replicate.size,
-        replica_index=mesh.replicate.index,
-        direct_up_to=direct_up_to(comm.device.type),
-        tied_size=mesh.tied.size,
-        tensor_size=mesh.tensor.size,
-        tied_index=mesh.tied.index,
-    )
 
 
 class Reducer:
@@ -77,10 +64,9 @@ class Reducer:
         self._exchange = exchange
         self.order = ReduceOrder(units, exchange.ordered_among(mesh), comm)
         trained = self.order.units
-        self._mesh_info = mesh_info_of(comm, mesh)
         layouts = [unit.layout for unit in trained]
         placements = {unit.name: unit.placement for unit in trained}
-        num_bytes = policy.reduce_ring_bytes(layouts, self._mesh_info, placements=placements)
+        num_bytes = policy.reduce_ring_bytes(layouts, places_of(comm, mesh), placements=placements)
         alignment = 256
         # Elsewhere micro-batches are added up one after the other.
         self._waits_for_each = any(unit.grad.leaves for unit in trained)
@@ -105,7 +91,7 @@ class Reducer:
         chunks = self.order.chunks
         if self._summed == chunks:
             return
-        if self._policy.zero.reduce_now(boundary=False) and self._mesh.shard.size > 1:
+        if all(self._reduces(unit, boundary=False) for unit in self.order.units):
             self._under_way.drain()  # reduce-scatters, of which replicas sum the results
             self._all_reduce_parts(self.order.backward, self._exchange.all_reduce_replicas)
             self._summed |= chunks
@@ -191,17 +177,15 @@ class Reducer:
         if micro.chunk in self._summed:
             # The last backward was not the last after all. The next sum must contain its sum once:
             # the first replica keeps that, and the others begin with zeros.
-            counts_here = self._mesh.replicate.index == 0
             for unit in order:
-                self._sums[unit].reopen(counts_here=counts_here)
+                self._sums[unit].reopen(counts_here=unit.replicate.index == 0)
             self._summed.discard(micro.chunk)
         if boundary:
             self.before_last_backward()
-        has_peers = self._mesh.shard.size > 1 or (boundary and self._mesh.replicate.size > 1)
         grads = BackwardGrads(
             order=order,
             boundary=boundary,
-            reduces=has_peers and self._policy.zero.reduce_now(boundary),
+            reduced={unit.index for unit in order if self._reduces(unit, boundary=boundary)},
             missing={unit.index: set(range(len(unit.params))) for unit in order},
             awaited={unit.index for unit in order if awaits_slices},
         )
@@ -218,8 +202,12 @@ class Reducer:
 
         Nothing is reduced then but the sum of all micro-batches, and it stays on the device.
         """
-        reduces_each = unit.shard.size > 1 and self._policy.zero.reduce_now(boundary=False)
-        return unit.grad.unsharded is not None and not reduces_each
+        return unit.grad.unsharded is not None and not self._reduces(unit, boundary=False)
+
+    def _reduces(self, unit: FlatUnit, *, boundary: bool) -> bool:
+        """Return whether ranks sum the gradient of `unit` in a backward, the step's last or not."""
+        has_peers = unit.shard.size > 1 or (boundary and unit.replicate.size > 1)
+        return has_peers and self._policy.zero.reduce_now(boundary)
 
     def accumulate_grad(
         self, micro: MicroPass, unit: FlatUnit, number: int, *, is_added: bool = False
@@ -241,7 +229,8 @@ class Reducer:
             # The first gradient of the unit, or the first since its reduction was issued, which
             # may still read the buffer of the ones before.
             scratch = self._under_way.take_scratch(unit.layout.padded_numel)
-            unit.grad.begin(scratch, goes_on=grads.reduces and unit.grad.has_partial)
+            goes_on = index in grads.reduced and unit.grad.has_partial
+            unit.grad.begin(scratch, goes_on=goes_on)
         if is_issued:
             grads.late.add(index)
         if not is_added:
@@ -307,14 +296,13 @@ class Reducer:
         if grads.boundary or self._waits_for_each:
             self._under_way.drain()
         micro.grads = None
-        if grads.boundary and not grads.reduces:
-            self._finish_alone(grads.order)
         if grads.boundary:
+            self._finish_alone(unit for unit in grads.order if unit.index not in grads.reduced)
             self._summed.add(micro.chunk)
         self.order.record(grads.seen, micro.chunk)
 
-    def _finish_alone(self, units: Sequence[FlatUnit]) -> None:
-        """Complete the gradients of a rank that has no other to sum with."""
+    def _finish_alone(self, units: Iterable[FlatUnit]) -> None:
+        """Complete the gradients that this rank has no other to sum with."""
         for unit in units:
             if self._sums[unit].goes_home_each_time:
                 continue  # they left one by one
@@ -332,7 +320,7 @@ class Reducer:
             if unit.index not in grads.complete:
                 return
             grads.turn += 1
-            if grads.reduces or self._sums[unit].goes_home_each_time:
+            if unit.index in grads.reduced or self._sums[unit].goes_home_each_time:
                 self._issue(unit, grads)
                 grads.issued.add(unit.index)
 
@@ -340,17 +328,18 @@ class Reducer:
         """Begin to reduce the gradient of `unit`. See [Note: late units]."""
         self._under_way.advance()
         is_late = unit.index in grads.late
+        is_reduced = unit.index in grads.reduced
         # A second sum has the same tag, and is added to the first.
         self._under_way.end_those_of(unit)
         if unit.grad.unsharded is None:  # no parameter of it got a gradient
-            if not grads.reduces and (unit.grad.has_partial or not grads.boundary):
+            if not is_reduced and (unit.grad.has_partial or not grads.boundary):
                 return  # nothing to add
             begun = self._under_way.take_scratch(unit.layout.padded_numel)
-            unit.grad.begin(begun, goes_on=grads.reduces and unit.grad.has_partial)
+            unit.grad.begin(begun, goes_on=is_reduced and unit.grad.has_partial)
         unsharded_grad = unit.grad.complete()
         if self.before_sum is not None:
             self.before_sum(unit, unsharded_grad)
-        if not grads.reduces:
+        if not is_reduced:
             self._sums[unit].keep(unsharded_grad, is_last=grads.boundary)
             return
         self._reduce(unit, unsharded_grad, is_late=is_late, boundary=grads.boundary)
@@ -384,4 +373,4 @@ class Reducer:
         self._under_way.add(Reduction(unit, handle, target.arrival, scratch))
 
     def _recv_buffer(self, unit: FlatUnit) -> torch.Tensor:
-        return self._under_way.take_scratch(self._exchange.recv_numel(unit.layout, self._mesh_info))
+        return self._under_way.take_scratch(self._exchange.recv_numel(unit.layout, unit.mesh_info))

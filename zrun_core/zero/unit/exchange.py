@@ -36,7 +36,7 @@ from zrun_core.distributed.comm import Comm
 from zrun_core.distributed.handle import Handle
 from zrun_core.distributed.transport import Group, gather_tag, reduce_tag
 from zrun_core.memory.layout import UnitLayout
-from zrun_core.memory.state_policy import MeshInfo, Ownership, StatePolicy, slices_of
+from zrun_core.memory.state_policy import MeshInfo, Ownership, RankPlaces, StatePolicy, slices_of
 from zrun_core.memory.tensors import TIED
 
 if TYPE_CHECKING:
@@ -173,21 +173,21 @@ def all_reduce_numel(numel: int, ranks: int, index: int) -> int:
 def shared_sum_bytes(
     layouts: Sequence[UnitLayout],
     states: StatePolicy,
-    mesh_info: MeshInfo,
+    places: RankPlaces,
     axis: str,
     place: tuple[int, int],
 ) -> int:
     """Return the bytes that a rank sends at a step's end to sum gradients: `Reducer.sum_shared`.
 
     Args:
-        mesh_info: the rank's place among data-parallel ranks.
+        places: of the rank among data-parallel ones.
         axis: `TENSOR` or `TIED`: with the ranks along it, it sums what they have too.
         place: how many ranks these are, and which of them this one is.
     """
     total = 0
     for unit in layouts:
         if unit.trainable and axis in unit.summed_over:
-            start, stop = states.ownership.updated_range(unit, mesh_info)
+            start, stop = states.ownership.updated_range(unit, places.of(unit))
             total += all_reduce_numel(stop - start, *place)
     return total * states.reduce_dtype.itemsize
 
@@ -238,7 +238,7 @@ def expected_traffic(
     states: StatePolicy,
     exchange: Exchange,
     counts: StepCounts,
-    mesh_info: MeshInfo,
+    places: RankPlaces,
     *,
     gathers: Sequence[int] | None = None,
 ) -> dict[str, int]:
@@ -259,6 +259,7 @@ def expected_traffic(
         reductions = counts.micro_batches
     gathers_of = planned_gathers(layouts, states) if gathers is None else gathers
     for unit, gathers_per_pass in zip(layouts, gathers_of, strict=True):
+        mesh_info = places.of(unit)
         num_gathers = 0
         if states.reshard_after_use(unit):
             num_gathers = gathers_per_pass * passes
@@ -274,7 +275,7 @@ def expected_traffic(
         )
         for kind, num_bytes in sent.items():
             expected[kind] += num_bytes
-    tied = mesh_info.tied_size, mesh_info.tied_index
-    of_step = shared_sum_bytes(layouts, states, mesh_info, TIED, tied)
+    tied = places.usual.tied_size, places.usual.tied_index
+    of_step = shared_sum_bytes(layouts, states, places, TIED, tied)
     expected["all_reduce"] += counts.steps * of_step
     return {kind: num_bytes for kind, num_bytes in expected.items() if num_bytes}

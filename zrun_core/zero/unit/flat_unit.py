@@ -24,6 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from zrun_core.distributed.mesh import UnitGroups
 from zrun_core.distributed.transport import Group
 from zrun_core.memory.arena import PagePool, StorageMeter
 from zrun_core.memory.buffers import ON_DEVICE, Buffer, Kind, Placement, Tier
@@ -90,8 +91,7 @@ class FlatUnit:
         *,
         policy: StatePolicy,
         exchange: Exchange,
-        shard: Group,
-        replicate: Group,
+        groups: UnitGroups,
         mesh_info: MeshInfo,
         device: torch.device,
         pool: PagePool | StorageMeter,
@@ -101,6 +101,8 @@ class FlatUnit:
         """Allocate everything that the unit keeps, except the moments.
 
         Args:
+            groups: of ranks that divide it, and hold copies of its shards.
+            mesh_info: this rank's place in them.
             pool: memory for parameters in use.
             tiers: of this rank; needed where a state is elsewhere.
         """
@@ -110,8 +112,7 @@ class FlatUnit:
         self.leaf = leaf
         self.policy = policy
         self.exchange = exchange
-        self.shard = shard
-        self.replicate = replicate
+        self.shard, self.replicate = groups
         self.mesh_info = mesh_info
         self.placement = placement
         self.tiers = tiers

@@ -41,7 +41,7 @@ class BackwardGrads:
     Attributes:
         order: of the reductions.
         boundary: it is the last backward of the optimizer step.
-        reduces: its gradients are reduced over ranks; False while micro-batches accumulate locally.
+        reduced: units whose gradients are reduced over ranks; those of others accumulate locally.
         missing: by unit, the parameters that have no gradient yet.
         again: parameters, a unit and the number there, that got their gradient in several parts.
         awaited: units that are not complete yet, whatever comes: see `Reducer.begin_slice`.
@@ -54,7 +54,7 @@ class BackwardGrads:
 
     order: list[FlatUnit]
     boundary: bool
-    reduces: bool
+    reduced: Set[int]
     missing: dict[int, set[int]]
     awaited: set[int]
     again: set[tuple[FlatUnit, int]] = field(default_factory=set)

@@ -16,6 +16,7 @@ counts on the first.
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -339,7 +340,7 @@ class ShardedOptimizer:
     ) -> None:
         """Propose and apply. See [Note: layer-wise optimizers]."""
         borrowed: list[torch.Tensor] = []
-        counted: list[RangeNorms] = []
+        counted: dict[str, list[RangeNorms]] = defaultdict(list)  # by the groups of their units
         scale_on_host = grad_scale
         if grad_scale is not None and self._updates_elsewhere:
             scale_on_host = accelerator.fetch(grad_scale)
@@ -353,10 +354,8 @@ class ShardedOptimizer:
                 norms = update.propose(grad, of_unit, lr=lr, grad_scale=scale, found_inf=found_inf)
             is_replicated = self._tensor.axis in update.unit.layout.replicated_over
             if self._tensor.index == 0 or not is_replicated:
-                counted.append(norms.to(self._comm.device))
-        parts, group = self._updates[0].unit.counted_once()
-        squares = trust.squares(counted, parts)
-        squares = self._comm.all_reduce_small(squares, group, name="trust ratios")
+                counted[update.unit.layout.groups].append(norms.to(self._comm.device))
+        squares = self._summed_squares(trust, counted)
         squares = self._comm.all_reduce_small(squares, self._tensor, name="trust ratios")
         ratios = trust.ratios(squares)
         ratios_elsewhere = ratios
@@ -373,6 +372,21 @@ class ShardedOptimizer:
             update.unit.settle()
         for scratch in borrowed:
             self._ring.give(scratch)
+
+    def _summed_squares(
+        self, trust: TrustRatios, counted: Mapping[str, Sequence[RangeNorms]]
+    ) -> torch.Tensor:
+        """Return the squared norms of all units, each summed over the ranks that it lies on.
+
+        `counted` has the norms that this rank counts, by the groups of their units.
+        """
+        units = {update.unit.layout.groups: update.unit for update in self._updates}
+        summed = []
+        for groups in sorted(units):  # alike on all ranks
+            parts, group = units[groups].counted_once()
+            squares = trust.squares(counted.get(groups, ()), parts)
+            summed.append(self._comm.all_reduce_small(squares, group, name="trust ratios"))
+        return summed[0] if len(summed) == 1 else torch.stack(summed).sum(0)
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Yield everything that the optimizers keep on this rank."""

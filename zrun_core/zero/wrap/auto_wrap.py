@@ -38,6 +38,7 @@ from zrun_core.zero.wrap.tiled_linear import TiledLinear
 from zrun_core.zero.wrap.tiling import tiled_linears
 
 NO_CHUNKS: Mapping[str, int] = {}  # all parameters of a rank are of one
+NO_GROUPS: Mapping[str, str] = {}  # all parameters lie on the same ranks
 
 
 @dataclass
@@ -323,6 +324,7 @@ def auto_wrap(
     group_of: Callable[[str], int] = lambda name: 0,
     table: Mapping[str, TensorPart] = NO_PARTS,
     chunk_of: Mapping[str, int] = NO_CHUNKS,
+    groups_of: Mapping[str, str] = NO_GROUPS,
 ) -> WrapPlan:
     """Divide `model` into units of at most `bucket` bytes, where the module tree allows it.
 
@@ -330,7 +332,7 @@ def auto_wrap(
         model: on any device, also meta.
         dtype: compute dtype; norms with running statistics stay fp32, because torch computes them
             in one dtype only.
-        num_shards: ranks that divide each unit.
+        num_shards: ranks that divide each unit, but those with groups of their own.
         num_parts: that units are padded to; None: as many as shards.
         bucket: bytes, in `dtype`.
         unit_names: regexes; a module whose whole name matches becomes units of its own.
@@ -340,6 +342,7 @@ def auto_wrap(
         group_of: optimizer group of a tensor's name.
         table: by parameter name, its part in a tensor of the model; absent: all of one.
         chunk_of: by parameter name, its chunk where a rank has several; absent: 0.
+        groups_of: by parameter name, the groups of its unit: see `UnitLayout.groups`; absent: "".
 
     Raises:
         JobError: a regex of `unit_names` or `leaf_names` matches no module.
@@ -373,7 +376,7 @@ def auto_wrap(
         around: str = "",
     ) -> None:
         """Add a unit for each kind of parameter among `names`."""
-        for traits, chosen in _alike(names, params, dtypes, dtype, table, chunk_of):
+        for traits, chosen in _alike(names, params, dtypes, dtype, table, chunk_of, groups_of):
             layout = lay_out(
                 f"{name}({','.join(traits)})" if traits else name,
                 [(n, params[n], group_of(table[n].tensor if n in table else n)) for n in chosen],
@@ -388,6 +391,7 @@ def auto_wrap(
                 tile=tile,
                 around=around,
                 chunk=chunk_of.get(chosen[0], 0),
+                groups=groups_of.get(chosen[0], ""),
                 table=table,
             )
             for n in chosen:
@@ -421,8 +425,11 @@ def _alike(
     compute_dtype: torch.dtype,
     table: Mapping[str, TensorPart],
     chunk_of: Mapping[str, int],
+    groups_of: Mapping[str, str],
 ) -> Iterator[tuple[list[str], list[str]]]:
-    """Divide `names` by what a unit must have alike: trainable, dtype, axes of replication, chunk.
+    """Divide `names` by what a unit must have alike.
+
+    That is trainable, dtype, axes of replication, chunk, and the groups of ranks that it lies on.
 
     Yields:
         Traits that distinguish the unit, for its name; and the names.
@@ -434,8 +441,9 @@ def _alike(
     formats = dict.fromkeys((compute_dtype, torch.float32))
     axes = sorted({shared[name] for name in names})
     chunks = sorted({chunk_of.get(name, 0) for name in names})
-    kinds = itertools.product(chunks, (True, False), formats, axes)
-    for chunk, trainable, dtype, over in kinds:
+    groups = sorted({groups_of.get(name, "") for name in names})
+    kinds = itertools.product(chunks, groups, (True, False), formats, axes)
+    for chunk, group, trainable, dtype, over in kinds:
         chosen = [
             name
             for name in names
@@ -443,6 +451,7 @@ def _alike(
             and dtypes[name] == dtype
             and shared[name] == over
             and chunk_of.get(name, 0) == chunk
+            and groups_of.get(name, "") == group
         ]
         if not chosen:
             continue
@@ -454,6 +463,8 @@ def _alike(
         traits += [f"alike over {axis}" for axis in over[0]]
         if len(chunks) > 1:
             traits.append(f"chunk {chunk}")
+        if group:
+            traits.append(f"on {group}")
         yield traits, chosen
 
 

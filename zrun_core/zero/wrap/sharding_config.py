@@ -22,16 +22,16 @@ from zrun_core.memory.buffers import ON_DEVICE, Buffer, Kind, Placement, Tier
 from zrun_core.memory.layout import NO_PARTS, UnitLayout
 from zrun_core.memory.placement import place
 from zrun_core.memory.room import Room
-from zrun_core.memory.state_policy import MeshInfo, StatePolicy, ZeroPolicy
+from zrun_core.memory.state_policy import RankPlaces, StatePolicy, ZeroPolicy
 from zrun_core.memory.tensors import TensorPart
 from zrun_core.optim.resolve import OptimizerSpec
 from zrun_core.sizes import format_size
 from zrun_core.spine.sections.zero import TileConfig
-from zrun_core.zero.reduce.reducer import mesh_info_of
 from zrun_core.zero.unit.exchange import Exchange
+from zrun_core.zero.unit.places import places_of
 from zrun_core.zero.unit.precision import Precision
 from zrun_core.zero.unit.unit_params import moves_pages
-from zrun_core.zero.wrap.auto_wrap import NO_CHUNKS, WrapPlan, auto_wrap
+from zrun_core.zero.wrap.auto_wrap import NO_CHUNKS, NO_GROUPS, WrapPlan, auto_wrap
 from zrun_core.zero.wrap.tiling import tensors_of_tiles, tile_linears
 
 # Of what a rank keeps from step to step.
@@ -143,9 +143,10 @@ class MemoryAccount:
 def wrap_plan(
     model: nn.Module,
     settings: ShardingConfig,
-    mesh_info: MeshInfo,
+    places: RankPlaces,
     table: Mapping[str, TensorPart] = NO_PARTS,
     chunk_of: Mapping[str, int] = NO_CHUNKS,
+    groups_of: Mapping[str, str] = NO_GROUPS,
 ) -> WrapPlan:
     """Return the units of `model` as `ShardedModel` makes them, and the modules that need them.
 
@@ -153,13 +154,19 @@ def wrap_plan(
         model: on any device, also meta.
         table: by parameter name, its part in a tensor of the whole model; absent: all of one, or
             that of a tile.
-        chunk_of: as of `auto_wrap`.
+        chunk_of, groups_of: as of `auto_wrap`.
+
+    Raises:
+        ValueError: `groups_of` has groups that the rank has not, or a parameter that `model` has
+            not.
     """
-    return auto_wrap(
+    zero = settings.zero
+    _check_groups(model, groups_of, places)
+    planned = auto_wrap(
         model,
         dtype=settings.precision.compute,
-        num_shards=mesh_info.shard_size,
-        num_parts=settings.zero.num_parts(mesh_info),
+        num_shards=places.usual.shard_size,
+        num_parts=zero.num_parts(places.usual),
         bucket=settings.bucket,
         unit_names=settings.unit_names,
         leaf_names=settings.leaf_names,
@@ -168,7 +175,27 @@ def wrap_plan(
         group_of=settings.group_of,
         table={**tensors_of_tiles(model), **table},
         chunk_of=chunk_of,
+        groups_of=groups_of,
     )
+    for unit in planned.units:
+        if unit.layout.groups:
+            own = places.of(unit.layout)
+            num_parts = zero.num_parts(own)
+            unit.layout = replace(unit.layout, num_shards=own.shard_size, num_parts=num_parts)
+    return planned
+
+
+def _check_groups(model: nn.Module, groups_of: Mapping[str, str], places: RankPlaces) -> None:
+    """Check which parameters lie on groups of their own.
+
+    Raises:
+        ValueError: a parameter is not of the model, or the rank is in no such groups.
+    """
+    if unknown := sorted(groups_of.keys() - dict(model.named_parameters()).keys()):
+        raise ValueError(f"{unknown[0]} is to lie on {groups_of[unknown[0]]}, and is no parameter")
+    for name, groups in groups_of.items():
+        if groups not in places.own:
+            raise ValueError(f"{name} is to lie on {groups}: call mesh.divide({groups!r}, ...)")
 
 
 def check_model_fits(model: nn.Module, settings: ShardingConfig, mesh: Mesh, comm: Comm) -> None:
@@ -183,7 +210,7 @@ def check_model_fits(model: nn.Module, settings: ShardingConfig, mesh: Mesh, com
         JobError: the model cannot be tiled as the settings say.
     """
     tiling = tile_linears(model, settings.tile, settings.precision.compute, settings.leaf_names)
-    planned = wrap_plan(model, settings, mesh_info_of(comm, mesh))
+    planned = wrap_plan(model, settings, places_of(comm, mesh))
     tiling.undo()
     check_states_fit([unit.layout for unit in planned.units], settings, mesh, comm)
 
@@ -196,7 +223,7 @@ def check_states_fit(
     Raises:
         PreflightError: the states alone take more than a rank has.
     """
-    buffers = planned_buffers(layouts, settings, mesh_info_of(comm, mesh), comm.device)
+    buffers = planned_buffers(layouts, settings, places_of(comm, mesh), comm.device)
     settings.room.check(buffers)
     has = settings.memory_bytes
     if has is None:
@@ -215,7 +242,7 @@ def check_states_fit(
 def planned_buffers(
     layouts: Sequence[UnitLayout],
     settings: ShardingConfig,
-    mesh_info: MeshInfo,
+    places: RankPlaces,
     device: torch.device,
     *,
     is_apart: bool = False,
@@ -227,7 +254,7 @@ def planned_buffers(
     """
     return settings.states.rank_buffers(
         layouts,
-        mesh_info,
+        places,
         prefetch=settings.prefetch,
         moves_pages=moves_pages(device.type),
         placements=place(layouts, settings.placement),

@@ -16,11 +16,11 @@ from zrun_core.memory.arena import PagePool, StorageMeter
 from zrun_core.memory.buffers import ON_DEVICE, Placement
 from zrun_core.memory.layout import UnitLayout
 from zrun_core.memory.placement import place
-from zrun_core.memory.state_policy import MeshInfo
+from zrun_core.memory.state_policy import RankPlaces
 from zrun_core.tiers.copies import Copier
 from zrun_core.tiers.tiers import Tiers
-from zrun_core.zero.reduce.reducer import mesh_info_of
 from zrun_core.zero.unit.flat_unit import FlatUnit
+from zrun_core.zero.unit.places import places_of
 from zrun_core.zero.unit.unit_params import moves_pages, window_pool
 from zrun_core.zero.wrap.auto_wrap import WrapUnit
 from zrun_core.zero.wrap.sharding_config import ShardingConfig, check_states_fit, planned_buffers
@@ -68,11 +68,11 @@ def build_units(
     layouts = [unit.layout for unit in planned]
     check_states_fit(layouts, settings, mesh, comm)
     states = settings.states
-    mesh_info = mesh_info_of(comm, mesh)
+    places = places_of(comm, mesh)
     placements = place(layouts, settings.placement)
     tiers = None
     if placements:
-        tiers = _make_tiers(layouts, placements, settings, mesh_info, comm, apart)
+        tiers = _make_tiers(layouts, placements, settings, places, comm, apart)
     pool_bytes = states.gather_ring_bytes(
         layouts,
         settings.prefetch,
@@ -89,9 +89,8 @@ def build_units(
             wrapped.leaf,
             policy=states,
             exchange=settings.exchange,
-            shard=mesh.shard,
-            replicate=mesh.replicate,
-            mesh_info=mesh_info,
+            groups=mesh.groups_of(wrapped.layout.groups),
+            mesh_info=places.of(wrapped.layout),
             device=comm.device,
             pool=pool,
             placement=placements.get(wrapped.layout.name, ON_DEVICE),
@@ -110,7 +109,7 @@ def _make_tiers(
     layouts: Sequence[UnitLayout],
     placements: Mapping[str, Placement],
     settings: ShardingConfig,
-    mesh_info: MeshInfo,
+    places: RankPlaces,
     comm: Comm,
     apart: Copier | None,
 ) -> Tiers:
@@ -118,13 +117,13 @@ def _make_tiers(
     is_apart = apart is not None
     sizes = settings.states.slot_sizes(
         layouts,
-        mesh_info,
+        places,
         placements,
         host_is_device=comm.device.type == "cpu" and not is_apart,
     )
     return Tiers(
         comm.device,
-        planned_buffers(layouts, settings, mesh_info, comm.device, is_apart=is_apart),
+        planned_buffers(layouts, settings, places, comm.device, is_apart=is_apart),
         sizes,
         None if settings.disk_folder is None else Path(settings.disk_folder),
         apart=apart,

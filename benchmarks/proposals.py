@@ -7,8 +7,8 @@
 
 The first rows that the command shows take turns with the job as it is, forwards in one round and
 backwards in the next; a step is the median over all rounds. Times are told as shares of that of the
-job as it is, peaks as predicted against what each rank has allocated. It ends with 1 if the first
-row of `--best` was slower than the job as it is by more than a tenth.
+job as it is, peaks as predicted against what each rank has allocated. It ends with 1 if what
+`--best` proposes was slower than the job as it is by more than a tenth.
 """
 
 from __future__ import annotations
@@ -81,6 +81,7 @@ class Row:
         predicted: seconds of a step.
         fits: whether it does, as predicted. What does not is not trained.
         peaks: predicted bytes, by rank.
+        is_proposed: the command says to take it; that is the job, where nothing is surely faster.
         seconds: of measured steps.
         measured_peaks: of each rank, the highest so far.
     """
@@ -90,6 +91,7 @@ class Row:
     predicted: float
     fits: bool
     peaks: list[int]
+    is_proposed: bool
     seconds: list[float] = field(default_factory=list)
     measured_peaks: dict[int, int] = field(default_factory=dict)
 
@@ -158,11 +160,12 @@ def rows_of(job: Path, given: Sequence[str], goal: Goal, number: int) -> list[Ro
     found = answer(question, goal)
     assert found.found is not None
     others = [each for each in found.found.best if each.candidate != question.base]
-    return [row(question, each) for each in (found.chosen, *others[:number])]
+    best = found.chosen if found.found.keeps_base else found.found.best[0]
+    return [row(question, each, best) for each in (found.chosen, *others[:number])]
 
 
-def row(question: Question, estimate: Estimate) -> Row:
-    """Return an estimate as what can be trained."""
+def row(question: Question, estimate: Estimate, best: Estimate) -> Row:
+    """Return an estimate as what can be trained. `best` is the one that the command proposes."""
     assert question.config is not None
     candidate = estimate.candidate
     dims = candidate.dims
@@ -177,6 +180,7 @@ def row(question: Question, estimate: Estimate) -> Row:
         predicted=estimate.time.seconds,
         fits=estimate.fits,
         peaks=[by_stage[dims.coordinates(rank).pp] for rank in range(dims.world_size)],
+        is_proposed=candidate == best.candidate,
     )
 
 
@@ -257,16 +261,24 @@ def verdict(found: Sequence[Row], goal: Goal) -> str:
         for one, other in pairs
     )
     text = f"{right} of {len(pairs)} pairs take the order that was predicted"
-    if goal == "best" and len(able) > 1 and found[0].fits:
-        text += f"; the first row takes {able[1].measured / able[0].measured:.2f} of the job's time"
+    if goal == "best" and found[0].is_proposed:
+        text += "; the job stays as it is"
+    elif goal == "best" and found[0].fits:
+        share = proposed(found).measured / found[0].measured
+        text += f"; what is proposed takes {share:.2f} of the job's time"
     return text
 
 
+def proposed(found: Sequence[Row]) -> Row:
+    """Return the row that the command says to take."""
+    return next(each for each in found if each.is_proposed)
+
+
 def is_no_slower(found: Sequence[Row]) -> bool:
-    """Return whether the first row is no slower than the job as it is."""
-    if len(found) == 1 or not found[0].fits:
+    """Return whether what is proposed is no slower than the job as it is."""
+    if not found[0].fits:
         return True
-    return found[1].measured <= _SLOWER * found[0].measured
+    return proposed(found).measured <= _SLOWER * found[0].measured
 
 
 if __name__ == "__main__":

@@ -23,7 +23,6 @@ from zrun_core.distributed.comm import CommPhase
 from zrun_core.hardware.simulated import parse_simulate
 from zrun_core.plan.answer.planner import Planner
 from zrun_core.plan.question.candidate import Candidate
-from zrun_core.plan.question.transformer import TransformerShape
 from zrun_core.plan.timing.layer_messages import Messages
 from zrun_core.plan.trace.profile import Profile
 from zrun_core.plan.trace.tracer import trace_job
@@ -393,7 +392,7 @@ def traced(model: str, sequence: bool) -> Profile:
 def test_messages(ranks, tmp_path: Path, model: str, way: str) -> None:
     """Two sums of a block in forward and two in backward, or as many gathers and scattered sums.
 
-    As many are planned: from the traced model, and from its shape.
+    As many are planned.
     """
     keys = small(**MODELS[model], **WAYS[way], guards={"check_values": False})
     expected = of_micro_batch(way)
@@ -416,8 +415,6 @@ def test_messages(ranks, tmp_path: Path, model: str, way: str) -> None:
     part = traced(model, job.parallel.sequence)
     planner = Planner(part, hardware, job, divide=lambda *_: part)
     assert of_messages(planner.layer_messages(candidate)) == expected
-    shape = TransformerShape(DEPTH, DIM, 4, vocab=97, seq=LENGTH)
-    assert of_messages(Planner(shape, hardware, job).layer_messages(candidate)) == expected
 
 
 def continue_text(context: Any) -> None:

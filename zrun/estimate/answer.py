@@ -81,7 +81,7 @@ class Answer:
     @property
     def fits(self) -> bool | None:
         """True if the job as it is fits; None: nobody can say."""
-        return None if self.chosen.fits and self.chosen.is_guess else self.chosen.fits
+        return None if self.chosen.fits and self.chosen.knows_states_only else self.chosen.fits
 
     @property
     def lines_of_scale(self) -> list[str]:
@@ -193,14 +193,14 @@ def _answered(
     found = None if goal is None else _search(question, goal, headroom, watch)
     fix = None
     why = ""
-    if not chosen.fits or chosen.is_guess:
+    if not chosen.fits or chosen.knows_states_only:
         fits = found
         if found is None or (goal == "best" and not found.is_interrupted):
             fits = _search(question, "fit", headroom, watch)
             if fits.is_interrupted:
                 raise KeyboardInterrupt
         assert fits is not None
-        fix = next((each for each in fits.best if not each.is_guess), None)
+        fix = next((each for each in fits.best if not each.knows_states_only), None)
         change = None if fix is None else describe_change(question, chosen, fix)
         tell = uncertainty if chosen.fits else sentence
         why = tell(chosen, question.hardware, change)
@@ -314,10 +314,10 @@ def _search(
     if goal == "fit":
         # First with the layers as they are: each way to divide them is traced by itself.
         quick = replace(constraints, tp=(base.dims.tp,))
-        found = search(question.planner, question.hardware, quick, goal, tell)
+        found = search(question.planner, quick, goal, tell)
         if found.best:
             return found
-    return search(question.planner, question.hardware, constraints, goal, tell)
+    return search(question.planner, constraints, goal, tell)
 
 
 def _difference(before: Candidate, after: Candidate) -> str:

@@ -148,14 +148,14 @@ def _compared(
     rank = fullest(chosen)
     on_cpu = spec.job.device == "cpu"
     is_bound = chosen.is_bound
-    if chosen.is_guess:
+    if chosen.knows_states_only:
         notes += [note for note in chosen.notes if "are not known" in note]
     if is_bound:
         notes.append("samples differ in size: predicted for the longest, and most steps take less")
     lines = []
     if peak := found.most("peak_bytes"):
         judged: float | None = _ON_CPU
-        if chosen.is_guess:
+        if chosen.knows_states_only:
             judged = None
         elif not on_cpu:
             judged = _ON_GPU
@@ -168,7 +168,7 @@ def _compared(
             "profiler in step 2"
         )
     if reserved := found.most("reserved_bytes"):
-        judged = None if chosen.is_guess else _RESERVED
+        judged = None if chosen.knows_states_only else _RESERVED
         lines.append(ComparedLine("reserved", rank.reserved, reserved, judged, is_bound))
     if process := found.most("process_bytes"):
         lines.append(ComparedLine("process", rank.device_used, process, None))
@@ -188,7 +188,7 @@ def _limit_of_time(
     """Return how far off a time may be; None, and why, where it is not judged."""
     if not hardware.measured:
         return None, "this machine was not measured (zrun doctor --bench)"
-    if chosen.is_guess or chosen.is_bound or not is_alike:
+    if chosen.knows_states_only or chosen.is_bound or not is_alike:
         return None, ""
     if hardware.device.kind == "cpu":
         return None, "on a CPU it is a rough guess (zrun estimate --measure runs the job)"

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 from zrun.estimate.plan_tables import fullest
 from zrun.estimate.why import tensors_at_peak
 from zrun.watch.braille import plot
-from zrun_core.errors import JobError
 from zrun_core.sizes import format_size
 
 if TYPE_CHECKING:
@@ -43,11 +42,6 @@ def lines_at_peak(found: Answer, width: int, *, ascii_only: bool) -> list[str]:
     """
     chosen = found.chosen
     course = found.question.planner.course(chosen.candidate)
-    if course is None:
-        raise JobError(
-            "--at-peak: memory is known by a formula, which knows no moments: name a job, whose "
-            "model is traced"
-        )
     rank = fullest(chosen)
     whose = _ROLES.get(rank.role, f"a rank of {rank.role}")
     through = "a step"

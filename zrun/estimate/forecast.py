@@ -50,8 +50,8 @@ class Forecast:
     """An estimate of a job, of its fullest rank.
 
     Attributes:
-        source: where activations come from: "traced", "measured on the CPU", "formula" or
-            "guessed".
+        source: where activations come from: "traced", "measured on the CPU", or "states
+            alone" where nobody knows them.
         peak_bytes: of tensors.
         reserved_bytes: by the allocator.
         device_bytes: with the driver and libraries; the whole process on a CPU.

@@ -231,7 +231,7 @@ class Gate:
     def _remember(self) -> None:
         """Keep how long steps took beside the forecast, unless others kept the cores busy."""
         forecast = self.forecast
-        if forecast is None or forecast.source == "guessed":
+        if forecast is None or forecast.source == "states alone":
             return
         if self._measured.num_steps < _WARM_STEPS + _TIMED_STEPS or _is_busy():
             return

@@ -410,7 +410,7 @@ def step_range(time: StepTime) -> str:
 
 def fits(estimate: Estimate) -> Text:
     """Return a cell that says whether it fits, and by how much."""
-    if estimate.fits and estimate.is_guess:
+    if estimate.fits and estimate.knows_states_only:
         return Text("cannot say", _DOUBTFUL)
     free = estimate.capacity - fullest(estimate).device_used
     if estimate.fits:
@@ -431,8 +431,8 @@ def paper_bytes(estimate: Estimate) -> int:
 
 
 def _mark(estimate: Estimate) -> str:
-    """Return the mark of numbers that are guessed."""
-    return "~" if estimate.is_guess else ""
+    """Return the mark of numbers that are a bound: it is more than that."""
+    return ">" if estimate.knows_states_only else ""
 
 
 def _free(estimate: Estimate) -> Text:

@@ -2,7 +2,10 @@
 
 question = of_job(load_job(path), cluster)           # on hosts as they were found
 question = of_job_on(load_job(path), hardware)       # on hardware by name
-question = of_shape("7.5B", hardware)                # a model of that size, and no job
+question = of_model("7.5B", hardware)                # a model of that size, and no job
+
+A size and a `config.json` are jobs, too: their model is built by zrun or by transformers, and their
+data is blank text. All models are traced.
 """
 
 from __future__ import annotations
@@ -23,11 +26,11 @@ from zrun.hosts.cluster import Cluster
 from zrun.job import overrides as command_line
 from zrun.job.document import Document
 from zrun.job.load import LoadedJob
-from zrun.job.scalars import write
 from zrun.job.validate import validate
 from zrun.placement.place import resolve_dims
 from zrun.placement.plan import make_plan
 from zrun_core.errors import JobError
+from zrun_core.spine.cache import cache_folder
 from zrun_core.spine.config import JobConfig
 from zrun_core.spine.parallel_dims import ParallelDims, resolve_shard_size
 from zrun_core.spine.spec import BatchPlan, offload_folder, resolve_batch, resolve_bucket
@@ -36,10 +39,14 @@ if TYPE_CHECKING:
     from zrun_core.hardware.hardware import Hardware
     from zrun_core.plan.answer.planner import Planner
     from zrun_core.plan.question.candidate import Candidate
-    from zrun_core.plan.question.transformer import TransformerShape
+    from zrun_core.plan.question.size import SizedGPT
     from zrun_core.plan.trace.profile import Profile
 
 POLICIES = ("none", "selective", "every_n", "full")
+_SIZED = "zrun_core.models.gpt:gpt"
+_BLANK_TEXT = "zrun_core.data.text:text"  # which no trace reads
+_OF_CONFIG = "zrun_core.models.transformers_config:model"
+_TEXT_OF_CONFIG = "zrun_core.models.transformers_config:text"
 _MOST_TRACES = 2  # at a time: each reads the data and imports the code of the job
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 # Keys that change no trace.
@@ -145,42 +152,38 @@ def of_job_on(loaded: LoadedJob, hardware: Hardware, patience_s: float = PATIENC
     return _question(loaded, job, batch, hardware, patience_s)
 
 
-def of_shape(
+def of_model(
     text: str,
     hardware: Hardware,
     overrides: Sequence[str] = (),
     seq: int | None = None,
     environ: Mapping[str, str] = os.environ,
+    patience_s: float = PATIENCE_S,
 ) -> Question:
     """Return the question of a model of a size, or of a `config.json`.
+
+    Args:
+        seq: tokens per sample; None: as many as the model is for.
+        patience_s: seconds that the model may take; what is known by then counts.
 
     Raises:
         JobError: `text` is neither, or an override is wrong.
     """
-    shape = _shape(text, seq)
-    job, batch = _resolved_on(_job_of_shape(text, hardware, overrides, environ), hardware)
-    asked = _candidate(job, batch, hardware)
+    title, loaded = _job_of_model(text, hardware, overrides, seq, environ)
+    job, batch = _resolved_on(loaded.config, hardware)
     names_stage = any(each.partition("=")[0] in ("zero", "zero.stage") for each in overrides)
+    question = _question(loaded, job, batch, hardware, patience_s)
 
     def plan() -> Planner:
-        from zrun_core.plan.answer.planner import Planner
+        try:
+            return question.plan()
+        except JobError as error:
+            if loaded.config.model.call == _SIZED:
+                raise
+            raise JobError(f"{text}: {error}") from None
 
-        return Planner(shape, hardware, job)
-
-    key = answer_cache.key_of(
-        {"shape": repr(shape), "names stage": names_stage, **_facts(job, batch, hardware)}
-    )
-    return Question(
-        shape.name,
-        hardware,
-        job,
-        batch,
-        asked,
-        plan,
-        names_stage=names_stage,
-        names_share=job.offload.fraction != "auto",
-        key=key,
-    )
+    key = question.key and f"{question.key}-{'as-asked' if names_stage else 'any-stage'}"
+    return replace(question, title=title, plan=plan, config=None, names_stage=names_stage, key=key)
 
 
 def names_model_only(text: str) -> bool:
@@ -236,11 +239,11 @@ def _question(
             return _profile(job, job_dir, hardware, asked, shared_s, tp, sequence)
 
         from zrun_core.plan.answer.planner import Planner
-        from zrun_core.plan.trace.parameters_only import with_guesses
+        from zrun_core.plan.trace.parameters_only import with_bounds
         from zrun_core.plan.trace.trace_process import end_all
 
         return Planner(
-            with_guesses(profile, (asked.checkpoint,)),
+            with_bounds(profile, (asked.checkpoint,)),
             hardware,
             job,
             divide=divide,
@@ -406,24 +409,72 @@ def _candidate(job: JobConfig, batch: BatchPlan, hardware: Hardware) -> Candidat
     )
 
 
-def _shape(text: str, seq: int | None) -> TransformerShape:
-    from zrun_core.plan.question.transformer import TransformerShape
+def _job_of_model(
+    text: str,
+    hardware: Hardware,
+    overrides: Sequence[str],
+    seq: int | None,
+    environ: Mapping[str, str],
+) -> tuple[str, LoadedJob]:
+    """Return the title and the job of a model without one: micro-batches of one, blank text.
 
-    path = Path(text)
-    if path.suffix != ".json":
-        try:
-            shape = TransformerShape.from_size(text)
-        except JobError as error:
-            if _HUB_NAME.fullmatch(text):
-                raise JobError(
-                    f"{text} is not a file; for a model of the Hub give its config.json (hf "
-                    f"download {text} config.json) or its size, such as 7.5B: zrun downloads "
-                    "nothing"
-                ) from None
-            raise JobError(f"{text!r} is neither a file nor the size of a model: {error}") from None
-        return (
-            shape if seq is None else replace(shape, seq=seq, positions=max(seq, shape.positions))
+    It is in bf16 where the device has it, and no host builds the whole of it.
+    """
+    precision = next((name for name in ("bf16", "fp16") if name in hardware.device.peak), "fp32")
+    if Path(text).suffix == ".json":
+        config = _read_config(Path(text))
+        title = str(config["model_type"])
+        model, model_args = _OF_CONFIG, {}
+        data, data_args = _TEXT_OF_CONFIG, {} if seq is None else {"seq_len": seq}
+    else:
+        config = None
+        title = f"GPT of {text.strip()}"
+        gpt = _gpt(text)
+        model, model_args = _SIZED, gpt.args(seq)
+        data, data_args = _BLANK_TEXT, {"seq_len": seq or gpt.seq}
+    given: dict[str, Any] = {
+        "name": "size",
+        "model": {"call": model, "args": model_args},
+        "data": {"call": data, "args": data_args},
+        "steps": 1,
+        "batch": {"micro": 1},
+        "precision": precision,
+        "init": "meta",
+    }
+    lines = (f"{key}: {json.dumps(value)}\n" for key, value in given.items())
+    document = Document.parse("".join(lines), text, environ)
+    command_line.apply(document, overrides, environ)
+    job = validate(document)
+    if ":" in job.optim.name:
+        raise JobError(
+            f"optim.name: {job.optim.name} is the job's own code, and this estimate has no job"
         )
+    if config is not None:  # as it is, whatever looks like a variable or a number in it
+        changed = {
+            key: ref.model_copy(update={"args": {**ref.args, "config": config}})
+            for key, ref in (("model", job.model), ("data", job.data))
+        }
+        job = job.model_copy(update=changed)
+    # A folder without code: it is the same wherever the question is asked.
+    return title, LoadedJob(job, cache_folder("models") / "size.yaml", {})
+
+
+def _gpt(text: str) -> SizedGPT:
+    from zrun_core.plan.question.size import gpt_of_size
+
+    try:
+        return gpt_of_size(text)
+    except JobError as error:
+        if _HUB_NAME.fullmatch(text):
+            raise JobError(
+                f"{text} is not a file; for a model of the Hub give its config.json (hf "
+                f"download {text} config.json) or its size, such as 7.5B: zrun downloads "
+                "nothing"
+            ) from None
+        raise JobError(f"{text!r} is neither a file nor the size of a model: {error}") from None
+
+
+def _read_config(path: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_bytes())
     except OSError as error:
@@ -434,32 +485,9 @@ def _shape(text: str, seq: int | None) -> TransformerShape:
         ) from None
     if not isinstance(config, dict):
         raise JobError(f"{path} is not a JSON object: name the config.json of a transformers model")
-    try:
-        return TransformerShape.from_config(config, seq)
-    except JobError as error:
-        raise JobError(f"{path}: {error}") from None
-    except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
-        raise JobError(f"{path}: these values do not describe a transformer: {error}") from None
-
-
-def _job_of_shape(
-    text: str, hardware: Hardware, overrides: Sequence[str], environ: Mapping[str, str]
-) -> JobConfig:
-    """Return the job of a model without one: bf16 where the device has it, micro-batches of one."""
-    precision = next((name for name in ("bf16", "fp16") if name in hardware.device.peak), "fp32")
-    given: dict[str, Any] = {
-        "name": "size",
-        "model": "size:size",
-        "data": "size:size",
-        "steps": 1,
-        "batch": {"micro": 1},
-        "precision": precision,
-    }
-    document = Document.parse(
-        "".join(f"{key}: {write(value)}\n" for key, value in given.items()), text, environ
-    )
-    command_line.apply(document, overrides, environ)
-    return validate(document)
+    if "model_type" not in config:
+        raise JobError(f"{path} has no model_type: name the config.json of a transformers model")
+    return config
 
 
 def _least_stage(planner: Planner, base: Candidate) -> Candidate:

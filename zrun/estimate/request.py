@@ -146,7 +146,7 @@ class QuestionMaker:
             more: keys that replace those of the request.
         """
         from zrun.estimate.machine import hardware_of
-        from zrun.estimate.question import of_job, of_job_on, of_shape
+        from zrun.estimate.question import of_job, of_job_on, of_model
 
         request = self.request
         overrides = [*self.overrides, *more]
@@ -156,7 +156,13 @@ class QuestionMaker:
                 cluster = _find_cluster(None, request.host_options)
                 gpus = len(cluster.hosts[0].gpus)
                 hardware = hardware_of(cluster, "cuda" if gpus else "cpu", max(1, gpus))
-            return of_shape(request.what, hardware, overrides, request.seq), None
+            return of_model(
+                request.what,
+                hardware,
+                overrides,
+                request.seq,
+                patience_s=request.patience_s,
+            ), None
         from zrun.job.load import load_job
 
         loaded = load_job(Path(request.what), overrides)

@@ -245,7 +245,7 @@ def _head(found: Answer) -> list[str]:
 
 
 def _budget(chosen: Estimate, tokens: str, price: float | None) -> str:
-    from zrun_core.plan.question.transformer import parse_count
+    from zrun_core.plan.question.size import parse_count
 
     world_size = chosen.candidate.dims.world_size
     return cost_of_tokens(chosen.time, parse_count(tokens), world_size, price)

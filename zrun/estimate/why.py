@@ -117,18 +117,16 @@ def sentence(estimate: Estimate, hardware: Hardware, fix: str | None) -> str:
 
 
 def uncertainty(estimate: Estimate, hardware: Hardware, fix: str | None) -> str:
-    """Return a sentence on a guess: the states that are known, and the activations that are not.
+    """Return a sentence on states that are known and activations that are not.
 
     Args:
         fix: the cheapest change that is known to fit, in words; None: there is none.
     """
     rank = max(estimate.ranks, key=lambda rank: rank.device_used)
-    known = rank.device_used - rank.reserved + rank.allocated - rank.peak.dynamic
     helps = f"; what is known to fit: {fix}" if fix else ""
     return (
         f"{_device(rank, estimate, hardware)} of {format_size(estimate.capacity)} would hold "
-        f"{format_size(known)} and the activations, which are guessed at "
-        f"{format_size(rank.peak.dynamic)} and may be far more{helps}"
+        f"{format_size(rank.device_used)} and the activations, which are not known{helps}"
     )
 
 

@@ -100,8 +100,8 @@ def foretold(event: Event) -> str:
         was = int(measured["peak_bytes"])
         said = int(predicted["peak_bytes"])
         foretold = f"predicted {_beside(was, said)}"
-        if predicted.get("source") == "guessed":
-            foretold = f"guessed {format_size(said)}"
+        if predicted.get("source") == "states alone":
+            foretold = f"at least {format_size(said)} predicted"
         elif predicted.get("is_bound") and said >= was:
             foretold = f"at most {format_size(said)} predicted, of the longest samples"
         parts.append(f"peak {format_size(was)} in tensors ({foretold})")

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
+from warm import WarmPopen
 
 from zrun.estimate import gate
 from zrun.estimate.answer import answer
 from zrun.estimate.forecast import Forecast, key_of, store
 from zrun.estimate.gate import Gate
 from zrun.estimate.history import History, earlier_runs, kind_of, remember, with_history
-from zrun.estimate.question import of_shape
+from zrun.estimate.question import of_model
 from zrun.estimate.screens import print_answer, to_json
 from zrun.hosts.cluster import Cluster, HostFacts
 from zrun.job.load import LoadedJob, load_job
@@ -125,7 +127,8 @@ def test_all_times_of_an_answer_are_scaled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    predicted = answer(of_shape("1B", parse_simulate("4xA100-80G"), ("zero=1",)), "best")
+    monkeypatch.setattr(subprocess, "Popen", WarmPopen)
+    predicted = answer(of_model("1B", parse_simulate("1xA100-80G"), ("zero=1",)), "best")
     found = with_history(predicted, History((2.0, 1.9, 2.2)))
     assert predicted.found is not None
     assert found.found is not None

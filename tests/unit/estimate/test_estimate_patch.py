@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 from pydantic import ValidationError
+from traced_gpt import GPT, planner_of
 
 from zrun.estimate.patch import as_overrides, as_yaml, job_changes, patched, write_job
 from zrun.job.document import Document
@@ -20,10 +21,8 @@ from zrun.job.validate import validate
 from zrun_core.errors import JobError
 from zrun_core.hardware.simulated import parse_simulate
 from zrun_core.memory.buffers import ON_DEVICE, placement_of
-from zrun_core.plan.answer.planner import Planner
 from zrun_core.plan.answer.search_space import SearchSpace, offload_chains
 from zrun_core.plan.question.candidate import Candidate
-from zrun_core.plan.question.transformer import TransformerShape
 from zrun_core.spine.config import JobConfig
 from zrun_core.spine.parallel_dims import ParallelDims
 from zrun_core.spine.sections.offload import OffloadConfig
@@ -182,7 +181,7 @@ def test_a_patch_leads_to_the_homes_that_were_planned(hardware: str) -> None:
     kind = machine.device.kind
     document = {"name": "t", "model": "m:f", "data": "m:f", "steps": 1, "batch": {"micro": 1}}
     document |= {"zero": 3, "activations": {"checkpoint": "full", "offload": "host"}}
-    planner = Planner(TransformerShape.gpt(2, 64, 2, seq=32), machine)
+    planner = planner_of(GPT(2, 64, 2, vocab=128, seq=32), machine)
     ways = [ON_DEVICE, *(chain[0] for chain in offload_chains(planner, SearchSpace(1)))]
     assert len(ways) > 3
     batch = BatchPlan(global_size=1, micro=1, accumulation=1, ranks=1)

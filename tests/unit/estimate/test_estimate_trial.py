@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import html
 import json
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from warm import WarmPopen
 
+from zrun.estimate import question
 from zrun.estimate.answer import Answer, answer
 from zrun.estimate.plan_tables import fullest
-from zrun.estimate.question import of_shape
+from zrun.estimate.question import of_model
 from zrun.estimate.screens import print_answer, to_json, write_page
 from zrun.estimate.trial import Trial, read_trial, trial_overrides, with_trial
 from zrun.job.document import Document
@@ -82,11 +86,19 @@ def test_warm_steps_do_not_count_and_the_fullest_rank_does(tmp_path: Path) -> No
         read_trial(path)
 
 
-@pytest.fixture(scope="module")
-def predicted(tmp_path_factory: pytest.TempPathFactory) -> Answer:
+@pytest.fixture(scope="module", autouse=True)
+def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Traces are kept, and not in the home of who runs this; they begin at once."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        return answer(of_shape("1B", parse_simulate("4xA100-80G"), ("zero=1",)), "best")
+        patch.setattr(subprocess, "Popen", WarmPopen)
+        patch.setattr(question, "_MOST_TRACES", 1)  # no thread forks while another one holds a lock
+        yield
+
+
+@pytest.fixture(scope="module")
+def predicted() -> Answer:
+    return answer(of_model("1B", parse_simulate("1xA100-80G"), ("zero=1",)), "best")
 
 
 def test_all_times_are_scaled_by_the_jobs_own(predicted: Answer) -> None:
@@ -126,7 +138,7 @@ def test_a_job_whose_gradients_are_late_is_labelled(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    found = answer(of_shape("100M", parse_simulate("2xA100-80G"), overrides), "best")
+    found = answer(of_model("1B", parse_simulate("2xA100-80G"), overrides))
     print_answer(found, None, None)
     lines = capsys.readouterr().out.splitlines()
     told = [line.strip() for line in lines if "changes numerics" in line]

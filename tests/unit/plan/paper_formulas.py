@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from zrun_core.plan.question.transformer import TransformerShape
+from formulas import TransformerShape
 
 PARAM_BYTES = GRAD_BYTES = 2  # half precision
 ADAM_BYTES = LAMB_BYTES = (

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import paper_formulas as paper
 import pytest
+import torch
+from formulas import TransformerShape
 
 from zrun_core.memory.buffers import Kind, Placement, Tier
-from zrun_core.plan.memory.states import PlannedModel, plan_shape, rank_buffers, settings_of
-from zrun_core.plan.question.transformer import TransformerShape
+from zrun_core.models.gpt import gpt
+from zrun_core.plan.memory.states import PlannedModel, plan_model, rank_buffers, settings_of
+from zrun_core.plan.question.size import gpt_of_size
 from zrun_core.spine.config import JobConfig
 from zrun_core.spine.parallel_dims import ParallelDims
 from zrun_core.zero.wrap.sharding_config import ShardingConfig
@@ -22,10 +25,10 @@ A100 = 312e12  # half precision
 
 # The planner by the papers' formulas
 
-SHAPE_7B5 = TransformerShape.from_size("7.5B")
+SIZED_7B5 = gpt_of_size("7.5B")
 
 
-def planned(stage: int, shape: TransformerShape) -> tuple[ShardingConfig, PlannedModel]:
+def planned(stage: int) -> tuple[ShardingConfig, PlannedModel]:
     """What zrun would allocate, with gradients of 2 bytes as the papers have them."""
     job = {
         "name": "plan",
@@ -37,13 +40,15 @@ def planned(stage: int, shape: TransformerShape) -> tuple[ShardingConfig, Planne
         "zero": stage,
     }
     settings = settings_of(JobConfig.model_validate(job), lambda name: None, "cuda")
-    return settings, plan_shape(shape, settings)
+    with torch.device("meta"):
+        model = gpt(**SIZED_7B5.args())
+    return settings, plan_model(model, settings)
 
 
 def state_bytes(
     stage: int, dp: int, placement: Placement | None = None, tier: Tier = Tier.DEVICE
 ) -> int:
-    settings, model = planned(stage, SHAPE_7B5)
+    settings, model = planned(stage)
     buffers = rank_buffers(
         model, settings, ParallelDims(dp), placement=placement or Placement(), device="cuda"
     )
@@ -57,7 +62,7 @@ def test_planned_states_are_those_of_the_papers(stage, dp):
     """7.5B parameters of table 1 and figure 1: all but the padding of units to equal shards of
     whole pages.
     """
-    expected = paper.model_states(SHAPE_7B5.params, stage, dp)
+    expected = paper.model_states(SIZED_7B5.num_params, stage, dp)
     assert expected <= state_bytes(stage, dp) <= expected * 1.005
 
 
@@ -65,7 +70,7 @@ def test_planned_states_are_those_of_the_papers(stage, dp):
 @pytest.mark.parametrize("optimizer", [False, True])
 def test_planned_offload_is_that_of_the_paper(grads, optimizer):
     """ZeRO-Offload, table 1, of a model on one device."""
-    expected = paper.offload(SHAPE_7B5.params, grads=grads, optimizer=optimizer)
+    expected = paper.offload(SIZED_7B5.num_params, grads=grads, optimizer=optimizer)
     placement = Placement(
         grad=Tier.HOST if grads else Tier.DEVICE,
         optimizer=Tier.HOST if optimizer else Tier.DEVICE,

@@ -20,15 +20,13 @@ from zrun_core.pipeline.split import Split
 from zrun_core.plan.memory.states import (
     PlannedModel,
     plan_model,
-    plan_shape,
     rank_buffers,
     settings_of,
 )
-from zrun_core.plan.question.transformer import TransformerShape
+from zrun_core.plan.question.size import gpt_of_size
 from zrun_core.spine.config import JobConfig
 from zrun_core.spine.parallel_dims import Coordinates, ParallelDims
 from zrun_core.zero.wrap.sharding_config import ShardingConfig
-from zrun_core.zero.wrap.tiling import tile_linears, tiled_linears
 
 HOST, DISK = Tier.HOST, Tier.DISK
 OWN = {Kind.PARAM, Kind.GRAD, Kind.OPTIM}
@@ -290,64 +288,11 @@ def test_dims_must_divide():
             ParallelDims(**wrong)
 
 
-# Shapes
-
-
-@pytest.mark.parametrize("zero", [{"stage": 0}, {"stage": 3}, {"stage": 3, "tile": "4MiB"}])
-@pytest.mark.parametrize(
-    "args",
-    [
-        {"flavour": "gpt2", "dim": 768, "depth": 3, "heads": 12},
-        {
-            "flavour": "gpt2",
-            "dim": 4096,
-            "depth": 2,
-            "heads": 32,
-        },  # blocks larger than a unit may be
-        {"flavour": "llama", "dim": 1024, "depth": 3, "heads": 16, "kv_heads": 4, "tied": False},
-    ],
-)
-def test_a_shape_is_cut_like_the_model(args, zero):
-    chosen = settings(zero=zero, activations={"checkpoint": "full"})
-    with torch.device("meta"):
-        model = gpt(**args)
-    tile_linears(model, chosen.tile, torch.bfloat16, [])
-    assert bool(tiled_linears(model)) == ("tile" in zero)
-    shape = TransformerShape.from_model_args("zrun_core.models.gpt:gpt", args)
-    found = [plan_shape(shape, chosen), plan_model(model, chosen)]
-    sizes = [
-        [
-            (b.name, b.num_bytes)
-            for b in rank_buffers(each, chosen, ParallelDims(4))
-            if b.kind is not Kind.BUFFER
-        ]
-        for each in found
-    ]
-    assert sizes[0] == sizes[1]
-
-
-def test_tensor_parallel_ranks_share_what_they_can():
-    chosen = settings()
-    shape = TransformerShape.llama(2, 512, 8, kv_heads=2, ffn=1408, vocab=1000, seq=64)
-    whole, of_two, of_four = (plan_shape(shape, chosen, tp) for tp in (1, 2, 4))
-    assert whole.num_params == shape.num_params
-    norms = 5 * 512
-    alike = [unit.numel for unit in of_two.units() if unit.replicated_over]
-    assert sum(alike) == norms, "in units of their own"
-    assert not any(unit.replicated_over for unit in whole.units())
-    assert of_two.num_params == (shape.num_params - norms) // 2 + norms
-    keys = (
-        2 * 512 * 64
-    )  # of two layers: one key and one value head on each rank, twice as many as there are
-    assert of_four.num_params == (shape.num_params - norms) // 4 + norms + keys
-    with pytest.raises(ValueError, match="8 heads and 2 key heads do not divide over 3 ranks"):
-        plan_shape(shape, chosen, 3)
-
-
 def test_a_size_has_as_many_states_as_it_says():
     chosen = settings(zero=3)
-    on_paper = plan_shape(TransformerShape.from_size("1.3B"), chosen)
-    assert on_paper.num_params == 1_300_000_000
-    assert sums(rank_buffers(on_paper, chosen, ParallelDims(64))) == pytest.approx(
+    with torch.device("meta"):
+        model = plan_model(gpt(**gpt_of_size("1.3B").args()), chosen)
+    assert model.num_params == pytest.approx(1.3e9, rel=0.003)
+    assert sums(rank_buffers(model, chosen, ParallelDims(64))) == pytest.approx(
         16 * 1.3e9 / 64, rel=0.01
     ), "and padding"

@@ -5,15 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from formula_cost import FormulaCostModel, FormulaSettings
+from formulas import TransformerShape
 
 from zrun_core.hardware.hardware import Hardware
 from zrun_core.hardware.simulated import parse_simulate
 from zrun_core.memory.buffers import Placement, Tier
 from zrun_core.plan.question.candidate import Candidate
-from zrun_core.plan.question.subject import Subject
-from zrun_core.plan.question.transformer import TransformerShape
-from zrun_core.plan.timing.cost_model import CostModel
-from zrun_core.plan.timing.micro_batch_cost import TimingSettings
 from zrun_core.plan.timing.timing import StepTime, step_time
 from zrun_core.spine.parallel_dims import ParallelDims
 
@@ -28,11 +26,11 @@ KORTHIKANTI = {
 }
 # Megatron's kernels: what lies between products is fused, and gradients are added where they are
 # made.
-MEGATRON = TimingSettings(fused=True, fused_accumulation=True)
+MEGATRON = FormulaSettings(fused=True, fused_accumulation=True)
 
 
 def megatron(shape: TransformerShape, hardware: Hardware, candidate: Candidate) -> StepTime:
-    return step_time(CostModel(Subject(shape), hardware, MEGATRON), candidate, shape.seq)
+    return step_time(FormulaCostModel(shape, hardware, MEGATRON), candidate, shape.seq)
 
 
 def korthikanti(name: str, *, present: bool) -> tuple[TransformerShape, StepTime]:
@@ -133,7 +131,7 @@ def timed(
 ) -> StepTime:
     candidate = replace(Candidate(stage, dims, 2, count), **more)  # type: ignore[arg-type]
     return step_time(
-        CostModel(Subject(GPT), parse_simulate(hardware), TimingSettings()), candidate, GPT.seq
+        FormulaCostModel(GPT, parse_simulate(hardware), FormulaSettings()), candidate, GPT.seq
     )
 
 
@@ -256,7 +254,7 @@ def test_all_that_is_pushed_and_pulled_passes_the_link_of_a_parameter_server(
     candidate = Candidate(0, ParallelDims(num_ranks), 1, 1, "none", "fp32")
 
     def time(**settings: bool) -> StepTime:
-        model = CostModel(Subject(GPT), hardware, TimingSettings(**settings))
+        model = FormulaCostModel(GPT, hardware, FormulaSettings(**settings))
         return step_time(model, candidate, GPT.seq)
 
     ring, server = time(), time(through_first=True)

@@ -9,8 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from formula_cost import FormulaCostModel, FormulaSettings, product_seconds
+from formulas import TransformerShape
 from plan_rows import Event, Op, trace_of
 from torch import nn
+from traced_gpt import GPT, planner_of
 
 from zrun.estimate.why import overshoot
 from zrun_core.checkpoint.block_writer import HELD_BYTES
@@ -24,10 +27,8 @@ from zrun_core.plan.answer.search import SearchResult, SearchSpace, SearchState,
 from zrun_core.plan.memory.rank_memory import adds_gradients
 from zrun_core.plan.question.candidate import Candidate
 from zrun_core.plan.question.subject import Subject
-from zrun_core.plan.question.transformer import TransformerShape
 from zrun_core.plan.timing.cost_model import CostModel
 from zrun_core.plan.timing.micro_batch_cost import TimingSettings
-from zrun_core.plan.timing.roofline import product_seconds
 from zrun_core.plan.timing.traced_cost import (
     OpColumns,
     columns_of,
@@ -320,7 +321,7 @@ class Tracing:
         planner = Planner(profile(), HARDWARE, JOB, divide=self, at_once=self.at_once, end=end)
         base = Candidate(1, ParallelDims(8), 1, 4)
         space = SearchSpace(32, base=base, virtual=1, offloads=False)
-        return search(planner, HARDWARE, space, "best", watch or (lambda state: None))
+        return search(planner, space, "best", watch or (lambda state: None))
 
 
 def test_ways_to_divide_layers_are_traced_two_at_a_time() -> None:
@@ -349,9 +350,7 @@ def test_whoever_interrupts_a_search_ends_what_is_traced_ahead() -> None:
 def test_ranks_with_parts_of_layers_wait_for_each_other() -> None:
     shape = TransformerShape.gpt(BLOCKS, WIDTH, 8, seq=TOKENS, vocab=1000)
     waiting = replace(HARDWARE, wait_s=1e-3, uneven=0.1)
-    quiet, real = (
-        CostModel(Subject(shape), each, TimingSettings()) for each in (HARDWARE, waiting)
-    )
+    quiet, real = (FormulaCostModel(shape, each, FormulaSettings()) for each in (HARDWARE, waiting))
     whole = Candidate(0, ParallelDims(1), 4, 1).key
     assert quiet.micro_batch(whole) == real.micro_batch(whole)
     before, after = (each.micro_batch(whole._replace(tp=2)).blocks[0] for each in (quiet, real))
@@ -515,13 +514,12 @@ def test_the_main_job_is_not_divided_on_two_cores() -> None:
     )
     hardware = from_rates(rates, ranks=2, host_bytes=20 << 30, cores=2)
     assert (hardware.intra.latency, hardware.intra.bandwidth) == (2e-4, 3.9e9)
-    shape = TransformerShape.gpt(6, 384, 6, seq=256, vocab=256)
-    planner = Planner(shape, hardware)
+    planner = planner_of(GPT(6, 384, 6, seq=256, vocab=256), hardware, "fp32", divides=True)
     base = Candidate(2, ParallelDims(2), 4, 1, precision="fp32")
     divided = replace(base, dims=ParallelDims(1, tp=2), micro=8, sequence_parallel=True)
     times = [planner.estimate(each).time.seconds for each in (base, divided)]
     assert times[1] > 1.05 * times[0]
-    found = search(planner, hardware, SearchSpace(8, base=base, offloads=False), "best")
+    found = search(planner, SearchSpace(8, base=base, offloads=False), "best")
     assert found.best[0].candidate.dims.tp == 1
 
 

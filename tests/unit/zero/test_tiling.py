@@ -360,7 +360,7 @@ def test_a_plan_knows_the_tiles_of_a_profile() -> None:
     model = stack()
     tiled(model, 64 * 256)
     profile = Profile(
-        source="formula",
+        source="states alone",
         why="",
         params=describe_params(model, torch.float32),
         buffer_bytes=0,

@@ -1,6 +1,6 @@
 """What micro-batches take on the first rank of a pipeline stage, for every way to compute them.
 
-    model.peak(candidate, stage, steady)        the largest live set, traced or by formula
+    model.peak(candidate, stage, steady)        the largest live set
     model.held(candidate)                       there all the time: batches, a workspace
     model.waiting(candidate, stage)             inputs of recomputed blocks, where they wait
 
@@ -28,7 +28,6 @@ from zrun_core.spine.config import JobConfig
 
 _INPUT_SLOTS = "slots of inputs of blocks"
 _INPUT_WRITES = 2  # of them are on their way to a disk at a time
-_TOKEN_BYTES = 2.0 * 8  # of a token and its label, int64
 
 
 class ActivationModel:
@@ -81,25 +80,13 @@ class ActivationModel:
         )
         found = self._peaks.get(key)
         if found is None:
-            found = self._peaks[key] = self._peak_beyond(candidate, stage, beyond)
+            found = self._peaks[key] = self._passes(candidate, stage, beyond).peak()
         return replace(found, num_bytes=found.num_bytes + least)
-
-    def _peak_beyond(
-        self, candidate: Candidate, stage: PipelineStage, beyond: Mapping[TracePhase, int]
-    ) -> Peak:
-        if self._cost_model.uses_formula:
-            formula = self._cost_model.formula
-            assert formula is not None
-            every_n = self._job.activations.n
-            return rank_memory.by_formula(formula, candidate, stage, beyond, every_n)
-        return self._passes(candidate, stage, beyond).peak()
 
     def course(
         self, candidate: Candidate, stage: PipelineStage, steady: Mapping[TracePhase, int]
-    ) -> Course | None:
-        """Return what a stage holds through a step, arguments as of `peak`; None: by formula."""
-        if self._cost_model.uses_formula:
-            return None
+    ) -> Course:
+        """Return what a stage holds through a step, arguments as of `peak`."""
         return self._passes(candidate, stage, steady).course()
 
     def _passes(
@@ -114,8 +101,8 @@ class ActivationModel:
         """Return the bytes that the allocator holds beyond those in use at the peak of a stage."""
         is_cuda = self._device_type == "cuda"
         has_stages = candidate.dims.pp > 1
-        if self._cost_model.uses_formula or (has_stages and is_cuda):
-            return rank_memory.formula_slack(peak.dynamic)
+        if has_stages and is_cuda:
+            return rank_memory.slack_of_stage(peak.dynamic)
         profile = self._profile(candidate)
         away = rank_memory.moves_inputs(candidate)
         passes = candidate.flowing if has_stages else min(2, candidate.accumulation)
@@ -133,7 +120,7 @@ class ActivationModel:
         """Return the bytes of code that a CPU's library makes for the shapes of products."""
         device = self._hardware.device
         has_instructions = device.flops(candidate.precision) > device.flops("fp32")
-        if self._cost_model.uses_formula or not has_instructions:
+        if not has_instructions:
             return 0
         return rank_memory.kernel_bytes(self._profile(candidate), candidate)
 
@@ -142,24 +129,19 @@ class ActivationModel:
 
         Where ranks have parts of the layers, it is taken to be that of all of them.
         """
-        whole = self._subject.whole
-        if self._job.eval is None or not isinstance(whole, Profile):
+        if self._job.eval is None:
             return 0
-        num_bytes = whole.evaluation_bytes.at(candidate.micro)
+        num_bytes = self._subject.whole.evaluation_bytes.at(candidate.micro)
         return round(num_bytes * (1 + rank_memory.HEAP_SLACK))
 
     def generation(self) -> int:
         """Return the bytes that the bundled hook holds while it makes text, as `evaluation`."""
-        whole = self._subject.whole
-        if not isinstance(whole, Profile):
-            return 0
-        return round(whole.generation_bytes * (1 + rank_memory.HEAP_SLACK))
+        return round(self._subject.whole.generation_bytes * (1 + rank_memory.HEAP_SLACK))
 
     @property
     def hooks_gather(self) -> bool:
         """Whether a hook has all parameters of a rank whole at once."""
-        whole = self._subject.whole
-        return isinstance(whole, Profile) and whole.hooks_gather
+        return self._subject.whole.hooks_gather
 
     # Beside it
 
@@ -168,7 +150,7 @@ class ActivationModel:
         batches = candidate.flowing
         if self._device_type == "cuda":
             batches = min(2, batches)  # the one in use, and the one that is copied meanwhile
-        batch_bytes = round(batches * self._batch_bytes(candidate.micro))
+        batch_bytes = round(batches * self._subject.whole.batch_bytes.at(candidate.micro))
         found = [Buffer("batch", Kind.ACTIVATION, batch_bytes)]
         workspace = self._hardware.device.workspace_bytes
         if workspace:
@@ -176,12 +158,6 @@ class ActivationModel:
         if self._device_type == "cpu" and candidate.placement.activation is Tier.DISK:
             found.append(Buffer(_INPUT_SLOTS, Kind.RING, self._input_slots(candidate)))
         return found
-
-    def _batch_bytes(self, micro: int) -> float:
-        whole = self._subject.whole
-        if isinstance(whole, Profile):
-            return whole.batch_bytes.at(micro)
-        return _TOKEN_BYTES * micro * whole.seq
 
     def waiting(self, candidate: Candidate, stage: PipelineStage) -> list[Buffer]:
         """Return what the inputs of a stage's recomputed blocks take where they wait."""
@@ -220,11 +196,8 @@ class ActivationModel:
         """Return the bytes of the inputs of all recomputed blocks, if they wait elsewhere."""
         if not rank_memory.moves_inputs(candidate):
             return []
-        profile = None
-        if not self._cost_model.uses_formula:
-            profile = self._profile(candidate)
-        shape = self._cost_model.formula
-        return rank_memory.input_bytes(profile, shape, candidate, self._every(candidate))
+        profile = self._profile(candidate)
+        return rank_memory.input_bytes(profile, candidate, self._every(candidate))
 
     def _input_slots(self, candidate: Candidate) -> int:
         """Return the bytes of host memory in which inputs are on their way to a disk."""
@@ -238,8 +211,6 @@ class ActivationModel:
         Raises:
             JobError: nothing tells of them.
         """
-        if self._cost_model.uses_formula:
-            return "formula"
         return self._profile(candidate).source_of(candidate.checkpoint)
 
     def _profile(self, candidate: Candidate) -> Profile:
@@ -250,7 +221,6 @@ class ActivationModel:
         """
         dims = candidate.dims
         profile = self._subject.traced(dims.tp, sequence=candidate.sequence_parallel)
-        assert profile is not None
         if candidate.checkpoint not in profile.traces:
             raise self.untraced(candidate)
         return profile
@@ -261,10 +231,8 @@ class ActivationModel:
         message = f"checkpoint {policy}: the model was not traced with it"
         dims = candidate.dims
         traced = self._subject.traced(dims.tp, sequence=candidate.sequence_parallel)
-        if traced is not None:
-            why = traced.untraced.get(policy)
-            if why:
-                message += f": {why}"
+        if why := traced.untraced.get(policy):
+            message += f": {why}"
         return JobError(message)
 
     def _every(self, candidate: Candidate) -> int:

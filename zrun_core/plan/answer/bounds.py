@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from zrun_core.memory.buffers import ON_DEVICE, Placement, Tier
 from zrun_core.plan.answer.planner import Planner
-from zrun_core.plan.memory.rank_memory import PipelineStage, formula_slack
+from zrun_core.plan.memory.rank_memory import PipelineStage
 from zrun_core.plan.question.candidate import Candidate
 from zrun_core.plan.timing.link_cost import LinkedGroup
 from zrun_core.plan.timing.micro_batch_cost import BYTES, SegmentCost
@@ -248,11 +248,7 @@ class Bounds:
         return at_home, self._activation_bytes(away, first)
 
     def _activation_bytes(self, candidate: Candidate, first: PipelineStage) -> int:
-        num_bytes = self._planner.activations.peak(candidate, first, _NO_STATES).num_bytes
-        uses_formula = self._planner.cost_model.uses_formula
-        if self._hardware.device.kind == "cuda" and uses_formula:
-            num_bytes += formula_slack(num_bytes)
-        return num_bytes
+        return self._planner.activations.peak(candidate, first, _NO_STATES).num_bytes
 
 
 def _seconds(segment: SegmentCost) -> float:

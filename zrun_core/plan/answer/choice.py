@@ -59,7 +59,7 @@ class Choice:
     @property
     def replaces(self) -> bool:
         """True if what is found would replace a job that can run."""
-        return self.base is not None and self.base.fits and not self.base.is_guess
+        return self.base is not None and self.base.fits and not self.base.knows_states_only
 
     def latest(self, candidate: Candidate) -> float:
         """Return the seconds of a step up to which a candidate is faster than the base for sure."""

@@ -43,9 +43,7 @@ class HostModel:
 
     @property
     def _built_bytes(self) -> int:
-        """The bytes of the whole model in fp32; 0 of one that is a size only."""
-        if self._job.model.call == "size:size":
-            return 0
+        """The bytes of the whole model in fp32."""
         return 4 * self._num_params
 
     def _local_ranks(self, dims: ParallelDims) -> int:

@@ -21,9 +21,8 @@ def notes_of(
     """
     notes = []
     dims = candidate.dims
-    if isinstance(subject.whole, Profile):
-        traced = subject.traced(dims.tp, sequence=candidate.sequence_parallel)
-        notes += _notes_of_trace(traced or subject.whole, candidate.checkpoint, source)
+    traced = subject.traced(dims.tp, sequence=candidate.sequence_parallel)
+    notes += _notes_of_trace(traced, candidate.checkpoint, source)
     if hardware.usual_disk and candidate.placement.uses(Tier.DISK):
         rate = f"{hardware.disk_read / GB:g} GB/s each way"
         notes.append(f"the disk was not measured: {rate} assumed")
@@ -45,7 +44,7 @@ def notes_of(
 
 def _notes_of_trace(profile: Profile, policy: str, source: str) -> list[str]:
     notes = []
-    if source == "guessed":
+    if source == "states alone":
         reason = profile.untraced.get(policy) or profile.why
         notes.append(f"activations with checkpoint {policy} are not known: {reason}")
     elif profile.why:

@@ -76,9 +76,9 @@ class Estimate:
         host_bytes: of each node's memory; `host_parts` says for what.
         capacity: bytes of a device.
         is_bound: its batches are of the longest samples: most take less.
-        fits: whether it does; of a guess, whether what is known of it does.
-        source: where activations come from: "traced", "measured on the CPU", "formula" or
-            "guessed".
+        fits: whether it does; where its states alone are known, whether these do.
+        source: where activations come from: "traced", "measured on the CPU", or "states
+            alone" where nobody knows them.
         notes: what a reader should know.
         traffic: bytes that a rank of the first stage sends per step, exactly: those of parameters
             and their gradients by collective, under "tensor" what it sends to ranks that have
@@ -111,9 +111,9 @@ class Estimate:
     after_blocks: float = 0.0
 
     @property
-    def is_guess(self) -> bool:
-        """True if only its states are known, so that nobody can say that it fits."""
-        return self.source == "guessed"
+    def knows_states_only(self) -> bool:
+        """True if its bytes and seconds are a bound, so that nobody can say that it fits."""
+        return self.source == "states alone"
 
     @property
     def device_used(self) -> int:

@@ -3,8 +3,8 @@
     planner = Planner(profile, parse_simulate("64x8xA100-80G"), job)
     planner.estimate(candidate).fits
 
-The buffers are those that the runtime allocates, the activations those of the traced peak or of a
-formula, beyond them lies what the allocator holds, and the time is that of the cost model. A
+The buffers are those that the runtime allocates, the activations those of the traced peak, beyond
+them lies what the allocator holds, and the time is that of the cost model. A
 `Planner` keeps what candidates have in common, so that a thousand of them cost little more than
 one.
 """
@@ -35,7 +35,6 @@ from zrun_core.plan.memory.rank_memory import PipelineStage
 from zrun_core.plan.memory.states import settings_of
 from zrun_core.plan.question.candidate import Candidate
 from zrun_core.plan.question.subject import Divide, Subject
-from zrun_core.plan.question.transformer import TransformerShape
 from zrun_core.plan.timing.cost_model import CostModel
 from zrun_core.plan.timing.layer_messages import Messages, stage_messages
 from zrun_core.plan.timing.micro_batch_cost import TimingSettings
@@ -50,22 +49,8 @@ from zrun_core.zero.wrap.sharding_config import ShardingConfig
 _SEGMENT_BYTES = 2 * MIB  # in multiples of which CUDA's allocator reserves memory
 
 
-def job_of_size(precision: str = "bf16") -> JobConfig:
-    """Return a job that says nothing, for models that are a size only."""
-    return JobConfig.model_validate(
-        {
-            "name": "size",
-            "model": "size:size",
-            "data": "size:size",
-            "steps": 1,
-            "batch": {"micro": 1},
-            "precision": precision,
-        }
-    )
-
-
 def _no_code(name: str) -> Any:
-    raise JobError(f"optim.name: {name} is the job's own code, and this estimate has no job")
+    raise JobError(f"optim.name: {name} is code, and nothing was given that loads it")
 
 
 class Planner:
@@ -81,9 +66,9 @@ class Planner:
 
     def __init__(
         self,
-        subject: Profile | TransformerShape,
+        subject: Profile,
         hardware: Hardware,
-        job: JobConfig | None = None,
+        job: JobConfig,
         *,
         divide: Divide | None = None,
         at_once: int = 1,
@@ -100,11 +85,10 @@ class Planner:
         """
         self.subject = subject
         self.hardware = hardware
-        self.job = job if job is not None else job_of_size()
+        self.job = job
         self.device_type = "cpu" if hardware.device.kind == "cpu" else "cuda"
         settings = settings_of(self.job, load, self.device_type)
-        shape = subject if isinstance(subject, TransformerShape) else None
-        timing = _timing_settings(self.job, settings, shape)
+        timing = _timing_settings(self.job, settings)
         self.parts = Subject(subject, divide, at_once, end)
         self.num_params = self.parts.num_params
         self.tokens_per_sample = self.parts.tokens_per_sample
@@ -201,8 +185,8 @@ class Planner:
             hook=hook,
         )
 
-    def course(self, candidate: Candidate) -> Course | None:
-        """Return what the fullest stage holds through a step; None where a formula is asked.
+    def course(self, candidate: Candidate) -> Course:
+        """Return what the fullest stage holds through a step.
 
         Raises:
             JobError: it is impossible.
@@ -234,10 +218,8 @@ class Planner:
 
     def _imported(self, candidate: Candidate) -> int:
         """Return the bytes that a rank on a CPU imports beyond torch and zrun."""
-        imported, needs_compiler = 0, True
-        if isinstance(self.subject, Profile):
-            imported = self.subject.imported_bytes
-            needs_compiler = self.subject.builds_with_compiler
+        imported = self.subject.imported_bytes
+        needs_compiler = self.subject.builds_with_compiler
         builds_on_meta = candidate.init == "meta" or candidate.dims.world_size > 1
         recomputes = candidate.checkpoint != "none"
         is_divided = candidate.dims.tp > 1 or candidate.dims.pp > 1  # by way of fake tensors
@@ -313,11 +295,9 @@ class Planner:
         ranks = tuple(self.rank(candidate, index) for index in self._stages(candidate))
         host = self.hosts.parts(candidate, ranks)
         source = self.activations.source(candidate)
-        known = ranks
         time = self.time(candidate)
-        if source == "guessed":
-            # A guess rules nothing out: only what is known can do.
-            known = tuple(_without_activations(rank) for rank in ranks)
+        if source == "states alone":
+            ranks = tuple(_without_activations(rank) for rank in ranks)
         return Estimate(
             candidate=candidate,
             ranks=ranks,
@@ -325,7 +305,7 @@ class Planner:
             host_bytes=most_at_once(host),
             time=time,
             capacity=self.hardware.device.memory_bytes,
-            fits=self._fits(candidate, known),
+            fits=self._fits(candidate, ranks),
             source=source,
             notes=notes_of(candidate, source, self.parts, self.hardware),
             host_parts=host,
@@ -333,7 +313,7 @@ class Planner:
             sent_apart=self.sent_apart(candidate) if traffic else {},
             pushed=self._states.pushed(candidate) if traffic else 0,
             moved=self.moved(candidate) if traffic else {},
-            is_bound=isinstance(self.subject, Profile) and self.subject.is_ragged,
+            is_bound=self.subject.is_ragged,
             stages=self._all_stages(candidate, time) if traffic else (),
             after_blocks=self.pipeline.after_blocks if candidate.dims.pp > 1 else 0.0,
         )
@@ -380,17 +360,14 @@ class Planner:
 
     def _usual_tokens(self) -> int | None:
         """Return the tokens of a usual sample, of which the time is; None where they are none."""
-        if self.tokens_per_sample is None or not isinstance(self.subject, Profile):
-            return self.tokens_per_sample
+        if self.tokens_per_sample is None:
+            return None
         return round(self.tokens_per_sample * self.subject.usual_share)
 
     def _seconds_of_sample(self) -> float:
         """Return the seconds that a rank waits for each of its samples."""
-        subject = self.subject
         reads_ahead = self.job.data.workers > 0 or self.device_type != "cpu"
-        if reads_ahead or not isinstance(subject, Profile):
-            return 0.0
-        return subject.sample_s
+        return 0.0 if reads_ahead else self.subject.sample_s
 
     def traffic(self, candidate: Candidate) -> dict[str, int]:
         """Return the bytes that a rank sends in a step, as `Estimate.traffic`."""
@@ -453,7 +430,7 @@ class Planner:
         dims = candidate.dims
         traced = self.job.precision.compute
         num_devices = self.hardware.num_devices
-        if isinstance(self.subject, Profile) and candidate.precision != traced:
+        if candidate.precision != traced:
             raise JobError(
                 f"precision {candidate.precision}: the model was traced in {traced}: trace it anew"
             )
@@ -478,9 +455,7 @@ class Planner:
         return candidate.why_not_placed(optimizer.name, layer_wise=optimizer.layer_wise)
 
 
-def _timing_settings(
-    job: JobConfig, settings: ShardingConfig, shape: TransformerShape | None
-) -> TimingSettings:
+def _timing_settings(job: JobConfig, settings: ShardingConfig) -> TimingSettings:
     chosen = settings.optimizer
     assert chosen is not None
     return TimingSettings(
@@ -490,7 +465,6 @@ def _timing_settings(
         prefetch=settings.prefetch,
         every_n=job.activations.n,
         fused=job.compile,
-        causal=shape is None or not shape.name.startswith("bert"),
         through_first=job.sync != "ring",
         updates_apart=job.sync == "async_server" and job.staleness != 0,
     )

@@ -25,8 +25,6 @@ from zrun_core.plan.answer.outcome import Estimate, SearchResult, offloaded_byte
 from zrun_core.plan.answer.planner import Planner
 from zrun_core.plan.answer.search_space import SearchSpace, candidates, offload_chains
 from zrun_core.plan.question.candidate import Candidate, changes
-from zrun_core.plan.question.transformer import TransformerShape
-from zrun_core.plan.trace.profile import Profile
 
 __all__ = ["SHOWN", "SearchGoal", "SearchResult", "SearchSpace", "SearchState", "search"]
 
@@ -60,8 +58,7 @@ Watch = Callable[[SearchState], None]
 
 
 def search(
-    subject: Profile | TransformerShape | Planner,
-    hardware: Hardware,
+    planner: Planner,
     space: SearchSpace,
     goal: SearchGoal,
     watch: Watch = lambda state: None,
@@ -78,7 +75,6 @@ def search(
         JobError: the space leaves nothing to choose from, or has no base to change.
         KeyboardInterrupt: it was interrupted before anything was found.
     """
-    planner = subject if isinstance(subject, Planner) else Planner(subject, hardware)
     try:
         searching = _Search(planner, space, watch)
         return searching.cheapest_change() if goal == "fit" else searching.fastest()
@@ -214,7 +210,7 @@ class _Search:
 
     def _traced_apart(self, bound: BoundedCandidate) -> int:
         """Return a number that is equal for candidates with one trace."""
-        return bound.candidate.dims.tp if self.planner.cost_model.formula is None else 1
+        return bound.candidate.dims.tp
 
     def _drain(
         self,

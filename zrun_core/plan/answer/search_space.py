@@ -11,7 +11,6 @@ from zrun_core.memory.buffers import ON_DEVICE, Placement, Tier
 from zrun_core.plan.answer.choice import HEADROOM
 from zrun_core.plan.answer.planner import Planner
 from zrun_core.plan.question.candidate import Candidate
-from zrun_core.plan.trace.profile import Profile
 from zrun_core.spine.parallel_dims import ParallelDims
 from zrun_core.spine.sections.schedules import PLAIN
 
@@ -227,9 +226,7 @@ class _Enumeration:
         if self._space.checkpoints is not None:
             return self._space.checkpoints
         subject = self._planner.subject
-        if not isinstance(subject, Profile):
-            return _POLICIES
-        known = tuple(each for each in subject.traces if each not in subject.guessed)
+        known = tuple(each for each in subject.traces if each not in subject.unknown)
         return known or tuple(subject.traces)
 
     def _dims(self, world: int) -> Iterator[ParallelDims]:
@@ -249,19 +246,15 @@ class _Enumeration:
                         yield ParallelDims(world // tp // pp, tp, pp, virtual, order=order)
 
     def _tps(self) -> Iterator[int]:
-        """Return sizes of tensor-parallel groups: within a node, and such that heads divide."""
+        """Return sizes of tensor-parallel groups: within a node, and such that it divides."""
         possible = _divisors(self._hardware.devices_per_node)
         if self._space.tp is not None:
             possible = [tp for tp in possible if tp in self._space.tp]
-        shape = self._planner.cost_model.formula
-        if shape is not None:
-            counts = (shape.heads, shape.kv_heads, shape.ffn)
-            possible = [tp for tp in possible if not any(count % tp for count in counts)]
         parts = self._planner.parts
         ways = [tp for tp in possible if tp > 1]
         parts.begin((tp, sequence) for tp in ways for sequence in (False, True))
         for tp in possible:  # each may have to be traced
-            if tp > 1 and shape is None:
+            if tp > 1:
                 self._tracing(tp, ways.index(tp) + 1, len(ways))
             if not parts.why_not_divided(tp, sequence=False):
                 yield tp

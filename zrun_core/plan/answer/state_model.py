@@ -20,14 +20,12 @@ from zrun_core.plan.memory.states import (
     layouts_of_rank,
     mesh_info_of_rank,
     plan_model,
-    plan_shape,
     rank_buffers,
 )
 from zrun_core.plan.question.candidate import Candidate
 from zrun_core.plan.question.pipeline_model import PipelineModel
 from zrun_core.plan.question.subject import Subject
 from zrun_core.plan.trace.module_tree import skeleton_of
-from zrun_core.plan.trace.profile import Profile
 from zrun_core.plan.trace.rows import TracePhase
 from zrun_core.spine.config import JobConfig
 from zrun_core.spine.parallel_dims import Coordinates
@@ -262,40 +260,21 @@ class StateModel:
 
     def _model_of(self, candidate: Candidate) -> PlannedModel:
         """Return the units of one tensor-parallel rank."""
-        key = (
-            candidate.dims.tp,
-            candidate.sequence_parallel,
-            candidate.precision,
-            self._profile_of(candidate) is None,
-        )
+        key = (candidate.dims.tp, candidate.sequence_parallel, candidate.precision)
         found = self._models.get(key)
         if found is None:
             found = self._models[key] = self._plan_model(candidate)
         return found
 
-    def _profile_of(self, candidate: Candidate) -> Profile | None:
-        """Return the traced model; None: the tree of a shape stands for it."""
-        if candidate.dims.pp > 1 and self._pipeline.uses is None:
-            return None
-        return self._subject.traced(candidate.dims.tp, sequence=candidate.sequence_parallel)
-
     def _plan_model(self, candidate: Candidate) -> PlannedModel:
-        tp = candidate.dims.tp
         settings = self._settings_of(candidate)
-        profile = self._profile_of(candidate)
-        if profile is not None:
-            try:
-                model = skeleton_of(profile)
-            except ValueError as error:
-                raise JobError(f"the states of this model are not known: {error}") from None
-            uses = self._pipeline.uses
-            return plan_model(model, settings, profile.buffer_bytes, profile.table, uses)
-        if self._subject.formula is None:
-            raise JobError(f"tp {tp}: how this model is divided is not known")
+        profile = self._subject.traced(candidate.dims.tp, sequence=candidate.sequence_parallel)
         try:
-            return plan_shape(self._subject.formula, settings, tp)
+            model = skeleton_of(profile)
         except ValueError as error:
-            raise JobError(f"tp {tp}: {error}") from None
+            raise JobError(f"the states of this model are not known: {error}") from None
+        uses = self._pipeline.uses
+        return plan_model(model, settings, profile.buffer_bytes, profile.table, uses)
 
 
 def _bytes_by_phase(buffers: Iterable[Buffer]) -> dict[TracePhase, int]:

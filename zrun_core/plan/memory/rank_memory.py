@@ -1,4 +1,4 @@
-"""Bytes of a micro-batch beyond the states: of a traced model by events, else by formula."""
+"""Bytes of a micro-batch beyond the states, by the events of its trace."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from zrun_core.pipeline.schedule import stage_actions
 from zrun_core.pipeline.split import Split
 from zrun_core.plan.memory.allocator import heap_bytes, heap_bytes_of_stage, simulate
 from zrun_core.plan.question.candidate import Candidate
-from zrun_core.plan.question.transformer import TransformerShape
-from zrun_core.plan.timing.micro_batch_cost import BYTES
 from zrun_core.plan.trace import waiting_inputs
 from zrun_core.plan.trace.peak import ONE_AT_A_TIME, Moment, Passes, Peak
 from zrun_core.plan.trace.profile import Profile, Trace
@@ -34,8 +32,7 @@ _HEAP_GROWTH = 24 << 20  # or a quarter of it
 _KERNEL_BYTES = 800 << 10
 _MAX_KERNELS = 256
 _OF_ATTENTION = 16
-_INPUTS_HERE = 2  # of recomputed blocks, where the others wait elsewhere
-_FORMULA_SLACK = 0.03  # reserved beyond allocated, where no timeline tells
+_STAGE_SLACK = 0.03  # of what a GPU's stage allocates, reserved beyond it
 
 
 @dataclass(frozen=True)
@@ -218,29 +215,15 @@ def moves_inputs(candidate: Candidate) -> bool:
     return candidate.placement.activation is not Tier.DEVICE
 
 
-def input_bytes(
-    profile: Profile | None, shape: TransformerShape | None, candidate: Candidate, every: int
-) -> list[int]:
+def input_bytes(profile: Profile, candidate: Candidate, every: int) -> list[int]:
     """Return the bytes of each input of a recomputed block of the model that one rank keeps.
 
     Args:
-        profile: of the model; None: `shape` answers.
         every: one block in so many is recomputed.
     """
-    if profile is not None:
-        events = profile.traces[candidate.checkpoint].of(candidate.micro).events
-        sizes = waiting_inputs.input_bytes(events, every, candidate.micro)
-        return [-(-round(size) // candidate.input_ranks) for size in sizes]
-    assert shape is not None
-    kept = -(-_block_input(shape, candidate) // candidate.input_ranks)
-    return [kept] * -(-shape.layers // every)
-
-
-def _block_input(shape: TransformerShape, candidate: Candidate) -> int:
-    """Return the bytes of what one block of a transformer hands to the next."""
-    divided = candidate.dims.tp if candidate.sequence_parallel else 1
-    tokens = candidate.micro * shape.seq
-    return BYTES[candidate.precision] * tokens * shape.hidden // divided
+    events = profile.traces[candidate.checkpoint].of(candidate.micro).events
+    sizes = waiting_inputs.input_bytes(events, every, candidate.micro)
+    return [-(-round(size) // candidate.input_ranks) for size in sizes]
 
 
 def _trace_of(profile: Profile, candidate: Candidate, every: int) -> Trace:
@@ -380,92 +363,6 @@ def kernel_bytes(profile: Profile, candidate: Candidate) -> int:
     return min(count, _MAX_KERNELS) * _KERNEL_BYTES
 
 
-def by_formula(
-    shape: TransformerShape,
-    candidate: Candidate,
-    stage: PipelineStage,
-    steady: Mapping[TracePhase, int],
-    every: int,
-) -> Peak:
-    """Return the peak of a stage of a transformer of this shape.
-
-    At the end of forward there are the kept activations of all blocks, and the logits; in backward
-    there are, with those, what one block is recomputed to, the gradients of its largest
-    activations, and that of its largest matrix.
-
-    Args:
-        steady: bytes that are in use anyway, by phase.
-        every: blocks of which one is recomputed, with "every_n".
-    """
-    tp = candidate.dims.tp
-    element = BYTES[candidate.precision]
-    tokens = candidate.micro * shape.seq
-    policy = candidate.checkpoint
-
-    def of_block(recompute: str) -> float:
-        return shape.block_activations(
-            candidate.micro,
-            tp=tp,
-            sequence_parallel=candidate.sequence_parallel,
-            recompute=recompute,  # type: ignore[arg-type]
-            every=every,
-            element=element,
-        )
-
-    kept = stage.held_blocks * of_block(policy)
-    recomputed = stage.held_blocks
-    if policy == "every_n":
-        recomputed = -(-recomputed // every)
-    whole = _block_input(shape, candidate)
-    own = whole / candidate.input_ranks
-    if candidate.input_ranks > 1:  # the whole one is there while its block runs
-        kept -= recomputed * (whole - own) - whole
-    if moves_inputs(candidate):
-        kept -= max(0, recomputed - _INPUTS_HERE) * own
-    kept = max(0.0, kept)
-    again = 0.0
-    if policy != "none":
-        of_recomputed = "full" if policy == "every_n" else policy
-        again = max(0.0, of_block("none") - of_block(of_recomputed))
-    widest = max(shape.hidden, shape.qkv_width / tp, (shape.num_ffn_matrices - 1) * shape.ffn / tp)
-    grads = 2 * element * tokens * widest
-    matrix = element * shape.hidden * max(shape.qkv_width, shape.ffn) / tp
-    logits = 0.0
-    if stage.last:
-        logits = shape.logit_bytes(candidate.micro, tp=tp, element=element)
-    anyway = {"activations of blocks": kept, "messages to other stages": float(stage.beside)}
-    if stage.weight_blocks:
-        anyway["inputs of layers"] = stage.weight_blocks * shape.weight_inputs(
-            candidate.micro, tp=tp, sequence_parallel=candidate.sequence_parallel, element=element
-        )
-        micro_batches = stage.weight_blocks / stage.blocks
-        ends = [stage.first, stage.last].count(True)
-        of_vocabulary = element * shape.vocab * shape.hidden / tp
-        anyway["gradients of embedding and head"] = micro_batches * ends * of_vocabulary
-    live = {
-        TracePhase.LOSS: {**anyway, "logits": logits},
-        TracePhase.BACKWARD: {
-            **anyway,
-            "a recomputed block": again,
-            "gradients of a block": grads + matrix,
-        },
-    }
-    sizes = {phase: sum(holders.values()) for phase, holders in live.items()}
-    if stage.last:
-        sizes[TracePhase.LOSS] += element * tokens * shape.hidden
-    totals = {phase: size + steady.get(phase, 0) for phase, size in sizes.items()}
-    totals |= {phase: float(size) for phase, size in steady.items() if phase not in totals}
-    phase = max(totals, key=lambda each: totals[each])
-    holders = sorted(live.get(phase, {}).items(), key=lambda item: -item[1])
-    return Peak(
-        round(totals[phase]),
-        phase,
-        "",
-        tuple((name, round(size)) for name, size in holders if size > 0),
-        round(sizes.get(phase, 0.0)),
-    )
-
-
-def formula_slack(dynamic: int) -> int:
-    """Return what the allocator reserves beyond `dynamic` bytes of activations and temporaries."""
-    return round(_FORMULA_SLACK * dynamic)
+def slack_of_stage(dynamic: int) -> int:
+    """Return what a GPU's allocator reserves beyond a stage's activations and temporaries."""
+    return round(_STAGE_SLACK * dynamic)

@@ -24,11 +24,10 @@ from zrun_core.memory.buffers import ON_DEVICE, Buffer, Kind, Placement, Tier
 from zrun_core.memory.layout import NO_PARTS, UnitLayout, dense_stride
 from zrun_core.memory.placement import place
 from zrun_core.memory.state_policy import MeshInfo, RankPlaces, module_buffers
-from zrun_core.memory.tensors import TIED, TensorPart, contiguous_stride, full_part
+from zrun_core.memory.tensors import TIED, TensorPart, full_part
 from zrun_core.optim.resolve import resolve_optimizer
 from zrun_core.pipeline.ownership import chunks_of, owned, tied_stages
 from zrun_core.pipeline.split import Split
-from zrun_core.plan.question.transformer import TransformerShape
 from zrun_core.spine.config import JobConfig
 from zrun_core.spine.parallel_dims import Coordinates, ParallelDims
 from zrun_core.train.parallelize import make_settings
@@ -36,7 +35,6 @@ from zrun_core.zero.unit.unit_params import is_read_in_place, moves_pages
 from zrun_core.zero.wrap.auto_wrap import WrapPlan
 from zrun_core.zero.wrap.foreign import only_params
 from zrun_core.zero.wrap.sharding_config import ShardingConfig, wrap_plan
-from zrun_core.zero.wrap.tiling import tile_linears
 
 FIRST = Coordinates()  # the first of an axis has at least as many bytes as any other
 
@@ -175,138 +173,6 @@ def plan_model(
     planned = PlannedModel(model, settings, tuple(buffers), uses, table)
     planned.units()
     return planned
-
-
-def plan_shape(shape: TransformerShape, settings: ShardingConfig, tp: int = 1) -> PlannedModel:
-    """Divide what one of `tp` ranks has of a transformer into units, as of `zrun_core.models`.
-
-    Column-parallel matrices and vocabularies are divided, and so are heads; what is added to the
-    residual stream is on every rank (Shoeybi et al. 2019, "Megatron-LM", section 3). Parameters
-    that a shape is said to have beyond those of its matrices are spread over the blocks.
-
-    Raises:
-        ValueError: the heads do not divide.
-        JobError: its linears cannot be tiled as the settings say.
-    """
-    if shape.heads % tp or (shape.kv_heads % tp and tp % shape.kv_heads):
-        raise ValueError(
-            f"{shape.heads} heads and {shape.kv_heads} key heads do not divide over {tp} ranks"
-        )
-    tree = _TransformerTree(shape, tp)
-    if tp == 1:
-        tile_linears(tree, settings.tile, settings.precision.compute, settings.leaf_names)
-        return plan_model(tree, settings, uses=tree.uses())
-    return plan_model(tree, settings, table=_replicated_params(tree), uses=tree.uses())
-
-
-def _replicated_params(tree: nn.Module) -> dict[str, TensorPart]:
-    """Return the parameters that every tensor-parallel rank has, by name."""
-    found = {}
-    for path, module in tree.named_modules():
-        for key in getattr(module, "replicated", ()):
-            param = module._parameters.get(key)
-            if param is None:
-                continue
-            name = f"{path}.{key}"
-            shape = tuple(param.shape)
-            found[name] = full_part(
-                name, shape, contiguous_stride(shape), replicated_over=("tensor",)
-            )
-    return found
-
-
-class _Vectors(nn.Module):
-    """Parameters of these sizes; `replicated` ones are on every tensor-parallel rank."""
-
-    def __init__(self, replicated: Sequence[str] = (), **sizes: int) -> None:
-        super().__init__()
-        self.replicated = replicated
-        for name, size in sizes.items():
-            if size:
-                self.register_parameter(name, nn.Parameter(torch.empty(size, device="meta")))
-
-
-def _linear(inputs: int, outputs: int, *, bias: bool, replicated: Sequence[str] = ()) -> nn.Linear:
-    """Return a linear; `replicated` parameters of it are on every tensor-parallel rank."""
-    linear = nn.Linear(inputs, outputs, bias, device="meta")
-    vars(linear)["replicated"] = replicated
-    return linear
-
-
-def _norm(shape: TransformerShape) -> _Vectors:
-    has_bias = shape.norm_params == 2
-    bias = shape.hidden if has_bias else 0
-    return _Vectors(["weight", "bias"], weight=shape.hidden, bias=bias)
-
-
-class _Attention(nn.Module):
-    def __init__(self, shape: TransformerShape, tp: int) -> None:
-        super().__init__()
-        kv_heads = max(1, shape.kv_heads // tp)  # copies of them, where there are fewer than ranks
-        width = (shape.heads // tp + 2 * kv_heads) * shape.head_dim
-        out_width = shape.attention_width // tp
-        self.qkv = _linear(shape.hidden, width, bias=shape.qkv_bias)
-        self.out = _linear(out_width, shape.hidden, bias=shape.out_bias, replicated=["bias"])
-
-
-class _FeedForward(nn.Module):
-    def __init__(self, shape: TransformerShape, tp: int) -> None:
-        super().__init__()
-        width = -(-shape.ffn // tp)
-        names = ("gate", "up") if shape.gated else ("up",)
-        for name in names:
-            self.add_module(name, _linear(shape.hidden, width, bias=shape.ffn_bias))
-        self.down = _linear(width, shape.hidden, bias=shape.ffn_bias, replicated=["bias"])
-
-
-class _TransformerBlock(nn.Module):
-    def __init__(self, shape: TransformerShape, tp: int, rest: int) -> None:
-        super().__init__()
-        self.attention_norm = _norm(shape)
-        self.attention = _Attention(shape, tp)
-        self.mlp_norm = _norm(shape)
-        self.mlp = _FeedForward(shape, tp)
-        if rest:
-            self.rest = _Vectors(weight=rest)
-
-
-class _TransformerTree(nn.Module):
-    """The modules of a transformer, with its parameters and nothing to run."""
-
-    def __init__(self, shape: TransformerShape, tp: int) -> None:
-        super().__init__()
-        vocab = -(-shape.vocab // tp)
-        self.tokens = _Vectors(weight=vocab * shape.hidden)
-        if shape.positions:
-            self.positions = _Vectors(["weight"], weight=shape.positions * shape.hidden)
-        rest = max(0, shape.params - shape.num_params)
-        each, remainder = divmod(-(-rest // tp), shape.layers)
-        rests = [each + 1] * remainder + [each] * (shape.layers - remainder)
-        self.blocks = nn.ModuleList(_TransformerBlock(shape, tp, size) for size in rests)
-        self.norm = _norm(shape)
-        self.head: nn.Module = _Vectors(bias=-(-shape.extra // tp))
-        if shape.tied:
-            self.head.weight = self.tokens.weight
-        elif shape.extra:
-            self.head.weight = nn.Parameter(torch.empty(vocab * shape.hidden, device="meta"))
-        else:
-            self.head = _linear(shape.hidden, vocab, bias=False)
-
-    def uses(self) -> dict[str, tuple[int, ...]]:
-        """Return the segments that use each parameter: those of blocks, and the one after them."""
-        after = len(self.blocks)
-        found: dict[str, tuple[int, ...]] = {}
-        for name, param in self.named_parameters():
-            part, _, rest = name.partition(".")
-            if part == "blocks":
-                found[name] = (int(rest.partition(".")[0]),)
-            elif part in ("norm", "head"):
-                found[name] = (after,)
-            elif param is getattr(self.head, "weight", None):
-                found[name] = (0, after)
-            else:
-                found[name] = (0,)
-        return found
 
 
 def mesh_info_of_rank(

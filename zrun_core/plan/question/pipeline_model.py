@@ -4,7 +4,7 @@
     split = model.split(ParallelDims(2, pp=4), ())      # as the runtime cuts it
     model.crossing_bytes(split.starts[1], micro=4)
 
-A traced model has the flow that the runtime follows, too. A shape is cut by its formulas.
+They are those of the flow that the runtime follows, too.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 from zrun_core.errors import ExitCode, JobError
 from zrun_core.pipeline.ownership import owned, tied_stages
 from zrun_core.pipeline.split import Split, at_names, balanced, equal
-from zrun_core.plan.question.transformer import TransformerShape
 from zrun_core.plan.trace.profile import Profile
 from zrun_core.spine.parallel_dims import ParallelDims
 
@@ -38,28 +37,18 @@ class PipelineModel:
         why_not: why no pipeline can be made of it, or is known; None: one can.
     """
 
-    def __init__(self, subject: Profile | TransformerShape) -> None:
-        self._flow = None
-        self._flow_micro = 1
+    def __init__(self, profile: Profile) -> None:
+        self._flow = profile.flow
+        self._flow_micro = profile.flow_micro
+        self._numel = {param.name: param.numel for param in profile.params}
+        self.blocks: Sequence[str] = ()
+        self.costs: Sequence[float] = (0.0,)
         self.why_not: JobError | None = None
-        shape = subject if isinstance(subject, TransformerShape) else None
-        self._shape = shape
-        self._numel: dict[str, int] = {}
-        if isinstance(subject, Profile) and subject.flow is not None:
-            self._flow = subject.flow
-            self._numel = {param.name: param.numel for param in subject.params}
-            self._flow_micro = subject.flow_micro
-            self.blocks = subject.flow.blocks
-            self.costs = subject.flow.flops
-        elif shape is not None:
-            self.blocks = tuple(f"blocks.{number}" for number in range(shape.layers))
-            block = shape.block_flops(shape.seq)
-            self.costs = (*[block] * shape.layers, shape.head_flops(shape.seq))
+        if profile.flow is None:
+            self.why_not = _why_not(profile)
         else:
-            assert isinstance(subject, Profile)
-            self.blocks = ()
-            self.costs = (0.0,)
-            self.why_not = _why_not(subject)
+            self.blocks = profile.flow.blocks
+            self.costs = profile.flow.flops
         self._splits: dict[tuple[object, ...], Split] = {}
 
     @property
@@ -70,7 +59,7 @@ class PipelineModel:
 
     @property
     def uses(self) -> Mapping[str, tuple[int, ...]] | None:
-        """The segments that use each parameter of a traced model; None: it was not followed."""
+        """The segments that use each parameter; None: it was not followed."""
         return None if self._flow is None else self._flow.uses
 
     def split(self, dims: ParallelDims, names: tuple[str, ...]) -> Split:
@@ -98,29 +87,20 @@ class PipelineModel:
             self._splits[key] = found
         return self._splits[key]
 
-    def crossing_bytes(self, block: int, micro: int) -> float | None:
-        """Return the bytes that cross the border before a block; None: of a shape."""
-        if self._flow is None:
-            return None
+    def crossing_bytes(self, block: int, micro: int) -> float:
+        """Return the bytes that cross the border before a block."""
         crossing = sum(leaf.num_bytes for leaf in self._crossing(block))
         return crossing * micro / self._flow_micro
 
-    def returning_bytes(self, block: int, micro: int) -> float | None:
-        """Return the bytes of gradients that come back over the border; None: of a shape."""
-        if self._flow is None:
-            return None
+    def returning_bytes(self, block: int, micro: int) -> float:
+        """Return the bytes of gradients that come back over the border."""
         returning = sum(leaf.num_bytes for leaf in self._crossing(block) if leaf.requires_grad)
         return returning * micro / self._flow_micro
 
     def tied(self, split: Split) -> tuple[tuple[int, ...], int]:
         """Return the stages that share tied parameters, and the elements of these."""
-        if split.pp == 1:
+        if split.pp == 1 or self._flow is None:
             return (), 0
-        if self._flow is None:
-            shape = self._shape
-            if shape is None or not shape.tied:
-                return (), 0
-            return (0, split.pp - 1), shape.vocab * shape.hidden
         owners = owned(self._flow.uses, split)
         elements = sum(self._numel[name] for name, stages in owners.items() if len(stages) > 1)
         return tied_stages(owners), elements

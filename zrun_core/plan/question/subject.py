@@ -3,9 +3,8 @@
     subject = Subject(profile, divide=lambda tp, sequence: ...)
     subject.traced(2, sequence=True)  # a profile, of the first of two ranks
 
-A traced model is traced once more for each way to divide it, when that is first asked for, or ahead
-of that by threads that wait for processes (`begin`). Of a shape alone, such as "7B", formulas tell
-all.
+It is traced once more for each way to divide it, when that is first asked for, or ahead of that by
+threads that wait for processes (`begin`).
 """
 
 from __future__ import annotations
@@ -16,8 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 
 from zrun_core.errors import JobError, ZrunError
-from zrun_core.plan.question.transformer import TransformerShape
-from zrun_core.plan.trace.parameters_only import with_guesses
+from zrun_core.plan.trace.parameters_only import with_bounds
 from zrun_core.plan.trace.profile import Profile
 
 Divide = Callable[[int, bool], Profile]
@@ -25,11 +23,10 @@ _Way = tuple[int, bool]  # ranks that divide layers, and whether they have slice
 
 
 class Subject:
-    """A model that is traced, or a shape, with its parts.
+    """A model that is traced, with its parts.
 
     Attributes:
         whole: the model as one rank alone has it.
-        formula: the shape of it, if it is one.
         num_blocks: repeated blocks of the model.
         num_params: of the model.
         tokens_per_sample: None where samples are no tokens.
@@ -38,7 +35,7 @@ class Subject:
 
     def __init__(
         self,
-        whole: Profile | TransformerShape,
+        whole: Profile,
         divide: Divide | None = None,
         at_once: int = 1,
         end: Callable[[], None] = lambda: None,
@@ -51,21 +48,10 @@ class Subject:
             end: ends the traces that other threads wait for.
         """
         self.whole = whole
-        self.formula = whole if isinstance(whole, TransformerShape) else None
-        self.num_blocks: int
-        self.num_params: int
-        self.tokens_per_sample: int | None
-        self.num_samples: int | None
-        if isinstance(whole, TransformerShape):
-            self.num_blocks = whole.layers
-            self.num_params = whole.params
-            self.tokens_per_sample = whole.seq
-            self.num_samples = None
-        else:
-            self.num_blocks = whole.num_blocks
-            self.num_params = whole.num_params
-            self.tokens_per_sample = whole.tokens_per_sample
-            self.num_samples = whole.num_samples
+        self.num_blocks = whole.num_blocks
+        self.num_params = whole.num_params
+        self.tokens_per_sample = whole.tokens_per_sample
+        self.num_samples = whole.num_samples
         self._divide = divide
         self._at_once = at_once
         self._end = end
@@ -86,11 +72,11 @@ class Subject:
         return any(profile.is_partial for profile in self._profiles())
 
     def _profiles(self) -> Sequence[Profile]:
-        parts = [self.whole, *self._parts.values()]
-        return [each for each in parts if isinstance(each, Profile)]
+        parts = self._parts.values()
+        return [self.whole, *(each for each in parts if isinstance(each, Profile))]
 
-    def traced(self, tp: int, *, sequence: bool) -> Profile | None:
-        """Return what the first of `tp` ranks has; None: of a shape, formulas tell.
+    def traced(self, tp: int, *, sequence: bool) -> Profile:
+        """Return what the first of `tp` ranks has.
 
         Args:
             sequence: whether they have slices of the sequence between divided layers.
@@ -98,8 +84,6 @@ class Subject:
         Raises:
             JobError: it cannot be divided so.
         """
-        if isinstance(self.whole, TransformerShape):
-            return None
         if tp == 1:
             return self.whole
         key = (tp, sequence)
@@ -166,7 +150,6 @@ class Subject:
         return ""
 
     def _part(self, divide: Divide, tp: int, sequence: bool) -> Profile | JobError:
-        assert isinstance(self.whole, Profile)
         try:
             found = divide(tp, sequence)
         except JobError as error:
@@ -174,6 +157,6 @@ class Subject:
         except ZrunError as error:
             return JobError(f"tp {tp}: {error}")
         if found.traces or not self.whole.traces:
-            return with_guesses(found, [*self.whole.guessed])
+            return with_bounds(found, [*self.whole.unknown])
         why = next(iter(found.untraced.values()), found.why)
         return JobError(f"tp {tp}: {why}")

@@ -10,7 +10,6 @@ from zrun_core.pipeline.split import Split
 from zrun_core.plan.question.candidate import Candidate, CandidateKey
 from zrun_core.plan.question.pipeline_model import PipelineModel
 from zrun_core.plan.question.subject import Subject
-from zrun_core.plan.timing.formula_cost import cost_by_formula
 from zrun_core.plan.timing.link_cost import TransferCost
 from zrun_core.plan.timing.micro_batch_cost import MicroBatchCost, SegmentCost, TimingSettings
 from zrun_core.plan.timing.traced_cost import OpColumns, columns_of, cost_of_trace
@@ -20,7 +19,7 @@ class CostModel:
     """Computes the cost of each kind of micro-batch once.
 
     Attributes:
-        subject: a traced model, or a shape; and its parts.
+        subject: the model, and its parts.
         pipeline: cuts the model into stages.
     """
 
@@ -33,21 +32,15 @@ class CostModel:
         self.subject = subject
         self.hardware = hardware
         self.settings = settings
-        self.formula = subject.formula
         self._columns: dict[tuple[int, bool], dict[str, OpColumns]] = {}
         self.pipeline = PipelineModel(subject.whole)
         self._known: dict[CandidateKey, MicroBatchCost] = {}
-
-    @property
-    def uses_formula(self) -> bool:
-        """True of a shape; of a traced model no formula tells anything."""
-        return self.formula is not None
 
     def micro_batch(self, key: CandidateKey) -> MicroBatchCost:
         """Return the cost of a micro-batch on one rank.
 
         Raises:
-            KeyError: neither a timeline nor a formula covers it.
+            KeyError: it was not traced so.
             JobError: the model cannot be divided so.
         """
         found = self._known.get(key)
@@ -64,29 +57,18 @@ class CostModel:
         return self._at_borders(candidate, split, self.pipeline.returning_bytes)
 
     def _at_borders(
-        self, candidate: Candidate, split: Split, of_flow: Callable[[int, int], float | None]
+        self, candidate: Candidate, split: Split, of_flow: Callable[[int, int], float]
     ) -> list[float]:
-        found = [0.0]
-        for start in split.starts[1:]:
-            num_bytes = of_flow(start, candidate.micro)
-            if num_bytes is None or self.uses_formula:
-                num_bytes = self.micro_batch(candidate.key).boundary_bytes
-            found.append(num_bytes)
-        return found
+        return [0.0, *(of_flow(start, candidate.micro) for start in split.starts[1:])]
 
     def _cost(self, key: CandidateKey) -> MicroBatchCost:
-        found = self._by_formula(key) if self.uses_formula else self._by_trace(key)
+        found = self._by_trace(key)
         if key.tp == 1 or not self.hardware.uneven:
             return found
         return found.map(lambda each: _waiting(each, self.hardware.uneven))
 
-    def _by_formula(self, key: CandidateKey) -> MicroBatchCost:
-        assert self.formula is not None
-        return cost_by_formula(self.formula, key, self.hardware, self.settings)
-
     def _by_trace(self, key: CandidateKey) -> MicroBatchCost:
         profile = self.subject.traced(key.tp, sequence=key.sequence_parallel)
-        assert profile is not None
         columns = self._columns.get((key.tp, key.sequence_parallel))
         if columns is None:
             columns = self._columns[key.tp, key.sequence_parallel] = {

@@ -7,8 +7,7 @@
 
 Each has b * s * h elements. A recomputation stops before its last sum, of which backward needs
 nothing. A sum of an embedding's rows, one of the gradient of the head's input, and three numbers of
-each token for the cross-entropy come to it. A traced model has told its own messages: these
-formulas are for shapes.
+each token for the cross-entropy come to it. That is of a GPT; a trace tells those of any model.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ import numpy as np
 import torch
 
 from zrun_core.plan.question.candidate import Candidate, CandidateKey
-from zrun_core.plan.question.transformer import TransformerShape
 from zrun_core.plan.timing.cost_model import CostModel
 from zrun_core.plan.timing.micro_batch_cost import BYTES
 from zrun_core.plan.timing.traced_cost import owners
@@ -31,7 +29,6 @@ from zrun_core.plan.trace.waiting_inputs import inputs_of_blocks
 from zrun_core.zero.unit.exchange import all_reduce_numel
 
 _KINDS = {"summed": "all_reduce", "gathered": "all_gather", "scattered": "reduce_scatter"}
-_WIDE_BYTES = 4  # of an element in fp32, in which losses are computed
 
 
 class LayerMessage(NamedTuple):
@@ -101,23 +98,13 @@ def _by_segment(cost_model: CostModel, candidate: Candidate) -> Sequence[Message
     """Return the messages before the blocks, of each of them, and after them."""
     key = candidate.key
     every = cost_model.settings.every_n if key.checkpoint == "every_n" else 1
-    if cost_model.uses_formula:
-        assert cost_model.formula is not None
-        found = messages_of_shape(cost_model.formula, key, every)
-        inputs = _inputs_of_shape(cost_model.formula, key, every)
-    else:
-        profile = cost_model.subject.traced(key.tp, sequence=key.sequence_parallel)
-        assert profile is not None
-        trace = profile.traces[key.checkpoint].of(key.micro)
-        found = messages_of_trace(trace, key.micro, profile.num_blocks)
-        inputs = _inputs_of_trace(trace, key, every)
+    profile = cost_model.subject.traced(key.tp, sequence=key.sequence_parallel)
+    trace = profile.traces[key.checkpoint].of(key.micro)
+    found = messages_of_trace(trace, key.micro, profile.num_blocks)
     if candidate.input_ranks > 1:
-        for block, num_bytes in inputs.items():
+        for block, num_bytes in _inputs_of_trace(trace, key, every).items():
             found[block + 1][_gather(num_bytes, key, is_backward=True)] += 1
     return found
-
-
-# Of a traced model
 
 
 def messages_of_trace(trace: Trace, micro: int, num_blocks: int) -> list[Messages]:
@@ -147,51 +134,3 @@ def _inputs_of_trace(trace: Trace, key: CandidateKey, every: int) -> dict[int, f
     rows = {block: each.comes for block, each in inputs_of_blocks(events, every).items()}
     sizes = values_at(events["size"][list(rows.values())], key.micro)
     return dict(zip(rows, sizes.tolist(), strict=True))
-
-
-# Of a shape
-
-
-def messages_of_shape(shape: TransformerShape, key: CandidateKey, every: int) -> list[Messages]:
-    """Return the messages of each segment, as `messages_of_trace` does.
-
-    Args:
-        every: one block in so many is recomputed, if any is.
-    """
-    tokens = key.micro * shape.seq
-    itemsize = BYTES[key.precision]
-
-    def messages(is_backward: bool, **kinds: int) -> Messages:
-        numel = tokens * shape.hidden
-        return Messages(
-            {
-                LayerMessage(kind, is_backward, numel, itemsize): count
-                for kind, count in kinds.items()
-                if count
-            }
-        )
-
-    block = messages(False, all_reduce=2) + messages(True, all_reduce=2)
-    again = messages(True, all_reduce=1)
-    if key.sequence_parallel:
-        block = messages(False, all_gather=2, reduce_scatter=2)
-        block += messages(True, all_gather=2, reduce_scatter=2)
-        again = messages(True, all_gather=2, reduce_scatter=1)
-    blocks = []
-    for number in range(shape.layers):
-        is_recomputed = key.checkpoint not in ("none", "attention") and number % every == 0
-        blocks.append(block + again if is_recomputed else block + Messages())
-    before = messages(False, all_reduce=1)
-    after = messages(True, all_reduce=1)
-    after[LayerMessage("all_gather", False, key.tp * tokens, _WIDE_BYTES)] += 1
-    after[LayerMessage("all_reduce", False, tokens, _WIDE_BYTES)] += 2
-    if key.sequence_parallel:  # divided before the first block, whole again behind the last one
-        blocks[0] += messages(True, all_gather=1)
-        after += messages(False, all_gather=1)
-    return [before, *blocks, after]
-
-
-def _inputs_of_shape(shape: TransformerShape, key: CandidateKey, every: int) -> dict[int, float]:
-    """Return the bytes of the inputs of recomputed blocks, by number."""
-    num_bytes = float(BYTES[key.precision] * key.micro * shape.seq * shape.hidden)
-    return dict.fromkeys(range(0, shape.layers, every), num_bytes)

@@ -22,10 +22,8 @@ class TimingSettings:
         moments, moment_bytes: values that the optimizer keeps per parameter, and bytes of each.
         prefetch: units gathered ahead.
         every_n: of `checkpoint: every_n`.
-        fused_accumulation: products of weight gradients add to the reduced format themselves.
         fused: operations between products are fused, by a compiler or by hand; else each of them
             reads and writes memory.
-        causal: fused attention skips positions that must not be seen.
         through_first: gradients go to the first rank, and parameters come from there: it is a
             parameter server.
         updates_apart: that rank updates by each one's gradient, instead of by their sum.
@@ -36,9 +34,7 @@ class TimingSettings:
     moment_bytes: int = 4
     prefetch: int = 1
     every_n: int = 2
-    fused_accumulation: bool = False
     fused: bool = False
-    causal: bool = True
     through_first: bool = False
     updates_apart: bool = False
 

@@ -447,7 +447,7 @@ class _StepModel:
             for stage in stages
         )
         if not launches:
-            return 0.0  # by formula
+            return 0.0
         operators = _OPERATORS_OF_STEP + count * (_OPERATORS_OF_MICRO + launches / device.launch_s)
         return operators * device.host_s
 

@@ -40,7 +40,7 @@ COMPILER_BYTES = 72 << 20
 # Columns of the JSON's tables; of the others, all values are those of `EMPTY_ROW`.
 _EVENT_FIELDS = ("tensor", "alloc", "phase", "module", "block", "kind", "accumulates", "size")
 _OP_FIELDS = ("operator", "phase", "module", "block", "size", "flops")
-Source = Literal["traced", "measured on the CPU", "formula", "guessed"]
+Source = Literal["traced", "measured on the CPU", "states alone"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -263,9 +263,9 @@ class Profile:
         batch_bytes: of one micro-batch's tensors. They are no events: on a CPU all micro-batches of
             a step are held.
         tokens_per_sample: None where samples are no tokens.
-        traces: by checkpointing policy; none if the source is "formula".
+        traces: by checkpointing policy; none if the source is "states alone".
         untraced: why others were not traced, by policy.
-        guessed: policies whose traces are no more than a guess.
+        unknown: policies whose traces are empty, because nothing is known of them.
         notes: what a reader should know that is no fallback.
         follows_values: whether sizes of tensors do, as where tokens are dropped by a mask.
         files: digests of the files of code that it came from, by path.
@@ -303,7 +303,7 @@ class Profile:
     follows_values: bool = False
     files: Mapping[str, str] = field(default_factory=dict)
     untraced: Mapping[str, str] = field(default_factory=dict)
-    guessed: frozenset[str] = frozenset()
+    unknown: frozenset[str] = frozenset()
     is_ragged: bool = False
     num_samples: int | None = None
     sample_s: float = 0.0
@@ -326,7 +326,7 @@ class Profile:
 
     def source_of(self, policy: str) -> Source:
         """Return what the trace of a checkpointing policy comes from."""
-        return "guessed" if policy in self.guessed else self.source
+        return "states alone" if policy in self.unknown else self.source
 
     def to_json(self) -> str:
         """Return the profile as text."""

@@ -139,7 +139,7 @@ def trace_job(
 def _described(model: nn.Module, job: JobConfig, device: str) -> Profile:
     """Return what its parameters alone tell."""
     return Profile(
-        source="formula",
+        source="states alone",
         why="",
         params=describe_params(model, Precision.of(job.precision).compute),
         buffer_bytes=sum(buffer.numel() * buffer.element_size() for buffer in model.buffers()),

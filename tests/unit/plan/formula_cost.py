@@ -1,4 +1,6 @@
-"""The cost of a transformer's micro-batch, from its shape alone.
+"""The cost of a transformer's micro-batch, from its shape alone: an oracle for what is traced.
+
+    FormulaCostModel(TransformerShape.gpt(48, 6144, 64), hardware, FormulaSettings())
 
 Korthikanti et al. 2022, section 4. Matrix products count by their sizes, attention by its own rate,
 and what lies between them by the bytes that it reads and writes.
@@ -6,11 +8,16 @@ and what lies between them by the bytes that it reads and writes.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
+from formulas import TransformerShape
+
 from zrun_core.hardware.hardware import Device, Hardware
-from zrun_core.plan.question.candidate import CandidateKey
-from zrun_core.plan.question.transformer import TransformerShape
+from zrun_core.pipeline.split import Split
+from zrun_core.plan.question.candidate import Candidate, CandidateKey
+from zrun_core.plan.question.subject import Subject
+from zrun_core.plan.timing.cost_model import CostModel
 from zrun_core.plan.timing.link_cost import LinkedGroup
 from zrun_core.plan.timing.micro_batch_cost import (
     BYTES,
@@ -18,7 +25,10 @@ from zrun_core.plan.timing.micro_batch_cost import (
     SegmentCost,
     TimingSettings,
 )
-from zrun_core.plan.timing.roofline import accumulation_seconds, product_seconds, stream_seconds
+from zrun_core.plan.timing.roofline import accumulation_seconds, stream_seconds
+from zrun_core.plan.trace.profile import ParamInfo, Profile
+from zrun_core.plan.trace.rows import Affine
+from zrun_core.stages.flow import ModelFlow
 
 # Backward of flash attention against its forward: five products for two, a little slower.
 _FLASH_BACKWARD = 2.5 / 0.85
@@ -26,6 +36,62 @@ _FLASH_BACKWARD = 2.5 / 0.85
 _SHOWN_BACKWARD = 0.7
 # Bytes of operations between products that run one by one, against fused ones.
 _UNFUSED = 2.0
+
+
+@dataclass(frozen=True)
+class FormulaSettings(TimingSettings):
+    """Those of a job, and what kernels do that torch has not.
+
+    Attributes:
+        fused_accumulation: products of weight gradients add to the reduced format themselves.
+    """
+
+    fused_accumulation: bool = False
+
+
+class FormulaCostModel(CostModel):
+    """The costs of a shape in place of those of a trace."""
+
+    def __init__(
+        self, shape: TransformerShape, hardware: Hardware, settings: FormulaSettings
+    ) -> None:
+        super().__init__(Subject(_profile_of(shape)), hardware, settings)
+        self._shape = shape
+        self._formula_settings = settings
+
+    def _by_trace(self, key: CandidateKey) -> MicroBatchCost:
+        return cost_by_formula(self._shape, key, self.hardware, self._formula_settings)
+
+    def border_bytes(self, candidate: Candidate, split: Split) -> list[float]:
+        each = self.micro_batch(candidate.key).boundary_bytes
+        return [0.0, *[each] * (split.num_chunks - 1)]
+
+    returning_bytes = border_bytes
+
+
+def _profile_of(shape: TransformerShape) -> Profile:
+    """Return what a pipeline is cut by: the operations of each block, and what is tied."""
+    flow = ModelFlow(
+        blocks=tuple(f"blocks.{number}" for number in range(shape.layers)),
+        flops=(
+            *[shape.block_flops(shape.seq)] * shape.layers,
+            shape.head_flops(shape.seq),
+        ),
+        uses={"tokens.weight": (0, shape.layers) if shape.tied else (0,)},
+        calls=(),
+        leaves=(),
+    )
+    return Profile(
+        source="traced",
+        why="",
+        params=(ParamInfo("tokens.weight", (shape.vocab, shape.hidden), "bfloat16", True),),
+        buffer_bytes=0,
+        num_blocks=shape.layers,
+        batch_bytes=Affine(0.0, 0.0),
+        tokens_per_sample=shape.seq,
+        traces={},
+        flow=flow,
+    )
 
 
 class _BlockCost(NamedTuple):
@@ -41,7 +107,7 @@ class _BlockCost(NamedTuple):
 
 
 def cost_by_formula(
-    shape: TransformerShape, key: CandidateKey, hardware: Hardware, settings: TimingSettings
+    shape: TransformerShape, key: CandidateKey, hardware: Hardware, settings: FormulaSettings
 ) -> MicroBatchCost:
     """Return the cost on one tensor-parallel rank."""
     tp = key.tp
@@ -52,8 +118,8 @@ def cost_by_formula(
     group = LinkedGroup(hardware, tp, is_waited_for=True)
     forward_traffic = group.all_reduce(size * tokens * shape.hidden).times(2)
     backward_traffic = forward_traffic._replace(seconds=forward_traffic.seconds * _SHOWN_BACKWARD)
-    params = shape.layer_params * shape.params / shape.num_params / tp
-    accumulate = accumulation_seconds(hardware.device, key.precision, params, settings)
+    params = shape.layer_params / tp
+    accumulate = _accumulation(hardware.device, key.precision, params, settings)
 
     kept = SegmentCost(
         forward=block.forward,
@@ -108,7 +174,7 @@ def _recomputation(block: _BlockCost, checkpoint: str) -> tuple[float, float]:
 
 
 def _block_cost(
-    shape: TransformerShape, key: CandidateKey, device: Device, settings: TimingSettings
+    shape: TransformerShape, key: CandidateKey, device: Device, settings: FormulaSettings
 ) -> _BlockCost:
     tp = key.tp
     size = BYTES[key.precision]
@@ -162,7 +228,7 @@ def _block_cost(
 
 
 def _attention_seconds(
-    shape: TransformerShape, key: CandidateKey, device: Device, settings: TimingSettings
+    shape: TransformerShape, key: CandidateKey, device: Device, settings: FormulaSettings
 ) -> tuple[float, float]:
     """Return the seconds of forward and of backward of the inside of attention.
 
@@ -171,7 +237,7 @@ def _attention_seconds(
     size = BYTES[key.precision]
     count = key.micro * shape.heads / key.tp
     if shape.flash:
-        flops = 4 * count * float(shape.seq) ** 2 * shape.head_dim / (2 if settings.causal else 1)
+        flops = 4 * count * float(shape.seq) ** 2 * shape.head_dim / (2 if shape.causal else 1)
         seconds = flops / (device.attention_flops(key.precision)) + device.launch_s
         return seconds, seconds * _FLASH_BACKWARD
     scores = product_seconds(device, key.precision, shape.seq, shape.seq, shape.head_dim, count)
@@ -186,7 +252,7 @@ def _attention_seconds(
 
 
 def _ends(
-    shape: TransformerShape, key: CandidateKey, hardware: Hardware, settings: TimingSettings
+    shape: TransformerShape, key: CandidateKey, hardware: Hardware, settings: FormulaSettings
 ) -> tuple[SegmentCost, SegmentCost]:
     """Return the cost of the embedding; and of the last norm, the head and the loss."""
     device = hardware.device
@@ -195,11 +261,10 @@ def _ends(
     hidden = float(shape.hidden)
     vocab = shape.vocab / key.tp
     group = LinkedGroup(hardware, key.tp, is_waited_for=True)
-    scale = shape.params / shape.num_params / key.tp
 
     looked_up = tokens * hidden * size
-    params = shape.embedding_params * scale
-    accumulate = accumulation_seconds(device, key.precision, params, settings)
+    params = shape.embedding_params / key.tp
+    accumulate = _accumulation(device, key.precision, params, settings)
     before = SegmentCost(
         forward=stream_seconds(device, 3 * looked_up),
         backward=stream_seconds(device, 4 * looked_up) + accumulate,
@@ -208,7 +273,7 @@ def _ends(
         trainable=params,
     )
 
-    params = shape.head_params * scale
+    params = shape.head_params / key.tp
     logits = tokens * vocab
     adds = 2 * settings.reduce_bytes * vocab * hidden if settings.fused_accumulation else 0.0
     forward = product_seconds(device, key.precision, tokens, vocab, hidden)
@@ -218,7 +283,7 @@ def _ends(
     backward += product_seconds(device, key.precision, hidden, vocab, tokens, extra_bytes=adds)
     backward += stream_seconds(device, logits * (size + 8))
     backward += stream_seconds(device, 3 * looked_up)
-    backward += accumulation_seconds(device, key.precision, params, settings)
+    backward += _accumulation(device, key.precision, params, settings)
     scored = group.all_reduce(looked_up)
     after = SegmentCost(
         forward=forward,
@@ -230,3 +295,44 @@ def _ends(
         flops=6 * logits * hidden,
     )
     return before, after
+
+
+def product_seconds(
+    device: Device,
+    precision: str,
+    m: float,
+    n: float,
+    k: float,
+    count: float = 1,
+    extra_bytes: float = 0,
+) -> float:
+    """Return the seconds of `count` products [m, k] x [k, n] in one launch.
+
+    A product reaches half of the device's share of the peak where its result has `gemm_area`
+    elements, or where its sum is `gemm_depth` long:
+
+        share of the peak = gemm * m n / (m n + gemm_area) * k / (k + gemm_depth)
+
+    Args:
+        m: rows of each result.
+        n: columns of each result.
+        k: length of the sum.
+        count: products in the launch.
+        extra_bytes: read and written besides the operands and the results.
+    """
+    area = m * n * count
+    reached = device.gemm * area / (area + device.gemm_area) * k / (k + device.gemm_depth)
+    computing = 2 * area * k / (reached * device.flops(precision))
+    moved = BYTES[precision] * count * (m * k + k * n + m * n) + extra_bytes
+    fetching = stream_seconds(device, moved)
+    if device.kind == "cpu":
+        return computing + fetching + device.launch_s
+    return max(computing, fetching) + device.launch_s
+
+
+def _accumulation(
+    device: Device, precision: str, params: float, settings: FormulaSettings
+) -> float:
+    if settings.fused_accumulation:
+        return 0.0
+    return accumulation_seconds(device, precision, params, settings)

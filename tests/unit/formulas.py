@@ -1,7 +1,5 @@
-"""A transformer as a handful of numbers: parameters, operations and activations by formula.
+"""A transformer as a handful of numbers, by formula: an oracle for what is traced.
 
-    TransformerShape.from_size("7.5B")
-    TransformerShape.from_config(json.loads(Path("config.json").read_text()))
     TransformerShape.from_model_args("zrun_core.models.gpt:gpt", {"flavour": "llama"})
 
 Parameters and operations are counted matrix by matrix; for GPT-2's layers they are those of
@@ -14,9 +12,8 @@ from __future__ import annotations
 
 import inspect
 import math
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Literal
 
@@ -27,11 +24,8 @@ from zrun_core.errors import JobError
 # selective does | attention: everything but the inside of attention, which is the "selective" of
 # Korthikanti et al.
 Recompute = Literal["none", "full", "every_n", "selective", "attention"]
-_COUNT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kKmMbBtT])\s*")
-_FACTORS = {"k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
-SMALLEST = 10**5  # parameters of `from_size`
-LARGEST = 10**15
 _LOGIT_BYTES = 8  # beside the logit itself: its fp32 copy, and the fp32 gradient of that
+_BUNDLED = ("zrun_core.models.gpt:gpt", "zrun_core.models.bert:bert")
 
 
 @dataclass(frozen=True)
@@ -53,7 +47,7 @@ class TransformerShape:
         dropout: whether masks are kept for backward.
         flash: whether attention keeps its output and a number per row, not its matrix.
         loss_chunk: positions whose logits exist at a time; None: all.
-        given: parameters that it is said to have; 0: those of the formula.
+        causal: fused attention skips positions that must not be seen.
     """
 
     layers: int
@@ -75,7 +69,7 @@ class TransformerShape:
     dropout: bool = False
     flash: bool = True
     loss_chunk: int | None = None
-    given: int = 0
+    causal: bool = True
     name: str = "transformer"
 
     def __post_init__(self) -> None:
@@ -157,96 +151,6 @@ class TransformerShape:
         )
 
     @classmethod
-    def from_size(cls, text: str) -> TransformerShape:
-        """Return a plausible GPT of about "7.5B" parameters; `given` is exactly that many.
-
-        States are counted by `given`. Width over depth is that of published models of the size: 64
-        at 100M, 110 at 7.5B, 200 at 1T.
-
-        Raises:
-            JobError: the text is no such number.
-        """
-        params = parse_count(text)
-        vocab = 256
-        seq = 256
-        if params >= 10**8:
-            vocab = 51200
-            seq = 2048
-        elif params >= 10**7:
-            vocab = 8192
-            seq = 1024
-        wanted = 64 * (params / 1e8) ** 0.124
-        best: tuple[float, TransformerShape] | None = None
-        for hidden in _widths():
-            shape = _filled(params, hidden, vocab, seq)
-            if shape is None:
-                continue
-            lacks = 1 - shape.num_params / params
-            cost = (
-                abs(math.log(hidden / shape.layers / wanted))
-                + 40 * lacks
-                + 0.05 * (shape.layers % 4)
-            )
-            if best is None or cost < best[0]:
-                best = cost, shape
-        assert best is not None
-        return replace(best[1], given=params, name=f"GPT of {text.strip()}")
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any], seq: int | None = None) -> TransformerShape:
-        """Return the model of a `config.json`: GPT-2, BERT, and all that have Llama's keys.
-
-        Args:
-            seq: tokens per sample; None: as many as the model takes.
-
-        Raises:
-            JobError: what is needed is not there, or it is a mixture of experts.
-        """
-        kind = str(config.get("model_type", "model"))
-        for key, value in config.items():
-            if "expert" in key and isinstance(value, int) and value > 1:
-                raise JobError(
-                    f"{kind}: {key} is {value}: the formula does not cover experts; estimate a "
-                    "job that builds this model"
-                )
-        if kind == "gpt2":
-            return _gpt2(config, seq)
-        names = _keys(
-            config,
-            kind,
-            layers="num_hidden_layers",
-            hidden="hidden_size",
-            heads="num_attention_heads",
-            vocab="vocab_size",
-            ffn="intermediate_size",
-            seq="max_position_embeddings",
-        )
-        if kind == "bert":
-            return _bert(
-                **{**names, "seq": seq or names["seq"], "positions": names["seq"]},
-                dropout=bool(config.get("hidden_dropout_prob", 0.1)),
-            )
-        gated = config.get("hidden_act", "silu") in ("silu", "swish", "swiglu")
-        has_bias = bool(config.get("attention_bias", False))
-        return cls(
-            names["layers"],
-            names["hidden"],
-            names["heads"],
-            names["vocab"],
-            seq or names["seq"],
-            ffn=names["ffn"],
-            kv_heads=config.get("num_key_value_heads") or {"mistral": 8}.get(kind, names["heads"]),
-            head_dim=config.get("head_dim") or 0,
-            tied=bool(config.get("tie_word_embeddings", False)),
-            gated=gated,
-            qkv_bias=has_bias or kind == "qwen2",
-            ffn_bias=bool(config.get("mlp_bias", False)),
-            out_bias=has_bias,
-            dropout=bool(config.get("attention_dropout", 0.0)),
-            name=kind,
-        )
-
-    @classmethod
     def from_model_args(cls, call: str, args: Mapping[str, Any]) -> TransformerShape:
         """Return the model that a job makes of a factory of `zrun_core.models`: a GPT or BERT.
 
@@ -311,11 +215,6 @@ class TransformerShape:
     def num_params(self) -> int:
         """Parameters by the formula, matrix by matrix."""
         return self.embedding_params + self.layers * self.layer_params + self.head_params
-
-    @property
-    def params(self) -> int:
-        """Parameters that it is said to have, else those of the formula."""
-        return self.given or self.num_params
 
     @property
     def embedding_params(self) -> int:
@@ -487,95 +386,6 @@ class TransformerShape:
         return tokens * self.vocab * (element + _LOGIT_BYTES) / tp
 
 
-_BUNDLED = ("zrun_core.models.gpt:gpt", "zrun_core.models.bert:bert")
-
-
-def parse_count(text: str) -> int:
-    """Return the number in "7.5B", "124M", "1T" or "350k".
-
-    Raises:
-        JobError: it is no such number, or beyond what `from_size` takes.
-    """
-    match = _COUNT.fullmatch(text) if len(text) <= 20 else None
-    if match is None:
-        raise JobError(
-            f"{text!r} is not a number of parameters: write for example 124M, 7.5B or 1T"
-        )
-    whole, _, decimals = match[1].partition(".")
-    count: int = int(whole + decimals) * _FACTORS[match[2].lower()] // 10 ** len(decimals)
-    if not SMALLEST <= count <= LARGEST:
-        raise JobError(f"{text.strip()} parameters: write a number from 100k to 1000T")
-    return count
-
-
-def _widths() -> list[int]:
-    """Return multiples of 64, then of 128, 512 and 1024.
-
-    Products divide well, and so do the heads of large models over 8 ranks.
-    """
-    return [
-        *(16, 32, 48),
-        *range(64, 1024, 64),
-        *range(1024, 2048, 128),
-        *range(2048, 4096, 512),
-        *range(4096, 262145, 1024),
-    ]
-
-
-def _filled(params: int, hidden: int, vocab: int, seq: int) -> TransformerShape | None:
-    """Return the deepest GPT of this width with at most `params`; None: it would have no block."""
-    head_dim = 128 if hidden >= 2048 else 64
-    one = TransformerShape.gpt(1, hidden, max(1, hidden // head_dim), vocab=vocab, seq=seq)
-    layers = (params - (one.num_params - one.layer_params)) // one.layer_params
-    return replace(one, layers=layers) if layers > 0 else None
-
-
-def _keys(config: Mapping[str, Any], kind: str, **wanted: str) -> dict[str, int]:
-    """Return the numbers of a config by our names.
-
-    Raises:
-        JobError: it lacks some of them.
-    """
-    missing = [key for key in wanted.values() if config.get(key) is None]
-    if missing:
-        inner = [
-            key
-            for key, value in config.items()
-            if isinstance(value, dict) and key.endswith("_config")
-        ]
-        hint = (
-            (f"; its {inner[0]} may be the config you mean: save that part to a file of its own")
-            if inner
-            else ""
-        )
-        raise JobError(f"the config of this {kind} lacks {', '.join(missing)}{hint}")
-    return {name: config[key] for name, key in wanted.items()}
-
-
-def _gpt2(config: Mapping[str, Any], seq: int | None) -> TransformerShape:
-    found = _keys(
-        config,
-        "gpt2",
-        layers="n_layer",
-        hidden="n_embd",
-        heads="n_head",
-        vocab="vocab_size",
-        seq="n_positions",
-    )
-    return TransformerShape.gpt(
-        found["layers"],
-        found["hidden"],
-        found["heads"],
-        vocab=found["vocab"],
-        seq=seq or found["seq"],
-        positions=found["seq"],
-        ffn=config.get("n_inner") or 0,
-        dropout=bool(config.get("resid_pdrop", 0.1)),
-        tied=bool(config.get("tie_word_embeddings", True)),
-        name="gpt2",
-    )
-
-
 def _bert(
     layers: int,
     hidden: int,
@@ -608,5 +418,6 @@ def _bert(
         extra=hidden**2 + 5 * hidden + vocab,
         dropout=dropout,
         loss_chunk=loss_chunk,
+        causal=False,
         name="bert",
     )

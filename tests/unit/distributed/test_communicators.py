@@ -10,7 +10,7 @@ import torch
 
 from zrun.estimate.answer import answer
 from zrun.estimate.bars import parts_of
-from zrun.estimate.question import of_shape
+from zrun.estimate.question import of_model
 from zrun_core.distributed.comm import Comm
 from zrun_core.distributed.communicators import (
     MARGIN_S,
@@ -154,7 +154,7 @@ def test_what_the_user_has_set_stays() -> None:
 
 def test_what_communicators_take_is_a_part_of_the_plan() -> None:
     """A stage between two others has four neighbours' ends; sums keep."""
-    question = of_shape("7.5B", parse_simulate("2x8xA100-80G"), ["parallel={tp: 2, pp: 4}"])
+    question = of_model("7.5B", parse_simulate("2x8xA100-80G"), ["parallel={tp: 2, pp: 4}"])
     estimate = answer(question, None).chosen
     device = parse_simulate("2x8xA100-80G").device
     for rank in estimate.ranks:

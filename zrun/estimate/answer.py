@@ -189,7 +189,8 @@ def _answered(
         if stage == question.base.stage:
             stages.append(chosen)
         else:
-            stages.append(planner.estimate(_at_stage(question.base, stage)))
+            other = _at_stage(question.base, stage)
+            stages.append(planner.estimate(other, all_stages=False))
     found = None if goal is None else _search(question, goal, headroom, watch)
     fix = None
     why = ""

@@ -493,4 +493,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 def _least_stage(planner: Planner, base: Candidate) -> Candidate:
     """Return the lowest stage that fits; the highest if none does."""
     stages = [replace(base, stage=stage) for stage in range(4)]
-    return next((each for each in stages if planner.estimate(each).fits), stages[-1])
+    for each in stages:
+        if planner.estimate(each, traffic=False, all_stages=False).fits:
+            return each
+    return stages[-1]

@@ -17,7 +17,6 @@ from zrun_core.spine.sections.parallel import Axis
 from zrun_core.spine.sections.zero import ZeroConfig
 
 GroupAxis = Literal["world", "pipe", "data", "tensor", "shard", "replicate", "tied"]
-_SUMMED: tuple[GroupAxis, ...] = ("world", "data", "tensor", "shard", "replicate", "tied")
 
 
 class NumCommunicators(NamedTuple):
@@ -92,6 +91,13 @@ class ParallelDims:
             rank, found[axis] = divmod(rank, self.size(axis))
         return Coordinates(**found)
 
+    def rank_at(self, place: Coordinates) -> int:
+        """Return the rank at these coordinates."""
+        rank = 0
+        for axis in reversed(self.order):
+            rank = rank * self.size(axis) + getattr(place, axis)
+        return rank
+
     def dp_per_host(self, ranks_per_host: int) -> int:
         """Return how many data-parallel ranks of one stage and tensor part are on a host."""
         places = map(self.coordinates, range(min(ranks_per_host, self.world_size)))
@@ -109,16 +115,19 @@ class ParallelDims:
 
         Groups of the same ranks share one.
         """
-        places = [self.coordinates(rank) for rank in range(self.world_size)]
-        rank = next(number for number, place in enumerate(places) if place.pp == stage)
-        hosts = [
-            tuple(range(first, min(first + ranks_per_host, self.world_size)))
-            for first in range(0, self.world_size, ranks_per_host)
-        ]
-        found = {ranks for ranks in hosts if rank in ranks}
-        for axis in _SUMMED:
-            groups = groups_along(axis, places, self.shard_size, tied_stages)
-            found |= {ranks for ranks in groups if rank in ranks}
+        first = Coordinates(pp=stage)
+        rank = self.rank_at(first)
+        on_host = rank - rank % ranks_per_host
+        found = {
+            tuple(range(on_host, min(on_host + ranks_per_host, self.world_size))),
+            tuple(range(self.world_size)),
+            tuple(self.rank_at(first._replace(tp=tp)) for tp in range(self.tp)),
+            tuple(self.rank_at(first._replace(dp=dp)) for dp in range(self.dp)),
+            tuple(self.rank_at(first._replace(dp=dp)) for dp in range(self.shard_size)),
+            tuple(self.rank_at(first._replace(dp=dp)) for dp in range(0, self.dp, self.shard_size)),
+        }
+        if stage in tied_stages:
+            found.add(tuple(self.rank_at(first._replace(pp=pp)) for pp in tied_stages))
         neighbours = (stage > 0) + (stage < self.pp - 1)
         if self.virtual > 1 and stage in (0, self.pp - 1):
             neighbours += 1  # the other end

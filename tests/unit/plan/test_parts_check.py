@@ -10,8 +10,11 @@ import torch
 from torch import nn
 
 from zrun_core.errors import JobError
-from zrun_core.plan.trace.parts_check import check_parts
+from zrun_core.plan.trace.parts_check import check_division, check_parts
+from zrun_core.plan.trace.sample_batches import SampleBatches, samples_of
 from zrun_core.spine.config import JobConfig
+from zrun_core.spine.sections.section import Ref
+from zrun_core.user_code import user
 
 HERE = Path(__file__).parent
 MODELS = HERE.parents[1] / "dist"  # has models as users write them
@@ -139,3 +142,58 @@ def test_data_that_is_not_here_is_no_mistake_of_the_job() -> None:
     keys = job("pipeline_zoo.py:Regression", "zoo.py:no_such_data")
     (note,) = check_parts(keys, MODELS)
     assert note.startswith("parallel: not tried on a first batch, as the data was not read: ")
+
+
+CALLS: list[int] = []
+
+
+class Block(nn.Module):
+    """A column and a row linear, which may be used without being called; counts its calls."""
+
+    def __init__(self, number: int, calls_down: bool) -> None:
+        super().__init__()
+        self.up = nn.Linear(24, 16)
+        self.down = nn.Linear(16, 24)
+        self._number = number
+        self._calls_down = calls_down
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        CALLS.append(self._number)
+        hidden = self.up(x).relu()
+        if self._calls_down:
+            return x + self.down(hidden)
+        return x + nn.functional.linear(hidden, self.down.weight)
+
+
+class Tower(nn.Module):
+    def __init__(self, unlike: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(number, number != unlike) for number in range(12))
+
+    def forward(self, x: torch.Tensor, **_: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def tower(unlike: int) -> tuple[JobConfig, SampleBatches]:
+    roles = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
+    found = job(
+        (f"{__file__}:Tower", {"unlike": unlike}), parallel={"tp": 2, "plan": roles}, batch=4
+    )
+    return found, samples_of(found, MODELS)
+
+
+def test_of_many_alike_blocks_few_run() -> None:
+    found, samples = tower(unlike=-1)
+    calls = user.load(Ref(call=f"{__file__}:CALLS"), MODELS)  # the file is imported anew
+    for few, expected in ((False, {*range(12)}), (True, {0, 1, 2, 11})):
+        calls.clear()
+        assert check_division(found, MODELS, samples, 2, few_blocks=few) == []
+        assert set(calls) == expected
+
+
+def test_what_few_blocks_refuse_is_told_of_the_block_that_it_is() -> None:
+    found, samples = tower(unlike=11)
+    with pytest.raises(JobError, match=r"blocks\.11\.down"):
+        check_division(found, MODELS, samples, 2, few_blocks=True)

@@ -282,11 +282,14 @@ class Planner:
         ranks = [self.rank(candidate, index) for index in self._stages(candidate)]
         return self.hosts.has_memory(self.hosts.parts(candidate, ranks))
 
-    def estimate(self, candidate: Candidate, *, traffic: bool = True) -> Estimate:
+    def estimate(
+        self, candidate: Candidate, *, traffic: bool = True, all_stages: bool = True
+    ) -> Estimate:
         """Return the memory and the time of a candidate.
 
         Args:
-            traffic: fill in `traffic`, `sent_apart`, `moved` and `stages` of the estimate.
+            traffic: fill in `traffic`, `sent_apart`, `pushed` and `moved` of the estimate.
+            all_stages: fill in `stages` of it.
 
         Raises:
             JobError: it is impossible.
@@ -314,7 +317,7 @@ class Planner:
             pushed=self._states.pushed(candidate) if traffic else 0,
             moved=self.moved(candidate) if traffic else {},
             is_bound=self.subject.is_ragged,
-            stages=self._all_stages(candidate, time) if traffic else (),
+            stages=self._all_stages(candidate, time) if all_stages else (),
             after_blocks=self.pipeline.after_blocks if candidate.dims.pp > 1 else 0.0,
         )
 

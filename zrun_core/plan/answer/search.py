@@ -369,7 +369,9 @@ class _Search:
         """Return the estimate; None where it is impossible after all."""
         if candidate not in self._done:
             try:
-                self._done[candidate] = self.planner.estimate(candidate, traffic=False)
+                self._done[candidate] = self.planner.estimate(
+                    candidate, traffic=False, all_stages=False
+                )
             except JobError:
                 self._done[candidate] = None
         return self._done[candidate]

@@ -184,10 +184,14 @@ class _Enumeration:
         """
         if tp == 1:
             return (False,)
-        possible = not self._planner.parts.why_not_divided(tp, sequence=True)
+        parts = self._planner.parts
+        possible = not parts.why_not_divided(tp, sequence=True)
         if self._base is None or self._base.dims.tp == 1:
             return (possible,)
-        return tuple(dict.fromkeys((self._base.sequence_parallel, possible)))
+        asked = self._base.sequence_parallel
+        if asked == possible or parts.why_not_divided(tp, sequence=asked):
+            return (possible,)
+        return asked, possible
 
     def _schedules(self, dims: ParallelDims) -> Sequence[str]:
         """Return the orders of forwards and backwards, that of the base first."""
@@ -252,11 +256,13 @@ class _Enumeration:
             possible = [tp for tp in possible if tp in self._space.tp]
         parts = self._planner.parts
         ways = [tp for tp in possible if tp > 1]
-        parts.begin((tp, sequence) for tp in ways for sequence in (False, True))
+        parts.begin((tp, True) for tp in ways)
         for tp in possible:  # each may have to be traced
             if tp > 1:
                 self._tracing(tp, ways.index(tp) + 1, len(ways))
-            if not parts.why_not_divided(tp, sequence=False):
+            if tp == 1 or any(
+                not parts.why_not_divided(tp, sequence=sequence) for sequence in (True, False)
+            ):
                 yield tp
 
     def _micros(self, samples: int) -> list[int]:

@@ -116,13 +116,24 @@ class PlannedModel:
         """Return the number of stages that share tied parameters with a stage, with itself."""
         if split is None or split.pp == 1 or self.uses is None:
             return 1
-        together = tied_stages(owned(self.uses, split))
+        together = tied_stages(self._owners(split))
         return len(together) if stage in together else 1
+
+    def _owners(self, split: Split) -> dict[str, tuple[int, ...]]:
+        """Return the stages that have each parameter."""
+        assert self.uses is not None
+        if split not in self._owned:
+            self._owned[split] = owned(self.uses, split)
+        return self._owned[split]
+
+    @cached_property
+    def _owned(self) -> dict[Split, dict[str, tuple[int, ...]]]:
+        return {}
 
     def _plan_of_stage(self, split: Split, stage: int) -> WrapPlan:
         """Return the units of what is left of the model where others' parameters are gone."""
         assert self.uses is not None
-        owners = owned(self.uses, split)
+        owners = self._owners(split)
         here = {name: stages for name, stages in owners.items() if stage in stages}
         params = dict(self.tree.named_parameters())
         table = {name: part for name, part in self.table.items() if name in here}

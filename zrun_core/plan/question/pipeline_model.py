@@ -50,6 +50,7 @@ class PipelineModel:
             self.blocks = profile.flow.blocks
             self.costs = profile.flow.flops
         self._splits: dict[tuple[object, ...], Split] = {}
+        self._tied: dict[Split, tuple[tuple[int, ...], int]] = {}
 
     @property
     def after_blocks(self) -> float:
@@ -101,9 +102,12 @@ class PipelineModel:
         """Return the stages that share tied parameters, and the elements of these."""
         if split.pp == 1 or self._flow is None:
             return (), 0
-        owners = owned(self._flow.uses, split)
-        elements = sum(self._numel[name] for name, stages in owners.items() if len(stages) > 1)
-        return tied_stages(owners), elements
+        found = self._tied.get(split)
+        if found is None:
+            owners = owned(self._flow.uses, split)
+            elements = sum(self._numel[name] for name, stages in owners.items() if len(stages) > 1)
+            found = self._tied[split] = tied_stages(owners), elements
+        return found
 
     def _crossing(self, block: int) -> Sequence[Leaf]:
         if self._flow is None:

@@ -7,6 +7,7 @@ others, with a batch of the job's first samples, on a model that nobody trains.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -19,6 +20,7 @@ from zrun_core.activations.kv_cache import omit_cache
 from zrun_core.data.batch import copied
 from zrun_core.data.source import is_map_style
 from zrun_core.errors import JobError, ZrunError
+from zrun_core.plan.trace.block_extrapolation import UNITS, find_series, shortened
 from zrun_core.plan.trace.sample_batches import SampleBatches, samples_of
 from zrun_core.plan.trace.traced_model import TracedModel, build_whole
 from zrun_core.spine.config import JobConfig
@@ -30,6 +32,7 @@ from zrun_core.user_code import user
 from zrun_core.user_code.loss import LossFunction, compute_loss
 from zrun_core.user_code.trial import kept_attributes
 from zrun_core.zero.unit.precision import Precision
+from zrun_core.zero.wrap.auto_wrap import repeated_blocks
 
 _CPU = torch.device("cpu")
 _MICRO = 2  # samples of a micro-batch, where the job does not say how many
@@ -59,11 +62,15 @@ def check_division(
     job_dir: Path,
     samples: SampleBatches,
     micro: int,
+    *,
+    few_blocks: bool = False,
 ) -> list[str]:
     """Refuse a job whose ranks would compute something else than its model; return notes.
 
     Args:
         job: whose model is divided, if it says so.
+        few_blocks: of blocks that look alike only some run, as they do where one is traced. What is
+            refused so is tried with all of them: those decide, and the message names them.
 
     Raises:
         JobError: training would refuse it.
@@ -72,8 +79,16 @@ def check_division(
     if job.parallel.tp == 1:
         return []
     subject = Subject(job, job_dir, samples, micro)
-    _, notes = plan_tensors(subject.model, job.parallel, subject.forward, subject.dtype, _CPU)
-    return notes
+
+    def checked() -> list[str]:
+        _, notes = plan_tensors(subject.model, job.parallel, subject.forward, subject.dtype, _CPU)
+        return notes
+
+    if few_blocks:
+        series = find_series(repeated_blocks(subject.model), subject.model, 1)
+        with suppress(ZrunError), shortened(series, UNITS):
+            return checked()
+    return checked()
 
 
 def _check_stages(job: JobConfig, job_dir: Path, samples: SampleBatches, micro: int) -> None:

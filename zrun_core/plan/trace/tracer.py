@@ -125,7 +125,7 @@ def trace_job(
     described = _with_imports(described, model, before + sum(map(bytes_of, samples.first)))
     if job.parallel.tp > 1:
         tell(f"checking what ranks with slices of {job.model.call} compute")
-    notes = check_division(job, job_dir, samples, max(micros, default=1))
+    notes = check_division(job, job_dir, samples, max(micros, default=1), few_blocks=True)
     subject = TracedModel(job, job_dir, model, loss, samples, device)
     gc.collect()
     gc.freeze()  # each pass collects what it makes, and not again all that is there before

@@ -26,7 +26,7 @@ _ASCII_BLOCKS = "_.-=+*#@"
 
 def count(value: float) -> str:
     for limit, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= limit:
+        if abs(value) >= 0.99995 * limit:  # what would be 1000.0 of the next smaller unit
             return f"{value / limit:.1f}{unit}"
     if value == round(value):
         return f"{value:.0f}"

@@ -858,6 +858,14 @@ def test_durations(seconds: float, shown: str) -> None:
     assert formatting.duration(seconds) == shown
 
 
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [(0.5, "0.5"), (999, "999"), (999.96, "1.0k"), (999_970_000_000, "1.0T"), (1.25e9, "1.2B")],
+)
+def test_counts_never_have_a_thousand_of_a_unit(value: float, shown: str) -> None:
+    assert formatting.count(value) == shown
+
+
 def test_small_texts() -> None:
     assert [formatting.count(value) for value in (0, 0.5, 999, 1000, 18_300, 2e6, 3e9, 4e12)] == [
         *("0", "0.5", "999", "1.0k", "18.3k", "2.0M", "3.0B", "4.0T"),

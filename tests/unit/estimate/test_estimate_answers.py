@@ -164,6 +164,7 @@ def test_why_it_does_not_fit_is_one_sentence_with_a_way_out(too_big: Answer) -> 
     assert too_big.fix.fits
 
 
+@pytest.mark.thorough
 def test_states_elsewhere_are_told_by_tier() -> None:
     found = asked("13B", "1xH200", "zero=3", FULL, "offload=disk", "batch.micro=8")
     rank = plan_tables.fullest(found.chosen)

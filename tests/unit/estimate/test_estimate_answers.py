@@ -31,7 +31,7 @@ from zrun.estimate.progress import Progress
 from zrun.estimate.question import Question, of_model
 from zrun_core.hardware.simulated import parse_simulate
 from zrun_core.plan.answer.planner import Planner
-from zrun_core.plan.answer.search import SearchState
+from zrun_core.plan.answer.search import SearchGoal, SearchState
 from zrun_core.sizes import format_size
 from zrun_core.spine.cache import cache_folder, digest_of_file
 from zrun_core.spine.config import JobConfig
@@ -41,8 +41,8 @@ GIB = 1 << 30
 FULL = "activations.checkpoint=full"
 
 
-def asked(size: str, hardware: str, *overrides: str, goal: str | None = None) -> Answer:
-    return answer(of_model(size, parse_simulate(hardware), overrides), goal)  # type: ignore[arg-type]
+def asked(size: str, hardware: str, *overrides: str, goal: SearchGoal | None = None) -> Answer:
+    return answer(of_model(size, parse_simulate(hardware), overrides), goal)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -61,11 +61,26 @@ def train(spec: RunSpec, emitter: Emitter) -> None:
         emitter.emit("end", step=STEPS, reason="steps", total_s=0.1, loss=1.0)
 
 
+def train_together(spec: RunSpec, emitter: Emitter) -> None:
+    """Train once all ranks have started, so that they tell of a step at about the same time."""
+    wait_for_all(spec)
+    train(spec, emitter)
+
+
 def train_slowly(spec: RunSpec, emitter: Emitter) -> None:
-    """Take longer for a step than others, and more memory."""
+    """Start with the others, and take longer for a step than they do, and more memory."""
+    wait_for_all(spec)
     for step in range(1, STEPS + 1):
         held = {"rss_bytes": 5 << 30, "peak_rss_bytes": 9 << 30, "params": 1, "grads": 2}
         emitter.emit("memory", step=step, **held, split={"forward": 0.9, "comm": 0.1})
+
+
+def wait_for_all(spec: RunSpec) -> None:
+    here = Path(spec.run_dir) / "here"
+    here.mkdir(exist_ok=True)
+    (here / str(RANK)).touch()
+    while len(list(here.iterdir())) < spec.plan.world_size:
+        time.sleep(0.01)
 
 
 def fail(spec: RunSpec, kind: str, message: str, code: ExitCode, trace: str | None = None) -> None:
@@ -215,6 +230,7 @@ BEHAVIOURS = {
     function.__name__: function
     for function in (
         train,
+        train_together,
         train_slowly,
         fail_in_user_code,
         fail_numerically,

@@ -114,7 +114,8 @@ def test_what_many_ranks_tell_is_recorded_in_one_event_of_a_step(job: Path) -> N
     job.write_text(
         job.read_text().replace("batch: 4", "batch: 20").replace("slots: 2", "slots: 20")
     )
-    done = zrun(job, {"13": "train_slowly"}, "--ui", "json")
+    together = {str(rank): "train_together" for rank in range(20)}
+    done = zrun(job, together | {"13": "train_slowly"}, "--ui", "json")
     run = job.parent / "run"
     assert done.returncode == 0, done.stderr
     told = [event for event in events(run) if event["type"] in ("memory", "ranks")]

@@ -19,13 +19,14 @@ _BEGINNING = b'{"type":"memory",'
 class MemoryFold:
     """Folds the lines of one step, once all running ranks have told of it, or after a second.
 
-    A rank that comes later is one by itself. Rank 0's lines are passed on at once, as they are.
+    A rank that comes later is one by itself. Steps go up in their order, so that what a rank tells
+    does too. Rank 0's lines are passed on at once, as they are.
     """
 
     def __init__(self, ranks: Iterable[int]) -> None:
         """Wait for these ranks of a host."""
         self._ranks = set(ranks) - {0}
-        self._waiting: dict[int, dict[int, Event]] = {}  # by step, in the order of their beginning
+        self._waiting: dict[int, dict[int, Event]] = {}  # by step and rank
         self._since: dict[int, float] = {}  # by step
 
     def take(self, line: bytes, now: float) -> Iterator[bytes]:
@@ -39,30 +40,31 @@ class MemoryFold:
             yield line
             return
         step, rank = event["step"], event["rank"]
-        if rank in self._waiting.get(step, ()):  # it made this step before
-            yield self._fold(step)
+        if any(rank in told for each, told in self._waiting.items() if each >= step):
+            yield from self._fold_up_to(max(self._waiting))  # it makes steps again
         self._since.setdefault(step, now)
         told = self._waiting.setdefault(step, {})
         told[rank] = event
         if self._ranks <= told.keys():
-            yield self._fold(step)
+            yield from self._fold_up_to(step)
 
     def due(self, now: float) -> Iterator[bytes]:
         """Yield the lines of what has waited long enough."""
-        for step, since in list(self._since.items()):
-            if now - since > _PATIENCE_S:
-                yield self._fold(step)
+        late = [step for step, since in self._since.items() if now - since > _PATIENCE_S]
+        if late:
+            yield from self._fold_up_to(max(late))
 
     def end_of(self, rank: int) -> Iterator[bytes]:
         """Yield the lines of all that waits: this rank has ended, and no other waits for it."""
         self._ranks.discard(rank)
-        for step in list(self._waiting):
-            yield self._fold(step)
+        if self._waiting:
+            yield from self._fold_up_to(max(self._waiting))
 
-    def _fold(self, step: int) -> bytes:
-        del self._since[step]
-        told = self._waiting.pop(step)
-        return encode(together([told[rank] for rank in sorted(told)]))
+    def _fold_up_to(self, last: int) -> Iterator[bytes]:
+        for step in sorted(step for step in self._waiting if step <= last):
+            del self._since[step]
+            told = self._waiting.pop(step)
+            yield encode(together([told[rank] for rank in sorted(told)]))
 
 
 def _event(line: bytes) -> Event | None:

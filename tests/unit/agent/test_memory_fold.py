@@ -9,6 +9,8 @@ import socket
 from collections.abc import Iterable
 from typing import Any
 
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from recorded_ranks import Simulated
 
 from zrun.agent.memory_fold import MemoryFold
@@ -77,8 +79,8 @@ def test_steps_are_kept_apart() -> None:
     fold = MemoryFold((1, 2))
     assert list(fold.take(line(1, 10), 0.0)) == []
     assert list(fold.take(line(1, 20), 0.0)) == []
-    assert heard(fold.take(line(2, 20), 0.0)) == [[(1, 20), (2, 20)]]
     assert heard(fold.take(line(2, 10), 0.0)) == [[(1, 10), (2, 10)]]
+    assert heard(fold.take(line(2, 20), 0.0)) == [[(1, 20), (2, 20)]]
 
 
 def test_a_rank_that_tells_of_a_step_again_loses_nothing() -> None:
@@ -98,6 +100,47 @@ def test_the_end_of_a_rank_sends_what_waits_and_nobody_waits_for_it_again() -> N
     assert list(fold.take(line(1, 30), 0.0)) == []
     assert heard(fold.take(line(2, 30), 0.0)) == [[(1, 30), (2, 30)]]
     assert heard(fold.take(line(3, 40), 0.0)) == [[(3, 40)]], "its last words"
+
+
+def test_a_step_goes_up_behind_those_before_it() -> None:
+    fold = MemoryFold((1, 2, 3))
+    for rank, step in ((1, 1), (1, 2), (1, 3)):
+        assert list(fold.take(line(rank, step), 0.0)) == []
+    assert heard(fold.end_of(1)) == [[(1, 1)], [(1, 2)], [(1, 3)]]
+    for rank, step in ((2, 3), (3, 2)):  # what is told of step 3 has begun to wait before step 2
+        assert list(fold.take(line(rank, step), 0.0)) == []
+    assert heard(fold.take(line(3, 3), 0.0)) == [[(3, 2)], [(2, 3), (3, 3)]]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_nothing_is_lost_and_each_rank_keeps_its_order(data: st.DataObject) -> None:
+    """Of ranks that are steps apart, begin again from an earlier step, end, and are late."""
+    fold = MemoryFold(range(8, 12))
+    steps = dict.fromkeys(range(8, 12), 0)
+    told: dict[int, list[int]] = {rank: [] for rank in steps}
+    sent: list[bytes] = []
+    now = 0.0
+    for _ in range(data.draw(st.integers(1, 30))):
+        rank = data.draw(st.sampled_from(sorted(steps)))
+        what = data.draw(st.sampled_from(["tell", "tell", "tell", "again", "wait", "end"]))
+        if what == "wait":
+            now += data.draw(st.sampled_from([0.4, 0.7]))
+            sent += fold.due(now)
+        elif what == "end" and len(steps) > 1:
+            sent += fold.end_of(rank)
+            del steps[rank]
+        else:
+            if what == "again":
+                steps[rank] = data.draw(st.integers(0, steps[rank]))
+            steps[rank] += 1
+            told[rank].append(steps[rank])
+            sent += fold.take(line(rank, steps[rank]), now)
+    for rank in list(steps):
+        sent += fold.end_of(rank)
+    arrived = [each for group in heard(sent) for each in group]
+    for rank, its_steps in told.items():
+        assert [step for each, step in arrived if each == rank] == its_steps
 
 
 def test_a_relay_folds_and_tells_all_before_the_end_of_a_rank() -> None:

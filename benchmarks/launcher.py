@@ -4,7 +4,8 @@
 
 The hosts are simulated: another process holds the far ends of their pipes, takes what they are
 told, and says what agents and workers say: a look at the board of each host every half second, an
-event of each rank every second, each at a time of its own, which the agent of a host folds.
+event of each rank every second, each at a time of its own, which the agent of a host folds, and
+every ten seconds what the host and its GPUs say of themselves.
 Everything on this side is what `zrun train` runs: agents, supervision, sums over ranks, record,
 state, the search for slow ranks, and the panel that it draws.
 
@@ -33,6 +34,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import recorded_ranks
 from rich.console import Console
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -58,6 +60,8 @@ from zrun_core.spine.sections.guards import LimitsConfig  # noqa: E402
 from zrun_core.spine.spec import LaunchPlan, RankPlace, RunSpec, resolve_batch  # noqa: E402
 
 WARMUP_S = 3.0
+SENSORS_S = 10.0
+BOARD, SENSORS = -1, -2  # in place of a rank
 SHARE, MEMORY_MB = 0.25, 500  # the targets
 
 
@@ -92,6 +96,7 @@ class Far:
 
     def __post_init__(self) -> None:
         self._fold = MemoryFold(self.ranks)
+        self._simulated = recorded_ranks.Simulated(len(self.ranks), 1)
 
     def hear(self, data: bytes) -> int:
         """Split a stream into frames without parsing them. Returns how many there were so far."""
@@ -102,6 +107,14 @@ class Far:
             self.heard = self.heard[end:]
             self.num_heard += 1
         return self.num_heard
+
+    def turn_of(self, rank: int) -> tuple[bytes, float]:
+        """Return what is said now of a rank, the board or the sensors, and when it is again."""
+        if rank == BOARD:
+            return self.board(), PROGRESS_S
+        if rank == SENSORS:
+            return self.sensors(), SENSORS_S
+        return self.event(rank), 1.0
 
     def board(self) -> bytes:
         self.progress += 1
@@ -148,6 +161,11 @@ class Far:
             sent += self._fold.take(encode(line), now)
         return b"".join(b'{"frame":"event","event":' + line + b"}\n" for line in sent)
 
+    def sensors(self) -> bytes:
+        """What the host and its GPUs say of themselves."""
+        told = self._simulated.sensed(self.ranks, self.progress)
+        return b"".join(b'{"frame":"event","event":' + encode(each) + b"}\n" for each in told)
+
     def started(self) -> bytes:
         pids = ",".join(f'"{rank}":4711' for rank in self.ranks)
         return f'{{"frame":"started","pids":{{{pids}}}}}\n'.encode()
@@ -171,10 +189,12 @@ def act(hosts: list[Far], seconds: float, events: bool) -> None:
         selector.register(host.reads, selectors.EVENT_READ, host)
     _hear_starts(hosts, selector)
     chance, begun = random.Random(1), time.monotonic()
-    due: list[tuple[float, int, int]] = []  # when, which host, and which rank of it; -1: the board
+    due: list[tuple[float, int, int]] = []  # when, which host, and which rank of it
     for number, host in enumerate(hosts):
-        due.append((begun + chance.random() * PROGRESS_S, number, -1))
+        due.append((begun + chance.random() * PROGRESS_S, number, BOARD))
         due += [(begun + chance.random(), number, rank) for rank in host.ranks if events]
+        if events:
+            due.append((begun + chance.random() * SENSORS_S, number, SENSORS))
     heapq.heapify(due)
     while due[0][0] < begun + seconds:
         when, number, rank = due[0]
@@ -182,8 +202,9 @@ def act(hosts: list[Far], seconds: float, events: bool) -> None:
             for key, _ in selector.select(early):
                 os.read(key.fd, 1 << 16)  # that the launcher is there
             continue
-        say(hosts[number], hosts[number].board() if rank < 0 else hosts[number].event(rank))
-        heapq.heapreplace(due, (when + (PROGRESS_S if rank < 0 else 1.0), number, rank))
+        says, pause_s = hosts[number].turn_of(rank)
+        say(hosts[number], says)
+        heapq.heapreplace(due, (when + pause_s, number, rank))
     for host in hosts:  # rank 0, which says that training has ended, is the first
         say(host, host.end())
     while selector.get_map():  # until the launcher has let go
@@ -280,7 +301,9 @@ def follow(num_hosts: int, ranks_per_host: int, seconds: float, events: bool) ->
             nonlocal heard
             heard += 1
 
-        windows = RankWindows(len(places), follower.event, see, Stragglers(facts).see)
+        windows = RankWindows(
+            len(places), follower.event, see, Stragglers(facts).see, num_hosts=num_hosts
+        )
 
         def turn() -> None:
             if len(run.started) == num_hosts and not run.exits:

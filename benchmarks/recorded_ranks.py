@@ -1,4 +1,4 @@
-"""What a run's record takes of what its ranks tell of their memory and times.
+"""What a run's record takes of what its ranks tell of their memory and times, and of its hosts.
 
     python benchmarks/recorded_ranks.py                  16 to 4096 ranks, 8 on a host: some seconds
     python benchmarks/recorded_ranks.py --ranks 4096
@@ -6,7 +6,8 @@
 Nothing is trained: events as ranks on GPUs tell them go through the fold of each host's agent and
 the windows of the launcher, as in a launch. Bytes are those of the encoded lines of some windows,
 times the windows of 100,000 steps with `log.every: 10`. "Each rank" is one `memory` event of each
-rank in the record, as it is up to 16 ranks; "sent" is what agents send to the launcher.
+rank in the record, as it is up to 16 ranks; "sent" is what agents send to the launcher. The second
+table is of what hosts and their GPUs say of themselves in a day, for these numbers of hosts.
 """
 
 from __future__ import annotations
@@ -31,6 +32,9 @@ GIB = 1 << 30
 STEPS = 100_000
 EVERY = 10
 _ON_HOST = 8
+_LOOK_S = 10.0  # between two looks of an agent at its host
+_LOOKS_A_DAY = 8640
+_SHARE_OF_DAY = 54  # is made
 _PARTS = {"data": 0.002, "forward": 0.21, "backward": 0.45, "comm": 0.06, "optim": 0.02}
 
 
@@ -112,6 +116,40 @@ class Simulated:
             told["pipe_sent"] = {"stage": stage, **sent, "micro_batches": number}
         return _event("memory", rank, number, **told)
 
+    def sensed(self, host: range, number: int) -> list[Event]:
+        """Return what a host and its GPUs say, with the fields of `HostWatch` and `BoardWatch`."""
+        noise = self._noise(host.start, number)
+        gpus = [
+            {
+                "rank": rank,
+                "uuid": f"GPU-{rank:08x}-1234-5678-9abc-def012345678",
+                "utilisation": 80 + noise.randrange(20),
+                "power_w": round(600 + 100 * noise.random(), 1),
+                "power_limit_w": 700.0,
+                "temperature_c": 60 + noise.randrange(10),
+                "clock_mhz": 1980 - 15 * noise.randrange(10),
+                "used_bytes": 70 * GIB + noise.randrange(GIB),
+                "slowed": ["power cap"],
+                "corrected": 0,
+                "uncorrected": 0,
+                "remap": None,
+            }
+            for rank in host
+        ]
+        rates = ("sent_bytes", "received_bytes", "disk_read_bytes", "disk_written_bytes")
+        usage = {
+            "cores": 128,
+            "cores_busy": noise.random(),
+            "load": 8 * noise.random(),
+            "memory_bytes": 2048 * GIB,
+            "memory_used_bytes": noise.randrange(1024 * GIB),
+            "disk_bytes": 4096 * GIB,
+            "disk_free_bytes": noise.randrange(4096 * GIB),
+            **{f"{name}_per_s": 1e9 * noise.random() for name in rates},
+        }
+        at = {"time": 1.7e9 + 10 * number, "rank": host.start}
+        return [{"type": "gpus", **at, "gpus": gpus}, {"type": "host", **at, **usage}]
+
     def _noise(self, rank: int, number: int) -> random.Random:
         return random.Random(rank * 1_000_003 + number)
 
@@ -149,6 +187,7 @@ class Launcher:
             self._follow,
             lambda event: None,
             lambda event, follow: self.compared.append(event),
+            len(ranks.hosts),
             lambda: self.now,
         )
 
@@ -156,6 +195,10 @@ class Launcher:
         """Take in what a rank tells."""
         for line in self._folds[event["rank"]].take(encode(event), self.now):
             self._receive(line)
+
+    def hear_of_host(self, event: Event) -> None:
+        """Take in what an agent tells of its host."""
+        self._receive(encode(event))
 
     def turn(self, seconds: float) -> None:
         """Let time pass in which nobody tells anything."""
@@ -199,8 +242,22 @@ def sizes(num_ranks: int, windows: int) -> tuple[float, float, float]:
     return each / windows, sent / windows, recorded / windows
 
 
+def sizes_of_hosts(num_hosts: int) -> tuple[float, float]:
+    """Return bytes of a day: what agents send of their hosts, and what is recorded."""
+    ranks = Simulated(num_hosts * _ON_HOST, num_hosts)
+    launcher = Launcher(ranks)
+    looks = _LOOKS_A_DAY // _SHARE_OF_DAY
+    for number in range(looks):
+        launcher.now += _LOOK_S
+        for host in ranks.hosts:
+            for event in ranks.sensed(host, number):
+                launcher.hear_of_host(event)
+    sent, recorded = (sum(len(line) + 1 for line in of) for of in (launcher.sent, launcher.record))
+    return sent * _SHARE_OF_DAY, recorded * _SHARE_OF_DAY
+
+
 def main() -> None:
-    """Print the table."""
+    """Print the tables."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -213,6 +270,11 @@ def main() -> None:
         found = sizes(num_ranks, args.windows)
         cells = [f"{STEPS / EVERY * size / 1e6:,.0f} MB" for size in found]
         print(f"| {num_ranks:,} | {' | '.join(cells)} | {found[2] / found[0]:.2%} |")
+    print("\n| hosts | sent in a day | recorded |\n|---|---|---|")
+    for num_ranks in map(int, args.ranks.split(",")):
+        num_hosts = max(1, num_ranks // _ON_HOST)
+        cells = [f"{size / 1e6:,.0f} MB" for size in sizes_of_hosts(num_hosts)]
+        print(f"| {num_hosts:,} | {' | '.join(cells)} |")
 
 
 if __name__ == "__main__":

@@ -365,7 +365,13 @@ def _monitor(claimed: _ClaimedRun, agents: AgentGroup) -> _Observed:
         if gate is not None:
             compare(gate.see, event, follower.event)
 
-    windows = RankWindows(plan.world_size, follower.event, see, partial(find_slow, stragglers.see))
+    windows = RankWindows(
+        plan.world_size,
+        follower.event,
+        see,
+        partial(find_slow, stragglers.see),
+        num_hosts=len(plan.hosts),
+    )
 
     def see_phase() -> None:
         phases.see(time.monotonic(), run.states)

@@ -3,7 +3,8 @@
     agents -- memory, memories --> RankWindows -- memory of rank 0, ranks --> Follower
                                                -- memory of each rank ------> Gate, Stragglers
 
-Of at most `FEW_RANKS` each rank's `memory` events go on as they are.
+Of at most `FEW_RANKS` each rank's `memory` events go on as they are. Of what many hosts say of
+themselves some goes on: see `host_samples.py`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Protocol
 
 from zrun.system.output import Dispensable
 from zrun.transport.memories import FEW_RANKS, MEMORIES, apart
+from zrun.watch.host_samples import SAMPLES, HostSamples
 from zrun.watch.rank_digest import digest
 from zrun_core.spine.events import Event
 
@@ -39,12 +41,13 @@ class RankWindows:
         follow: Follow,
         see: Callable[[Event], None],
         compare: Callable[[Event, Follow], None],
+        num_hosts: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Wait for events.
 
         Args:
-            num_ranks: of the launch.
+            num_ranks, num_hosts: of the launch.
             follow: called with each event that is recorded, and its line where it has one.
             see: called with each event, whether it is recorded or not.
             compare: called with each event, and `follow` for what it finds; of a large launch with
@@ -55,6 +58,8 @@ class RankWindows:
         self._see = see
         self._compare = compare
         self._clock = clock
+        self._samples = HostSamples(num_hosts, clock)
+        self._thin_out = Dispensable("the choice among what hosts say")
         self._sum_up = Dispensable("the sum of what ranks tell")
         self._newest: dict[int, Event] = {}  # by rank
         self._peaks: dict[int, int] = {}  # bytes by rank
@@ -67,11 +72,13 @@ class RankWindows:
         Args:
             line: its text, where that can be recorded as it is.
         """
-        if event.get("type") != MEMORIES:
+        if event.get("type") == MEMORIES:
+            for each in apart(event):
+                self._take(each, None)
+        elif event.get("type") not in SAMPLES or self._thin_out.is_left_out:
             self._take(event, line)
-            return
-        for each in apart(event):
-            self._take(each, None)
+        else:
+            self._thin_out(self._take_sample, event, line)
 
     def turn(self) -> None:
         """Sum up what has waited long enough."""
@@ -84,6 +91,10 @@ class RankWindows:
         if self._since:
             self._since = {}
             self._sum_up(self._say, self._newest)
+
+    def _take_sample(self, event: Event, line: bytes | None) -> None:
+        if self._samples.is_kept(event):
+            self._take(event, line)
 
     def _take(self, event: Event, line: bytes | None) -> None:
         sums_up = self._num_ranks > FEW_RANKS and not self._sum_up.is_left_out

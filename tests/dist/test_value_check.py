@@ -165,6 +165,59 @@ def test_backwards_that_mix_or_count_features_are_refused(
         assert "though the forward is the same" in each["error"]
 
 
+class Experts(nn.Module):
+    """Packed: every token goes to all of them. `ended` is what becomes of what they make."""
+
+    def __init__(self, dim: int, ended: str) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(3, 2 * dim, dim) / 4)
+        self.down = nn.Parameter(torch.randn(3, dim, 2 * dim) / 4)
+        self.bias = nn.Parameter(torch.randn(3, dim))
+        self.ended = ended
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = x.flatten(0, 1).expand(3, -1, -1)
+        made = F.gelu(tokens @ self.up.transpose(1, 2)) @ self.down.transpose(1, 2)
+        if self.ended == "norm":
+            return F.layer_norm(made, made.shape[-1:]).sum(0).view_as(x) + self.bias.sum(0)
+        out = (made + self.bias[:, None]).sum(0).view_as(x)
+        return out + x if self.ended == "added" else out
+
+
+class OfExperts(Model):
+    def __init__(self, ended: str) -> None:
+        super().__init__("gelu", depth=2)
+        self.blocks = nn.ModuleList(Experts(16, ended) for _ in range(2))
+
+
+EXPERTS = {
+    "blocks.*": "experts",
+    "blocks.*.up": "colwise",
+    "blocks.*.down": "rowwise",
+    "blocks.*.bias": "once",
+}
+
+
+@pytest.mark.parametrize(
+    ("ended", "roles"),
+    [("sum", {}), ("sum", {"blocks.*.bias": "summed"}), ("added", {}), ("norm", {})],
+    ids=["right", "a bias of each rank", "a whole tensor is added", "a norm of parts"],
+)
+def test_experts_have_to_return_a_sum_of_parts(
+    ranks, tmp_path: Path, ended: str, roles: dict[str, str]
+) -> None:
+    model = {"call": "test_value_check.py:OfExperts", "args": {"ended": ended}}
+    keys = small(model=model, parallel={"tp": 2, "plan": EXPERTS | roles})
+    found = on_axes(keys, tmp_path / "two", ranks)
+    if ended == "sum" and not roles:
+        one = on_axes({**keys, "parallel": {}}, tmp_path / "one", ranks)
+        assert losses(found[0]) == pytest.approx(losses(one[0]), rel=1e-6) != {}
+        return
+    assert [each["code"] for each in found] == [2, 2]
+    for words in ("parallel.tp 2: the model computes something else", "guards.trust: [loss]"):
+        assert words in found[0]["error"]
+
+
 def test_a_backward_of_each_feature_trains(ranks, tmp_path: Path) -> None:
     keys = keys_of("backward reversed")
     found = on_axes(keys, tmp_path / "two", ranks)

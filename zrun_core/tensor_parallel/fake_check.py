@@ -29,7 +29,6 @@ from zrun_core.spine.sections.tensor_roles import Role
 from zrun_core.spine.tracebacks import raised_at
 from zrun_core.tensor_parallel.cuts import ALONE
 from zrun_core.tensor_parallel.fake_columns import ColumnWatch, check_columns
-from zrun_core.tensor_parallel.fake_experts import found_beside_sum
 from zrun_core.tensor_parallel.fake_outside import OutsideReads
 from zrun_core.tensor_parallel.fake_sums import (
     PRODUCTS,
@@ -158,8 +157,6 @@ def _behind_values(
 
 def _check_regions(plan: TensorPlan, whole: _Watch) -> None:
     for region in plan.regions:
-        if region.row in whole.beside:
-            raise _beside(region, whole.beside[region.row])
         if region.row in whole.open:
             raise JobError(
                 f"parallel.plan: {region.row} is not called after {region.columns[0]}, so nothing "
@@ -255,15 +252,6 @@ def _failure(error: Exception) -> str:
     return f"fails{where}: {reason}"
 
 
-def _beside(region: Region, found: str) -> JobError:
-    names = ", ".join(f"{name}: whole" for name in (region.row, *region.columns))
-    return JobError(
-        f"parallel.plan: {region.row} returns more than a sum over slices of its experts: {found} "
-        "follows, or is added, on each rank, and ranks are summed behind it; write once for a "
-        f"parameter that is added, or {names} and its rowwise parameters whole"
-    )
-
-
 def _mixes(block: str, operation: str) -> JobError:
     return JobError(
         f"parallel.sequence: {operation.strip('_')} in {block} looks at several tokens outside of "
@@ -330,7 +318,6 @@ class _Watch(TorchDispatchMode):
         running: the region that the forward is in.
         summed: names of whole parameters that are used on slices.
         bypassed: rows of regions into which more comes than by their modules.
-        beside: by row of experts: what makes more of their result than a sum of parts.
         mixing: outside of regions, by block: an operation that looks at several tokens.
         columns: what is taken of what column linears make.
         outside: reads of divided parameters outside of their modules.
@@ -357,7 +344,6 @@ class _Watch(TorchDispatchMode):
         self.running: Region | None = None
         self.summed: set[str] = set()
         self.bypassed: set[str] = set()
-        self.beside: dict[str, str] = {}
         self.mixing: dict[str, str] = {}
         self.columns = ColumnWatch()
         self.outside = OutsideReads(model, plan, spans([blocks]), reads)
@@ -499,7 +485,6 @@ class _Watch(TorchDispatchMode):
         def leave(_: nn.Module, args: Any, out: Any) -> None:
             if row is module:
                 self._end(region, out)
-                self._check_sum(region, out)
             self._second_grads.made(out)
             self._inputs.pop(region.row, None)
 
@@ -554,20 +539,6 @@ class _Watch(TorchDispatchMode):
                     self.summed.add(name)
                 else:
                     self.bypassed.add(region.row)
-
-    def _check_sum(self, region: Region, out: Any) -> None:
-        """Look for what ranks would sum, beside what slices of experts come to."""
-        ids: dict[Role, set[int]] = {Role.ROWWISE: set(), Role.ONCE: set()}
-        for name, param in self._model.get_submodule(region.row).named_parameters():
-            entry = self._plan.entries.get(f"{region.row}.{name}".lstrip("."))
-            if entry is not None and entry.role in ids:
-                ids[entry.role].add(id(param))
-                if not param.requires_grad:
-                    return  # the graph does not have it
-        if isinstance(out, torch.Tensor) and out.grad_fn is not None:
-            found = found_beside_sum(out.grad_fn, ids[Role.ROWWISE], ids[Role.ONCE])
-            if found:
-                self.beside[region.row] = found
 
     def _check_output(self, region: Region, out: Any) -> None:
         """Look for what goes from the input of a module to its output beside the linears.

@@ -291,12 +291,13 @@ class ValueCheck:
                 if has_slices_of_sequence(expected, seen):
                     advice = _SEQUENCE_ADVICE
                 how = f"{share:.2g} of its norm differs"
+                name = expected.name or _LOSS  # a model without blocks is one node
                 raise _DiffersError(
-                    expected.name,
+                    name,
                     f"of what it returns for the first micro-batch, {how}",
-                    f"{axes}: {expected.name} computes something else than in the whole model: of "
-                    f"what it returns for the first micro-batch, {how}; {advice}; "
-                    + _insist(expected.name),
+                    f"{axes}: {expected.name or 'the model'} computes something else than in the "
+                    f"whole model: of what it returns for the first micro-batch, {how}; {advice}; "
+                    + _insist(name),
                 )
         if found.loss is None or not math.isfinite(whole_loss):
             return

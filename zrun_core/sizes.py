@@ -1,7 +1,8 @@
-"""Byte counts as people write them.
+"""Byte counts, and numbers of things, as people write them.
 
 parse_size("64MiB")         67108864
 format_size(67108864)       "64.0 MiB"
+several(2, "host")          "2 hosts"
 """
 
 from __future__ import annotations
@@ -56,3 +57,10 @@ def format_size(num_bytes: float) -> str:
         if abs(value) < 1024:
             return f"{value:.1f} {unit}"
     return f"{value / 1024:.1f} TiB"
+
+
+def several(count: int, noun: str) -> str:
+    """Return `1 host`, `2 hosts`."""
+    if count == 1:
+        return f"1 {noun}"
+    return f"{count} {noun}s"

@@ -12,13 +12,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from zrun.hosts.cluster import HostFacts, several
+from zrun.hosts.cluster import HostFacts
 from zrun.hosts.cluster_env import NONE, ClusterEnv, detect
 from zrun.hosts.host_filter import HostOptions, filtered
 from zrun.hosts.hostfile import HostEntry, parse_items, parse_option, read_hostfile
 from zrun.job.nearest import nearest
 from zrun.job.problems import AutoValue
 from zrun_core.errors import JobError
+from zrun_core.sizes import several
 from zrun_core.spine.config import JobConfig
 
 __all__ = [

@@ -23,7 +23,7 @@ from zrun.topology.machine import read_machine
 from zrun.topology.nvml import read
 from zrun.topology.scenario import Scenario
 from zrun.topology.visible import NamedGpu, visible
-from zrun_core.sizes import format_size
+from zrun_core.sizes import format_size, several
 from zrun_core.spine import memory_limits
 from zrun_core.tiers.probe import DiskFacts
 
@@ -189,13 +189,6 @@ def listed(names: list[str]) -> str:
     if len(names) > _NAMED:
         text += f" and {len(names) - _NAMED} more"
     return text
-
-
-def several(count: int, noun: str) -> str:
-    """Return `1 host`, `2 hosts`."""
-    if count == 1:
-        return f"1 {noun}"
-    return f"{count} {noun}s"
 
 
 def probe_host(swap: SwapFolder | None = None) -> HostFacts:

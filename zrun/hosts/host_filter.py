@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from zrun.hosts.cluster import several
 from zrun.hosts.hostfile import HostEntry
 from zrun.job.nearest import nearest
 from zrun.job.problems import Problem, ValueOrigin, job_error, shown_text
 from zrun_core.errors import JobError
+from zrun_core.sizes import several
 from zrun_core.spine.hostname import MAX_SLOTS
 
 _PICK = re.compile(

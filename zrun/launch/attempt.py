@@ -25,7 +25,7 @@ from zrun.estimate import auto_share
 from zrun.estimate.forecast import Forecast
 from zrun.estimate.gate import Gate, refusal
 from zrun.hosts.backend import with_backend
-from zrun.hosts.cluster import Cluster, several
+from zrun.hosts.cluster import Cluster
 from zrun.job.flat_keys import flat_keys
 from zrun.job.hidden import may_be_secret, shown_command, without_secrets
 from zrun.job.load import LoadedJob, load_job
@@ -66,6 +66,7 @@ from zrun.watch.topology import show_seats
 from zrun.watch.ui import Ui
 from zrun_core.checkpoint.names import steps_in
 from zrun_core.errors import CheckpointError, ExitCode, StoppedError, ZrunError
+from zrun_core.sizes import several
 from zrun_core.spine.events import Event
 from zrun_core.spine.printable import printable
 from zrun_core.spine.spec import RunSpec, ScriptSpec, checkpoint_folder

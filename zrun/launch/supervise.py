@@ -19,7 +19,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from zrun.hosts.cluster import several
 from zrun.launch.failures import (
     Failure,
     FailureNote,
@@ -38,6 +37,7 @@ from zrun.system.output import notify
 from zrun.system.signals import LauncherSignals
 from zrun.transport.frames import BEAT_S, GRACE_S, PROGRESS_S, SILENCE_S, Frame, StopMode
 from zrun_core.errors import ExitCode, RendezvousError
+from zrun_core.sizes import several
 from zrun_core.spine import profile_request
 from zrun_core.spine.events import Event
 from zrun_core.spine.flight_page import RankProgress

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from html import escape
 
-from zrun.hosts.cluster import several
 from zrun.job.hidden import may_be_secret
 from zrun.pages import chart, document
 from zrun.pages.chart import Line
 from zrun.pages.document import NUM_COLORS
 from zrun.pages.run_curves import line, memory_chart, speed_of
 from zrun.watch.comparison import ComparedRun, Row, cell, rows
+from zrun_core.sizes import several
 
 MOST_RUNS = NUM_COLORS  # a chart tells no more of them apart
 _MOST_METRICS = 20

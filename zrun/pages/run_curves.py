@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from zrun.hosts.cluster import several
 from zrun.pages import chart, document
 from zrun.pages.chart import Line
 from zrun.watch import formatting
@@ -13,6 +12,7 @@ from zrun.watch.memory_kinds import KINDS, MEANINGS, PARTS
 from zrun.watch.run_record import RunRecord
 from zrun.watch.run_state import SPLIT
 from zrun.watch.tiers import ELSEWHERE
+from zrun_core.sizes import several
 
 TIERS = ("device", *ELSEWHERE)
 SPLIT_COLORS = {"data": 7, "forward": 5, "backward": 0, "comm": 1, "optim": 2}

@@ -5,13 +5,12 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 
-from zrun.hosts.cluster import several
 from zrun.pages import chart, document
 from zrun.pages.chart import Line
 from zrun.pages.document import NUM_COLORS
 from zrun.watch.gpu_course import GpuSums
 from zrun.watch.run_record import RunRecord
-from zrun_core.sizes import format_size
+from zrun_core.sizes import format_size, several
 
 _GPUS_SHOWN = 64
 _NAMED = 8

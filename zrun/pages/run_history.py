@@ -6,13 +6,12 @@ import time
 from collections.abc import Sequence
 from html import escape
 
-from zrun.hosts.cluster import several
 from zrun.pages import document
 from zrun.pages.outcome import Outcome
 from zrun.runs.launches import Launch
 from zrun.watch import formatting
 from zrun.watch.history import History, Stretch
-from zrun_core.sizes import format_size
+from zrun_core.sizes import format_size, several
 from zrun_core.spine.events import Event
 
 _LONGEST = 500  # characters of a message

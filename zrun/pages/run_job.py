@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from zrun.hosts.cluster import several
 from zrun.job.hidden import may_be_secret, shown_value
 from zrun.job.recorded import RecordedKey, recorded_keys
 from zrun.pages import document
 from zrun_core.errors import JobError
+from zrun_core.sizes import several
 
 _HIDDEN = "***"
 _MOST = 2000  # characters of a value

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 from html import escape
 
-from zrun.hosts.cluster import several
 from zrun.pages import (
     bars,
     chart,
@@ -33,6 +32,7 @@ from zrun.watch.pushes import numerics_in_words
 from zrun.watch.report import report_rows
 from zrun.watch.run_record import RunRecord
 from zrun.watch.run_state import RunState
+from zrun_core.sizes import several
 
 _HOSTS_SHOWN = 8
 _STYLE = chart.STYLE + bars.STYLE + outcome.STYLE + pipeline.STYLE

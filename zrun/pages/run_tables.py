@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from zrun.hosts.cluster import several
 from zrun.pages import document
 from zrun.pages.bars import Bar, Piece, bars
 from zrun.pages.run_curves import SPLIT_COLORS, TIERS
@@ -17,7 +16,7 @@ from zrun.watch.pushes import histogram, pushes_in_words
 from zrun.watch.rank_digest import busy_s, digest_of
 from zrun.watch.run_record import RunRecord
 from zrun.watch.run_state import SPLIT, RunState
-from zrun_core.sizes import format_size
+from zrun_core.sizes import format_size, several
 from zrun_core.spine.events import Event
 
 _RANKS_SHOWN = 64

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from zrun.hosts.cluster import several
 from zrun_core.errors import JobError
+from zrun_core.sizes import several
 from zrun_core.spine.config import JobConfig
 from zrun_core.spine.spec import BatchPlan
 

@@ -21,10 +21,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from zrun.hosts.cluster import Cluster, Gpu, HostFacts, listed, several
+from zrun.hosts.cluster import Cluster, Gpu, HostFacts, listed
 from zrun.topology.cpus import USER_BINDING, format_cpus, shares
 from zrun.topology.grouping import Arrangement, arrange
 from zrun_core.errors import JobError, PreflightError
+from zrun_core.sizes import several
 from zrun_core.spine.config import JobConfig
 from zrun_core.spine.parallel_dims import ParallelDims
 from zrun_core.spine.sections.parallel import ParallelConfig

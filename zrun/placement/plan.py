@@ -10,14 +10,14 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from zrun.hosts.backend import Backend, with_backend
-from zrun.hosts.cluster import Cluster, HostFacts, each, listed, several
+from zrun.hosts.cluster import Cluster, HostFacts, each, listed
 from zrun.hosts.offload_disk import find_warnings
 from zrun.job.problems import AutoValue
 from zrun.placement.late_updates import check_device, notes_on_late_gradients
 from zrun.placement.pipelines import check_micro_batches, notes_on_bubble, notes_on_late_weights
 from zrun.placement.place import RankAssignment, assign_ranks, group_on_hosts, resolve_dims
 from zrun_core.errors import JobError, PreflightError
-from zrun_core.sizes import format_size
+from zrun_core.sizes import format_size, several
 from zrun_core.spine.config import JobConfig
 from zrun_core.spine.sections.optimizer_args import OWN_DEFAULTS
 from zrun_core.spine.sections.profile import why_no_ranks

@@ -7,10 +7,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from zrun.hosts.cluster import listed, several
+from zrun.hosts.cluster import listed
 from zrun.hosts.probe import GpuState, HostReport, Software
 from zrun.topology.boards import POWER_CAP
-from zrun_core.sizes import format_size
+from zrun_core.sizes import format_size, several
 
 _BUSY = 0.1  # share of a GPU's memory that others may hold
 # By the major version of CUDA: NVIDIA's oldest driver, and torch's index of wheels.

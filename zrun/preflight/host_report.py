@@ -6,9 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from zrun.hosts.cluster import several
 from zrun.hosts.probe import HostReport
-from zrun_core.sizes import format_size
+from zrun_core.sizes import format_size, several
 
 if TYPE_CHECKING:
     from zrun.preflight.calibration import Calibration, MatmulRates

@@ -15,7 +15,6 @@ from typing import Any
 
 from rich.text import Text
 
-from zrun.hosts.cluster import several
 from zrun.top.machine import Machine, Use, usage_line
 from zrun.watch import formatting
 from zrun.watch.braille import plot
@@ -29,7 +28,7 @@ from zrun.watch.recording import Message
 from zrun.watch.run_state import SPLIT, RunState
 from zrun.watch.stages import stage_rows
 from zrun.watch.thinned import Point
-from zrun_core.sizes import format_size
+from zrun_core.sizes import format_size, several
 from zrun_core.spine.events import Event
 
 _MOST_RANKS = 12  # that are shown one by one

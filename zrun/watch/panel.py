@@ -19,7 +19,6 @@ from rich.console import Group
 from rich.panel import Panel
 from rich.text import Text
 
-from zrun.hosts.cluster import several
 from zrun.watch import formatting
 from zrun.watch.panel_layout import ALERT, GAP, GOOD, LABEL, QUIET, Facts, PanelSpace, packed
 from zrun.watch.pushes import numerics_in_words, pushes_in_words
@@ -28,6 +27,7 @@ from zrun.watch.remaining import remaining
 from zrun.watch.run_state import SPLIT, RunState
 from zrun.watch.stages import stage_rows
 from zrun.watch.tiers import tier_use, updates
+from zrun_core.sizes import several
 
 WIDEST = 140  # columns: beyond, the eye has too far to go
 _MOST_STAGES = 10  # lines about them

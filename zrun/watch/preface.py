@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal, TextIO
 
 from zrun.hosts.backend import Backend, HostEntry
-from zrun.hosts.cluster import Cluster, several
+from zrun.hosts.cluster import Cluster
 from zrun.hosts.offload_disk import in_words
 from zrun.job.hidden import shown_command
 from zrun.job.load import JobValue, job_values
@@ -16,6 +16,7 @@ from zrun.job.scalars import write
 from zrun.job.script import KEYS
 from zrun.placement.plan import ResolvedJob
 from zrun.runs.listing import reference
+from zrun_core.sizes import several
 from zrun_core.spine.config import JobConfig
 from zrun_core.spine.sections.section import Section
 from zrun_core.spine.spec import ScriptSpec

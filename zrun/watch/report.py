@@ -5,7 +5,6 @@ from __future__ import annotations
 import textwrap
 from pathlib import Path
 
-from zrun.hosts.cluster import several
 from zrun.watch import formatting
 from zrun.watch.axis_traffic import theory_along
 from zrun.watch.checks_left_out import checks_left_out
@@ -15,7 +14,7 @@ from zrun.watch.rank_digest import digest_of
 from zrun.watch.run_state import RunState, number
 from zrun.watch.stages import stage_rows
 from zrun.watch.tiers import tier_rows
-from zrun_core.sizes import format_size
+from zrun_core.sizes import format_size, several
 
 _CURVE_WIDTH = 24  # characters
 _LEAST_STEPS = 3  # of a curve

@@ -7,11 +7,11 @@ from contextlib import suppress
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from zrun.hosts.cluster import several
 from zrun.watch import formatting
 from zrun.watch.rank_digest import stages_of
 from zrun.watch.run_state import RunState
 from zrun.watch.stragglers import tolerance
+from zrun_core.sizes import several
 from zrun_core.spine.events import Event
 
 if TYPE_CHECKING:

@@ -10,12 +10,12 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from zrun.hosts.cluster import Cluster, HostFacts, listed, several
+from zrun.hosts.cluster import Cluster, HostFacts, listed
 from zrun.topology.cpus import format_cpus
 from zrun.topology.grouping import best_groups, weakest_pair
 from zrun.topology.links import LinkMatrix, is_fast
 from zrun.watch.console import open_console
-from zrun_core.sizes import format_size
+from zrun_core.sizes import format_size, several
 from zrun_core.spine.printable import printable
 
 if TYPE_CHECKING:  # 80 ms of 300: a table of links needs no job

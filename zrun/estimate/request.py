@@ -193,7 +193,7 @@ def _find_cluster(loaded: LoadedJob | None, options: HostOptions) -> Cluster:
     """Return the hosts of a job. Only this one is looked at: others are taken to be like it."""
     from zrun.hosts.backend import find_backend
     from zrun.hosts.cluster import Cluster, probe_host
-    from zrun.placement.plan import check_gpus
+    from zrun.placement.gpus import check_gpus
 
     here = probe_host()
     if loaded is None:

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from zrun.hosts.cluster import Cluster, Gpu, HostFacts, probe_host
-from zrun.placement.plan import ResolvedJob, check_gpus, plan_every_gpu
+from zrun.placement.gpus import check_gpus
+from zrun.placement.plan import ResolvedJob, plan_every_gpu
 from zrun.placement.plan import make_plan as make_plan_on
 from zrun.watch.preface import brief, places, preface
 from zrun_core.errors import ExitCode, JobError, PreflightError

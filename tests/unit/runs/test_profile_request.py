@@ -16,7 +16,7 @@ from zrun.estimate.trial import trial_overrides as measured_trial
 from zrun.job.load import load_job
 from zrun.job.smoke import smoke_of
 from zrun.launch import profile_request
-from zrun.placement.plan import _not_profiled
+from zrun.placement.remarks import _not_profiled
 from zrun.runs.listing import read_run
 from zrun.runs.rundir import RunDir
 from zrun.verification.trial import trial_of as verified_trial

@@ -14,9 +14,9 @@ from zrun.estimate.forecast import Forecast, stored
 from zrun.estimate.forecast_process import ForecastProcess, ForecastRequest, Pace
 from zrun.estimate.gate import REFUSED_PATIENCE_S, refusal
 from zrun.estimate.machine import capacity_of
-from zrun.job.problems import AutoValue
 from zrun_core.errors import PreflightError
 from zrun_core.sizes import format_size
+from zrun_core.spine.sections.auto_values import AutoValue
 
 if TYPE_CHECKING:
     from zrun.hosts.cluster import Cluster

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from zrun.estimate import answer_cache
 from zrun.estimate.forecast import PATIENCE_S, UNRELATED
@@ -27,13 +27,12 @@ from zrun.job import overrides as command_line
 from zrun.job.document import Document
 from zrun.job.load import LoadedJob
 from zrun.job.validate import validate
-from zrun.placement.place import resolve_dims
 from zrun.placement.plan import make_plan
 from zrun_core.errors import JobError
 from zrun_core.spine.cache import cache_folder
 from zrun_core.spine.config import JobConfig
 from zrun_core.spine.parallel_dims import ParallelDims, resolve_shard_size
-from zrun_core.spine.spec import BatchPlan, offload_folder, resolve_batch, resolve_bucket
+from zrun_core.spine.spec import BatchPlan, offload_folder
 
 if TYPE_CHECKING:
     from zrun_core.hardware.hardware import Hardware
@@ -360,26 +359,16 @@ def _import_planner() -> None:
 
 
 def _resolved_on(config: JobConfig, hardware: Hardware) -> tuple[JobConfig, BatchPlan]:
-    axes = resolve_dims(config.parallel, hardware.num_devices)
-    batch = resolve_batch(config, axes.dp)
-    device = "cpu" if hardware.device.kind == "cpu" else "cuda"
-    group = config.zero.shard_group
-    if isinstance(group, int) and config.zero.stage and axes.dp % group:
+    device: Literal["cpu", "cuda"] = "cpu" if hardware.device.kind == "cpu" else "cuda"
+    asked = config.model_copy(update={"device": device, "slots": hardware.devices_per_node})
+    facts = asked.launch_facts(device, hardware.num_devices)
+    job, _ = asked.resolve(facts)
+    group = job.zero.shard_group
+    if isinstance(group, int) and job.zero.stage and facts.dp % group:
         raise JobError(
-            f"zero.shard_group: groups of {group} do not divide {axes.dp} data-parallel ranks"
+            f"zero.shard_group: groups of {group} do not divide {facts.dp} data-parallel ranks"
         )
-    job = config.model_copy(
-        update={
-            "device": device,
-            "slots": hardware.devices_per_node,
-            "parallel": config.parallel.model_copy(update={"dp": axes.dp}),
-            "batch": config.batch.model_copy(
-                update={"global_": batch.global_size, "micro": batch.micro}
-            ),
-            "zero": config.zero.model_copy(update={"bucket": resolve_bucket(config.zero, device)}),
-        }
-    )
-    return job, batch
+    return job, BatchPlan.of(job.batch, facts.dp)
 
 
 def _candidate(job: JobConfig, batch: BatchPlan, hardware: Hardware) -> Candidate:
@@ -387,9 +376,7 @@ def _candidate(job: JobConfig, batch: BatchPlan, hardware: Hardware) -> Candidat
     from zrun_core.plan.question.candidate import Candidate
 
     parallel = job.parallel
-    dims = ParallelDims(
-        batch.ranks, parallel.tp, parallel.pp, parallel.virtual, order=parallel.order
-    )
+    dims = ParallelDims.of(parallel)
     shard = resolve_shard_size(job.zero, dims.dp, dims.dp_per_host(hardware.devices_per_node))
     if job.zero.stage and shard != dims.dp:
         dims = replace(dims, shard=shard)

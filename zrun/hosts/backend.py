@@ -17,10 +17,10 @@ from zrun.hosts.cluster_env import NONE, ClusterEnv, detect
 from zrun.hosts.host_filter import HostOptions, filtered
 from zrun.hosts.hostfile import HostEntry, parse_items, parse_option, read_hostfile
 from zrun.job.nearest import nearest
-from zrun.job.problems import AutoValue
 from zrun_core.errors import JobError
 from zrun_core.sizes import several
 from zrun_core.spine.config import JobConfig
+from zrun_core.spine.sections.auto_values import AutoValue
 
 __all__ = [
     "Backend",

@@ -61,15 +61,6 @@ DEFAULT = ValueOrigin("default")
 
 
 @dataclass(frozen=True)
-class AutoValue:
-    """A key that the job left open, the value it got, and why."""
-
-    key: str
-    value: str
-    why: str
-
-
-@dataclass(frozen=True)
 class Problem:
     """One mistake.
 

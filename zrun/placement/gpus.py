@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Literal
 
 from zrun.hosts.cluster import Cluster, listed
-from zrun.job.problems import AutoValue
 from zrun_core.errors import JobError, PreflightError
 from zrun_core.sizes import several
 from zrun_core.spine.config import JobConfig
+from zrun_core.spine.sections.auto_values import AutoValue
 
 
 def visible_gpus(job: JobConfig, cluster: Cluster) -> Cluster:

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from typing import Literal
 
 from zrun.hosts.cluster import Cluster, HostFacts, each, listed
-from zrun.job.problems import AutoValue
 from zrun_core.errors import PreflightError
 from zrun_core.sizes import several
 from zrun_core.spine.config import JobConfig
+from zrun_core.spine.sections.auto_values import AutoValue
 
 
 def resolve_slots(

@@ -24,44 +24,16 @@ from typing import Literal
 from zrun.hosts.cluster import Cluster, Gpu, HostFacts, listed
 from zrun.topology.cpus import USER_BINDING, format_cpus, shares
 from zrun.topology.grouping import Arrangement, arrange
-from zrun_core.errors import JobError, PreflightError
+from zrun_core.errors import PreflightError
 from zrun_core.sizes import several
 from zrun_core.spine.config import JobConfig
 from zrun_core.spine.parallel_dims import ParallelDims
-from zrun_core.spine.sections.parallel import ParallelConfig
 from zrun_core.spine.spec import RankPlace
 
 _GIB = 1 << 30
 _NUM_SHOWN = 3  # hosts or kinds of GPU in a message
 _RANKS_SHOWN = 8  # of a group in a message
 _SHARES_GPUS = "NCCL_MULTI_RANK_GPU_ENABLE"
-
-
-def resolve_dims(parallel: ParallelConfig, num_ranks: int) -> ParallelDims:
-    """Return the sizes of the axes that a job asks for, on this many ranks.
-
-    Raises:
-        JobError: their product is another number.
-    """
-    model = parallel.tp * parallel.pp
-    what = f"tp {parallel.tp} x pp {parallel.pp}"
-    if parallel.dp == "auto":
-        if num_ranks % model:
-            raise JobError(
-                f"parallel: {what} = {several(model, 'rank')} do not divide the "
-                f"{several(num_ranks, 'rank')} of the hosts: write divisors, or slots that give a "
-                f"multiple of {model}"
-            )
-        dp = num_ranks // model
-    else:
-        dp = parallel.dp
-        asked = model * dp
-        if asked != num_ranks:
-            raise JobError(
-                f"parallel: {what} x dp {dp} = {several(asked, 'rank')}, but the hosts have "
-                f"{several(num_ranks, 'slot')}: write dp: auto, or slots that give {asked}"
-            )
-    return ParallelDims(dp, parallel.tp, parallel.pp, parallel.virtual, order=parallel.order)
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,16 @@
 """Resolve each `auto` of a job on a cluster, and assign its ranks: `make_plan(job, cluster)`.
 
+Sections resolve their own (`resolve` in `spine.sections`); here are those that hosts decide.
 `make_plan` is pure, so that a plan for other machines needs only their `HostFacts`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from zrun.hosts.backend import Backend, with_backend
 from zrun.hosts.cluster import Cluster
-from zrun.job.problems import AutoValue
 from zrun.placement.gpus import (
     check_gpus,
     hosts_without,
@@ -21,16 +21,15 @@ from zrun.placement.gpus import (
 from zrun.placement.host_shares import resolve_bind, resolve_slots, resolve_threads, shared
 from zrun.placement.late_updates import check_device
 from zrun.placement.pipelines import check_micro_batches
-from zrun.placement.place import assign_ranks, resolve_dims
+from zrun.placement.place import assign_ranks
 from zrun.placement.remarks import notes_of, warnings_of
 from zrun_core.errors import JobError, PreflightError
-from zrun_core.sizes import format_size, several
+from zrun_core.sizes import several
 from zrun_core.spine.config import JobConfig
-from zrun_core.spine.sections.optimizer_args import OWN_DEFAULTS
+from zrun_core.spine.parallel_dims import ParallelDims
+from zrun_core.spine.sections.auto_values import AutoValue
 from zrun_core.spine.sections.section import MAX_RANKS
-from zrun_core.spine.spec import BatchPlan, LaunchPlan, resolve_batch, resolve_bucket
-
-_DECAYING = ("linear", "cosine", "polynomial", "wsd")
+from zrun_core.spine.spec import BatchPlan, LaunchPlan
 
 
 @dataclass(frozen=True)
@@ -68,39 +67,42 @@ def make_plan(job: JobConfig, cluster: Cluster) -> ResolvedJob:
             f"slots: {num_ranks} ranks on {several(len(slots), 'host')}, and zrun plans "
             f"{MAX_RANKS} at most"
         )
-    reasons = [*why_device, *why_slots, *why_threads]
-    dims = resolve_dims(job.parallel, num_ranks)
-    if job.parallel.dp == "auto" and dims.tp * dims.pp > 1:
-        why = f"{several(num_ranks, 'rank')} / (tp {dims.tp} x pp {dims.pp})"
-        reasons.append(AutoValue("parallel.dp", str(dims.dp), why))
+    known = job.launch_facts(device, num_ranks)
+    parallel, why_parallel = job.parallel.resolve(known)
+    dims = ParallelDims.of(parallel)
     found = assign_ranks(job, cluster, device, dims, slots, threads)
-    batch = _batch(job, dims.dp, reasons)
+    sizes, why_batch = job.batch.resolve(known)
+    batch = BatchPlan.of(sizes, dims.dp)
     _check_shard_group(job, dims.dp)
     check_micro_batches(job, batch)
     plan = LaunchPlan(ranks=found.ranks)
     plan.shard_size(job.zero)  # refuses hosts that would hold different parts of the states
+    _check_decay(job)
     bind, why_bind = resolve_bind(job, cluster, found.unbound)
-    reasons += why_bind
-    resolved = job.model_copy(
+    placed = job.model_copy(
         update={
             "device": device,
             "slots": shared(slots),
             "threads": shared(threads),
-            "parallel": job.parallel.model_copy(update={"dp": dims.dp}),
             "bind": bind,
-            "batch": job.batch.model_copy(
-                update={"global_": batch.global_size, "micro": batch.micro}
-            ),
-            "zero": job.zero.model_copy(update={"bucket": _bucket(job, device, reasons)}),
-            "lr": job.lr.model_copy(update={"decay_steps": _decay_steps(job, reasons)}),
-            "optim": job.optim.model_copy(update=_own_defaults(job, reasons)),
+            "parallel": parallel,
+            "batch": sizes,
         }
     )
+    resolved, why_others = placed.resolve(known)
     return ResolvedJob(
         resolved,
         plan,
         batch,
-        tuple(reasons),
+        reasons=(
+            *why_device,
+            *why_slots,
+            *why_threads,
+            *why_parallel,
+            *why_batch,
+            *why_bind,
+            *why_others,
+        ),
         warnings=tuple(warnings_of(job, cluster, device, slots, found)),
         notes=tuple(notes_of(job, cluster, device, batch)),
     )
@@ -147,18 +149,6 @@ def plan_every_gpu(cluster: Cluster, tp: int, pp: int) -> LaunchPlan:
     return make_plan(job, cluster).plan
 
 
-def _batch(job: JobConfig, slots: int, reasons: list[AutoValue]) -> BatchPlan:
-    batch = resolve_batch(job, slots)
-    ranks = several(slots, "rank")
-    if job.batch.global_ == "auto":
-        why = f"micro {batch.micro} x {ranks}"
-        reasons.append(AutoValue("batch.global", str(batch.global_size), why))
-    if job.batch.micro == "auto":
-        why = f"global {batch.global_size} / {ranks}, no accumulation"
-        reasons.append(AutoValue("batch.micro", str(batch.micro), why))
-    return batch
-
-
 def _check_shard_group(job: JobConfig, slots: int) -> None:
     group = job.zero.shard_group
     if isinstance(group, int) and job.zero.stage > 0 and slots % group:
@@ -168,42 +158,7 @@ def _check_shard_group(job: JobConfig, slots: int) -> None:
         )
 
 
-def _bucket(job: JobConfig, device: str, reasons: list[AutoValue]) -> int:
-    bucket = resolve_bucket(job.zero, device)
-    if job.zero.bucket == "auto":
-        reasons.append(AutoValue("zero.bucket", format_size(bucket), f"on {device}"))
-    return bucket
-
-
-def _decay_steps(job: JobConfig, reasons: list[AutoValue]) -> int | Literal["auto"]:
-    """Return the steps of the decay; auto if it has no end, or one that only the data knows."""
-    from zrun_core.optim.lr import make_schedule
-
-    if job.epochs is not None and job.lr.schedule in _DECAYING:
-        if job.lr.decay_steps == "auto":
-            what = "the steps of the run" if job.lr.schedule != "wsd" else "a fifth of the run"
-            why = f"{what}, known once the data is open: epochs {job.epochs}"
-            reasons.append(AutoValue("lr.decay_steps", "auto", why))
-        return job.lr.decay_steps
-    if isinstance(job.lr.schedule, str):
-        make_schedule(job.lr, job.steps)  # refuses a decay without an end
-    if job.lr.decay_steps != "auto" or job.lr.schedule not in _DECAYING or job.steps is None:
-        return job.lr.decay_steps
-    steps = job.steps
-    why = "the run's steps"
-    if job.lr.schedule == "wsd":
-        steps = max(1, steps // 5)
-        why = "a fifth of the run"
-    reasons.append(AutoValue("lr.decay_steps", str(steps), why))
-    return steps
-
-
-def _own_defaults(job: JobConfig, reasons: list[AutoValue]) -> dict[str, Any]:
-    """Return the hyper-parameters that the job leaves to the optimizer."""
-    name = job.optim.name.lower()
-    defaults = OWN_DEFAULTS.get(name, {})
-    found = {key: value for key, value in defaults.items() if getattr(job.optim, key) is None}
-    for key, value in found.items():
-        shown = f"{value:g}" if isinstance(value, float) else str(list(value))
-        reasons.append(AutoValue(f"optim.{key}", shown, f"{name}'s own"))
-    return found
+def _check_decay(job: JobConfig) -> None:
+    """Refuse a learning rate that decays to an end that nothing tells; epochs do, by the data."""
+    if job.lr.decays and job.epochs is None:
+        job.lr.decay_end(job.steps)

@@ -108,7 +108,7 @@ def placement_of(offload: OffloadConfig, activations: ActivationsConfig, device:
     """Return where states live. What computes in the host's memory has no other host.
 
     Args:
-        offload, activations: sections of a job. A share that is `auto` counts as all.
+        offload, activations: sections of a job.
         device: type of what trains, "cpu" or "cuda".
     """
     asked = Placement(
@@ -116,6 +116,6 @@ def placement_of(offload: OffloadConfig, activations: ActivationsConfig, device:
         grad=Tier(offload.grad_tier),
         optimizer=Tier(offload.optimizer),
         activation=Tier(activations.offload),
-        fraction=1.0 if offload.fraction == "auto" else offload.fraction,
+        fraction=offload.most_away,
     )
     return asked.where_host_is_device() if device == "cpu" else asked

@@ -8,12 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from zrun_core.errors import JobError
 from zrun_core.spine.sections.optim import LrConfig, ScheduleName
 
 Schedule = Callable[[int], float]
-
-_NEED_END = ("linear", "cosine", "polynomial", "wsd")
 
 
 def make_schedule(
@@ -34,12 +31,8 @@ def make_schedule(
     if custom is not None:
         return custom
     assert isinstance(config.schedule, str)
-    end = total_steps
-    if config.decay_steps != "auto" and config.schedule != "wsd":
-        end = config.decay_steps
-    if config.schedule in _NEED_END:
-        _check_end(config, end)
-    shape = _shape(config.schedule, config, end or 0)
+    end = config.decay_end(total_steps) if config.decays else 0
+    shape = _shape(config.schedule, config, end)
 
     def factor(step: int) -> float:
         if step < config.warmup:
@@ -47,21 +40,6 @@ def make_schedule(
         return shape(step)
 
     return factor
-
-
-def _check_end(config: LrConfig, end: int | None) -> None:
-    if end is None:
-        raise JobError(
-            f"lr.schedule: {config.schedule} needs the number of steps, which is not known for "
-            "this run: write lr.decay_steps: N, or give the job `steps`, or `epochs` of a "
-            "dataset that has a length (`__len__`)"
-        )
-    if end < config.warmup:
-        raise JobError(
-            f"lr.warmup: {config.warmup} steps of warm-up are more than the {end} steps of the "
-            f"decay: write lr.warmup={max(1, end // 10)} too, or try the whole job in {end} steps "
-            f"with zrun train --smoke {end}"
-        )
 
 
 def _shape(name: ScheduleName, config: LrConfig, end: int) -> Schedule:
@@ -88,6 +66,6 @@ def _shape(name: ScheduleName, config: LrConfig, end: int) -> Schedule:
             return lambda step: max(low, math.sqrt(max(1, warmup) / max(1, step + 1)))
         case "wsd":
             # Hu et al. 2024 (MiniCPM), section 4, with a linear decay to the end.
-            length = max(1, end // 5) if config.decay_steps == "auto" else config.decay_steps
+            length = config.decay_length(end)
             start = end - length
             return lambda step: max(low, min(1.0, 1 - (1 - low) * (step - start) / length))

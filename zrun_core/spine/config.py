@@ -5,7 +5,8 @@
         micro: Samples | Literal["auto"]        one field per key
 
 `JobConfig.model_validate(mapping)` is the only way in. A section refuses what is wrong by itself,
-`spine.combinations` what sections refuse of each other. The loader in `zrun.job` adds file
+`spine.combinations` what sections refuse of each other. Once a launch is known, `resolve` of each
+section puts values in place of `auto`. The loader in `zrun.job` adds file
 positions to the errors; `zrun explain`, `zrun init --full` and `zrun config schema` are printed
 from these classes, descriptions and docstrings included. Nothing here reads a file or the
 environment, and nothing imports torch.
@@ -21,6 +22,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, field_validator, mo
 from zrun_core.spine import combinations, device_names
 from zrun_core.spine.hostname import MAX_SLOTS, checked_item
 from zrun_core.spine.sections.activations import ActivationsConfig
+from zrun_core.spine.sections.auto_values import AutoValue, LaunchFacts
 from zrun_core.spine.sections.checkpoint import CheckpointConfig, InitFromConfig
 from zrun_core.spine.sections.data import BatchConfig, DataConfig
 from zrun_core.spine.sections.evaluation import EvalConfig
@@ -36,6 +38,8 @@ from zrun_core.spine.sections.section import NAME_PATTERN, Ranks, Ref, Samples, 
 from zrun_core.spine.sections.zero import ZeroConfig
 
 _MAX_VARIABLE_BYTES = (1 << 17) - 1  # MAX_ARG_STRLEN of Linux, with the NUL at its end
+# Sections that are asked, and told of, before the others, which follow in the order of the file.
+_RESOLVED_FIRST = ("parallel", "batch", "zero", "lr")
 
 
 def _checked_device(name: Any) -> Any:
@@ -255,6 +259,31 @@ class JobConfig(Section):
                     f"takes at most {_MAX_VARIABLE_BYTES}: write it to a file, and give its path"
                 )
         return env
+
+    def launch_facts(self, device: Literal["cpu", "cuda"], num_ranks: int) -> LaunchFacts:
+        """Return what sections resolve their `auto` from, on this many ranks of a kind."""
+        model_ranks = self.parallel.tp * self.parallel.pp
+        return LaunchFacts(device, num_ranks, model_ranks, self.steps, self.epochs)
+
+    def resolve(self, known: LaunchFacts) -> tuple[Self, tuple[AutoValue, ...]]:
+        """Return the job with each section resolved, and why each value is what it is.
+
+        Open stay the keys beside sections (`slots`, `device`, `threads`, `bind`), which hosts
+        decide.
+
+        Raises:
+            JobError: as for `resolve` of each section.
+        """
+        changed: dict[str, Section] = {}  # the others stay as they are, also in what was given
+        reasons: list[AutoValue] = []
+        for name in dict.fromkeys((*_RESOLVED_FIRST, *type(self).model_fields)):
+            section = getattr(self, name)
+            if isinstance(section, Section):
+                resolved, why = section.resolve(known)
+                reasons += why
+                if resolved is not section:
+                    changed[name] = resolved
+        return self.model_copy(update=changed), tuple(reasons)
 
     @property
     def changes_numerics(self) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from zrun_core.spine.sections.parallel import Axis
+from zrun_core.spine.sections.parallel import Axis, ParallelConfig
 from zrun_core.spine.sections.zero import ZeroConfig
 
 GroupAxis = Literal["world", "pipe", "data", "tensor", "shard", "replicate", "tied"]
@@ -71,6 +71,12 @@ class ParallelDims:
             )
         if self.virtual > 1 and self.pp == 1:
             raise ValueError("virtual stages need a pipeline: pp is 1")
+
+    @classmethod
+    def of(cls, parallel: ParallelConfig) -> ParallelDims:
+        """Return the axes of a section that is resolved."""
+        assert parallel.dp != "auto"
+        return cls(parallel.dp, parallel.tp, parallel.pp, parallel.virtual, order=parallel.order)
 
     @property
     def world_size(self) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections import Counter
 from functools import cached_property
 from pathlib import Path
@@ -14,10 +13,9 @@ from pydantic import PositiveInt
 from zrun_core.errors import JobError
 from zrun_core.spine.config import JobConfig
 from zrun_core.spine.parallel_dims import Coordinates, ParallelDims, resolve_shard_size
+from zrun_core.spine.sections.data import BatchConfig
 from zrun_core.spine.sections.section import Section
 from zrun_core.spine.sections.zero import ZeroConfig
-
-_MAX_ACCUMULATION = 100_000  # micro-batches of a rank in one step
 
 
 class RankPlace(Section):
@@ -122,6 +120,18 @@ class BatchPlan(Section):
     micro: PositiveInt
     accumulation: PositiveInt
     ranks: PositiveInt
+
+    @classmethod
+    def of(cls, batch: BatchConfig, ranks: int) -> BatchPlan:
+        """Return the plan of a batch that is resolved for this many data-parallel ranks."""
+        assert batch.global_ != "auto"
+        assert batch.micro != "auto"
+        return cls(
+            global_size=batch.global_,
+            micro=batch.micro,
+            accumulation=batch.global_ // (batch.micro * ranks),
+            ranks=ranks,
+        )
 
     def num_steps(self, samples: int) -> int:
         """Return the optimizer steps that so many samples make; the last one may be short."""
@@ -242,61 +252,10 @@ def resolve_checkpoint_folder(chosen: str | None, run_dir: Path) -> Path:
     return Path(chosen).expanduser().absolute()
 
 
-def resolve_bucket(zero: ZeroConfig, device: str) -> int:
-    """Return the bytes of the largest flat unit on `device`, "cpu" or "cuda:<index>".
-
-    On a CPU, small units keep the rings small and cost no bandwidth. The size does not depend on
-    the stage, so that all stages compute the gradient norm over the same parts, and agree to the
-    bit when they clip.
-    """
-    if zero.bucket != "auto":
-        return zero.bucket
-    if device == "cpu":
-        return 12 << 20
-    return 64 << 20
-
-
 def resolve_batch(job: JobConfig, ranks: int) -> BatchPlan:
     """Fill in what `batch` leaves to auto for this many data-parallel ranks.
 
     Raises:
         JobError: the global batch is not micro * a whole number * ranks.
     """
-    asked_global = job.batch.global_
-    asked_micro = job.batch.micro
-    if asked_global == "auto":
-        assert asked_micro != "auto"
-        return BatchPlan(
-            global_size=asked_micro * ranks, micro=asked_micro, accumulation=1, ranks=ranks
-        )
-    per_rank, rest = divmod(asked_global, ranks)
-    if rest:
-        below = asked_global - rest
-        above = below + ranks
-        nearest = f"{below} or {above}" if below else f"{above}"
-        raise JobError(
-            f"batch.global: {asked_global} samples do not divide over {ranks} data-parallel ranks: "
-            f"write {nearest}"
-        )
-    micro = per_rank if asked_micro == "auto" else asked_micro
-    accumulation, rest = divmod(per_rank, micro)
-    if rest or accumulation == 0:
-        nearest_micro = min(_divisors(per_rank), key=lambda divisor: abs(divisor - micro))
-        nearest_global = ranks * micro * max(1, round(per_rank / micro))
-        raise JobError(
-            f"batch.micro: global {asked_global} / ({ranks} ranks x micro {micro}) = "
-            f"{asked_global / ranks / micro:.3g} is not a whole number of micro-batches: write "
-            f"micro: {nearest_micro} or global: {nearest_global}"
-        )
-    if accumulation > _MAX_ACCUMULATION:
-        raise JobError(
-            f"batch.micro: global {asked_global} / ({ranks} ranks x micro {micro}) = "
-            f"{accumulation} forward passes for one step, and a rank keeps the samples of them "
-            f"all: at most {_MAX_ACCUMULATION}; write a larger micro, or a smaller global"
-        )
-    return BatchPlan(global_size=asked_global, micro=micro, accumulation=accumulation, ranks=ranks)
-
-
-def _divisors(number: int) -> list[int]:
-    small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
-    return small + [number // divisor for divisor in small]
+    return BatchPlan.of(job.batch.over(ranks), ranks)

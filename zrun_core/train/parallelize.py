@@ -30,7 +30,6 @@ from zrun_core.spine.config import JobConfig
 from zrun_core.spine.sections.activations import ActivationsConfig
 from zrun_core.spine.sections.precision import PrecisionConfig
 from zrun_core.spine.sections.zero import ZeroConfig
-from zrun_core.spine.spec import resolve_bucket
 from zrun_core.tensor_parallel.divide import Divided
 from zrun_core.train.stage_building import StageParts
 from zrun_core.user_code.build import Built
@@ -85,7 +84,7 @@ def shard_settings(
         zero=ZeroPolicy(zero.stage),
         precision=Precision.of(precision),
         optimizer=None,
-        bucket=resolve_bucket(zero, device.type),
+        bucket=zero.bucket_on(device.type),
         unit_names=zero.units,
         leaf_names=zero.leaf,
         persist_below=zero.persist_below,

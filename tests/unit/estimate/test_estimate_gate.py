@@ -26,7 +26,6 @@ from zrun.estimate.gate import Gate, refusal
 from zrun.estimate.machine import hardware_of
 from zrun.hosts.cluster import Cluster, HostFacts
 from zrun.job.load import LoadedJob, load_job
-from zrun.job.problems import AutoValue
 from zrun.placement.plan import ResolvedJob, make_plan
 from zrun.watch.plain import message_line
 from zrun.watch.report import report
@@ -34,6 +33,7 @@ from zrun.watch.run_state import RunState, fold
 from zrun_core.errors import JobError, PreflightError
 from zrun_core.spine.events import Event
 from zrun_core.spine.memory_limits import share_of_rank
+from zrun_core.spine.sections.auto_values import AutoValue
 
 JOB = (
     "name: tiny\nmodel: m.py:f\ndata: m.py:f\nsteps: 5\nbatch: {micro: 2}\ndevice: cpu\nslots: 2\n"

@@ -19,7 +19,7 @@ from zrun.hosts.cluster import Cluster, Gpu, HostFacts, probe_host, simulate
 from zrun.placement.plan import ResolvedJob, make_plan
 from zrun.topology.cpus import NumaNode, format_cpus, parse_cpus
 from zrun.topology.scenario import Scenario
-from zrun_core.errors import ExitCode, JobError, PreflightError
+from zrun_core.errors import ExitCode, PreflightError
 from zrun_core.spine.config import JobConfig
 from zrun_core.spine.parallel_dims import ParallelDims
 from zrun_core.spine.spec import RankPlace
@@ -218,23 +218,6 @@ def test_stages_may_differ_and_replicas_may_not() -> None:
     )
     with pytest.raises(PreflightError, match="stage 0 of the pipeline would run on different GPUs"):
         plan(mixed, parallel={"tp": 2, "pp": 2, "order": ["tp", "pp", "dp"]})
-
-
-@pytest.mark.parametrize(
-    ("parallel", "words"),
-    [
-        ({"tp": 3}, "tp 3 x pp 1 = 3 ranks do not divide the 8 ranks"),
-        (
-            {"tp": 2, "dp": 2},
-            "tp 2 x pp 1 x dp 2 = 4 ranks, but the hosts have 8 slots: write dp: auto",
-        ),
-    ],
-)
-def test_axes_that_do_not_come_to_the_ranks(parallel: dict[str, int], words: str) -> None:
-    with pytest.raises(JobError) as caught:
-        plan(machines("h100-8"), parallel=parallel)
-    assert words in str(caught.value)
-    assert caught.value.exit_code is ExitCode.USAGE
 
 
 def test_the_batch_divides_over_replicas() -> None:

@@ -86,13 +86,6 @@ def test_what_the_job_says_needs_no_reason() -> None:
     assert resolved.reasons == ()
 
 
-def test_hyper_parameters_that_are_left_to_the_optimizer_are_told() -> None:
-    resolved = make_plan(job(optim={"name": "LAMB", "betas": [0.9, 0.95]}), CPU_HOST)
-    assert reason(resolved, "optim.eps") == "1e-06 (lamb's own)"
-    assert resolved.job.optim.betas == (0.9, 0.95)
-    assert make_plan(job(optim={"name": "sgd"}), CPU_HOST).job.optim.betas is None
-
-
 def test_no_auto_is_left() -> None:
     asked = job(batch=6, steps=50, lr={"schedule": "wsd"}, zero=2, launch="local")
     resolved = make_plan(asked, CPU_HOST).job
@@ -109,16 +102,6 @@ def test_a_decay_needs_an_end() -> None:
     lr = {"schedule": "cosine", "decay_steps": 70}
     assert make_plan(job(steps=None, tokens=100, lr=lr), CPU_HOST).job.lr.decay_steps == 70
     assert make_plan(job(steps=None, tokens=100), CPU_HOST).job.lr.decay_steps == "auto"
-
-
-@pytest.mark.parametrize("lr", ["cosine", "wsd", {"schedule": "wsd", "decay_steps": 3}])
-def test_where_epochs_end_is_known_by_the_data(lr: Any) -> None:
-    resolved = make_plan(job(steps=None, epochs=2, lr=lr), CPU_HOST)
-    if isinstance(lr, str):
-        assert resolved.job.lr.decay_steps == "auto"
-        assert reason(resolved, "lr.decay_steps").endswith("known once the data is open: epochs 2)")
-    else:
-        assert resolved.job.lr.decay_steps == 3
 
 
 def test_a_training_begins_with_what_the_job_says_itself() -> None:
@@ -332,9 +315,30 @@ def test_a_driver_without_a_gpu_is_named() -> None:
         make_plan(job(device="cuda"), idle)
 
 
-def test_batch_that_does_not_divide_is_a_job_error() -> None:
-    with pytest.raises(JobError, match="do not divide over 5"):
-        make_plan(job(slots=5), CPU_HOST)
+def test_of_several_mistakes_one_that_others_depend_on_is_told_first() -> None:
+    """Axes, places, the batch, groups of ranks, the decay."""
+    hosts = [CPU_HOST.called("a", 5), CPU_HOST.called("b", 3)]
+    keys: dict[str, Any] = {
+        "tokens": 100,
+        "steps": None,
+        "lr": "cosine",
+        "zero": {"stage": 1, "shard_group": 3},
+        "batch": {"global": 7, "micro": 1},
+        "parallel": {"tp": 2, "dp": 2},
+    }
+    told: list[tuple[str, dict[str, Any]]] = [
+        ("tp 2 x pp 1 x dp 2 = 4 ranks, but the hosts have 8 slots", {"parallel": {"tp": 2}}),
+        ("2 ranks of one tp group would sit on several hosts", {"parallel": {}}),
+        ("batch.global: 7 samples do not divide over 8", {"batch": {"micro": 1}}),
+        ("groups of 3 do not divide 8 ranks", {"zero": {"stage": 1, "shard_group": "node"}}),
+        ("zero.shard_group: node, but some hosts have", {"zero": 1}),
+        ("lr.schedule: cosine needs the number of steps", {"lr": "constant"}),
+    ]
+    for words, correction in told:
+        with pytest.raises((JobError, PreflightError), match=words):
+            make_plan(job(**keys), *hosts)
+        keys |= correction
+    assert make_plan(job(**keys), *hosts).plan.world_size == 8
 
 
 def test_ranks_follow_the_order_of_the_hosts() -> None:

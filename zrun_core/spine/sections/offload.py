@@ -74,6 +74,11 @@ class OffloadConfig(Section):
         return frozenset((self.optimizer, self.grad_tier, self.param))
 
     @property
+    def most_away(self) -> float:
+        """Largest share that may leave the device: all, where `auto` is still to be estimated."""
+        return 1.0 if self.fraction == "auto" else self.fraction
+
+    @property
     def of_states_elsewhere(self) -> dict[str, Any]:
         """The keys that are set and count for states elsewhere only, each with its default."""
         fields = type(self).model_fields

@@ -7,8 +7,11 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
 
+from zrun_core.errors import JobError
+from zrun_core.spine.sections.auto_values import AutoValue, LaunchFacts
 from zrun_core.spine.sections.optimizer_args import (
     ARGS_OF,
+    OWN_DEFAULTS,
     WITH_BF16_MOMENTS,
     LambArgs,
     LarsArgs,
@@ -123,6 +126,19 @@ class OptimConfig(Section):
                 raise ValueError(f"{self.name} has no {key}; leave optim.{key} out")
         return self
 
+    def resolve(self, known: LaunchFacts) -> tuple[Self, tuple[AutoValue, ...]]:
+        """Return the section with the hyper-parameters that it leaves to the optimizer."""
+        name = self.name.lower()
+        defaults = OWN_DEFAULTS.get(name, {})
+        found = {key: value for key, value in defaults.items() if getattr(self, key) is None}
+        reasons = []
+        for key, value in found.items():
+            shown = f"{value:g}" if isinstance(value, float) else str(list(value))
+            reasons.append(AutoValue(f"optim.{key}", shown, f"{name}'s own"))
+        return self.model_copy(update=found), tuple(reasons)
+
+
+_DECAYING = ("linear", "cosine", "polynomial", "wsd")
 
 ScheduleName = Literal["constant", "linear", "cosine", "polynomial", "inverse_sqrt", "wsd"]
 
@@ -158,3 +174,58 @@ class LrConfig(Section):
         default=0.0, description="final factor of optim.lr", examples=[0.1]
     )
     power: Positive = Field(default=1.0, le=1000, description="exponent of the polynomial decay")
+
+    def resolve(self, known: LaunchFacts) -> tuple[Self, tuple[AutoValue, ...]]:
+        """Return the section with the steps of its decay; auto if these are not known."""
+        steps = self.decay_steps
+        reasons: tuple[AutoValue, ...] = ()
+        if self.decays and steps == "auto":
+            fifth = "a fifth of the run" if self.schedule == "wsd" else ""
+            if known.steps is not None:
+                steps = self.decay_length(known.steps)
+                reasons = (AutoValue("lr.decay_steps", str(steps), fifth or "the run's steps"),)
+            elif known.epochs is not None:
+                what = fifth or "the steps of the run"
+                why = f"{what}, known once the data is open: epochs {known.epochs}"
+                reasons = (AutoValue("lr.decay_steps", "auto", why),)
+        return self.model_copy(update={"decay_steps": steps}), reasons
+
+    @property
+    def decays(self) -> bool:
+        """True if the rate falls until an end."""
+        return self.schedule in _DECAYING
+
+    def decay_end(self, total_steps: int | None) -> int:
+        """Return the step at which the decay ends.
+
+        Args:
+            total_steps: of the run; None: not known.
+
+        Raises:
+            JobError: the end is not known, or comes before that of warm-up.
+        """
+        end = total_steps
+        if self.decay_steps != "auto" and self.schedule != "wsd":
+            end = self.decay_steps
+        if end is None:
+            raise JobError(
+                f"lr.schedule: {self.schedule} needs the number of steps, which is not known for "
+                "this run: write lr.decay_steps: N, or give the job `steps`, or `epochs` of a "
+                "dataset that has a length (`__len__`)"
+            )
+        if end < self.warmup:
+            raise JobError(
+                f"lr.warmup: {self.warmup} steps of warm-up are more than the {end} steps of the "
+                f"decay: write lr.warmup={max(1, end // 10)} too, or try the whole job in {end} "
+                f"steps with zrun train --smoke {end}"
+            )
+        return end
+
+    def decay_length(self, end: int) -> int:
+        """Return what `decay_steps` stands for where the decay ends with step `end`.
+
+        Of wsd the steps that it falls for, the last fifth; else those until its end.
+        """
+        if self.decay_steps != "auto":
+            return self.decay_steps
+        return max(1, end // 5) if self.schedule == "wsd" else end

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator
 
+from zrun_core.errors import JobError
+from zrun_core.sizes import several
+from zrun_core.spine.sections.auto_values import AutoValue, LaunchFacts
 from zrun_core.spine.sections.schedules import PLAIN, SCHEDULES, Schedule
 from zrun_core.spine.sections.section import Ranks, Section
 from zrun_core.spine.sections.tensor_roles import ROLES, Role, read_entry
@@ -215,3 +218,35 @@ class ParallelConfig(Section):
                 "leave sequence out"
             )
         return sequence
+
+    def resolve(self, known: LaunchFacts) -> tuple[Self, tuple[AutoValue, ...]]:
+        """Return the section with the number of its replicas.
+
+        Where stages begin (`split`), and what `tp` divides beside what zrun knows (`plan`), is seen
+        of the model once it is built.
+
+        Raises:
+            JobError: tp * pp do not divide the ranks, or tp * pp * dp is another number.
+        """
+        model = self.tp * self.pp
+        what = f"tp {self.tp} x pp {self.pp}"
+        if self.dp != "auto":
+            asked = model * self.dp
+            if asked != known.num_ranks:
+                raise JobError(
+                    f"parallel: {what} x dp {self.dp} = {several(asked, 'rank')}, but the hosts "
+                    f"have {several(known.num_ranks, 'slot')}: write dp: auto, or slots that give "
+                    f"{asked}"
+                )
+            return self, ()
+        if known.num_ranks % model:
+            raise JobError(
+                f"parallel: {what} = {several(model, 'rank')} do not divide the "
+                f"{several(known.num_ranks, 'rank')} of the hosts: write divisors, or slots that "
+                f"give a multiple of {model}"
+            )
+        reasons: tuple[AutoValue, ...] = ()
+        if model > 1:
+            why = f"{several(known.num_ranks, 'rank')} / ({what})"
+            reasons = (AutoValue("parallel.dp", str(known.dp), why),)
+        return self.model_copy(update={"dp": known.dp}), reasons

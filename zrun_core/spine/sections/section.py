@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import (
     AfterValidator,
@@ -18,6 +18,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from zrun_core.sizes import parse_size
+from zrun_core.spine.sections.auto_values import AutoValue, LaunchFacts
 
 MAX_RANKS = 2**17
 NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
@@ -92,6 +93,14 @@ class Section(BaseModel):
         if cls.short is not None and type(value) is cls.short[1]:
             return {cls.short[0]: value}
         return value
+
+    def resolve(self, known: LaunchFacts) -> tuple[Self, tuple[AutoValue, ...]]:
+        """Return the section with values in place of what it leaves open, and why they are these.
+
+        A section without such keys comes back as it is; one that is resolved already comes back
+        equal, without reasons.
+        """
+        return self, ()
 
     @model_validator(mode="before")
     @classmethod

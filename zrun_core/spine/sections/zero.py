@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from zrun_core.sizes import format_size
+from zrun_core.spine.sections.auto_values import AutoValue, LaunchFacts
 from zrun_core.spine.sections.section import Bytes, Pattern, Ranks, Section
 
 
@@ -89,3 +90,24 @@ class ZeroConfig(Section):
                 f"rank by persist_below: {format_size(self.persist_below)}; write a smaller one"
             )
         return self
+
+    def resolve(self, known: LaunchFacts) -> tuple[Self, tuple[AutoValue, ...]]:
+        """Return the section with the bytes of its largest unit."""
+        bucket = self.bucket_on(known.device)
+        reasons: tuple[AutoValue, ...] = ()
+        if self.bucket == "auto":
+            reasons = (AutoValue("zero.bucket", format_size(bucket), f"on {known.device}"),)
+        return self.model_copy(update={"bucket": bucket}), reasons
+
+    def bucket_on(self, device: str) -> int:
+        """Return the bytes of the largest flat unit on `device`, "cpu" or "cuda".
+
+        On a CPU, small units keep the rings small and cost no bandwidth. The size does not depend
+        on the stage, so that all stages compute the gradient norm over the same parts, and agree to
+        the bit when they clip.
+        """
+        if self.bucket != "auto":
+            return self.bucket
+        if device == "cpu":
+            return 12 << 20
+        return 64 << 20

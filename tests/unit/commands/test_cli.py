@@ -311,7 +311,7 @@ def test_check_as_json(zrun: Zrun) -> None:
 def test_check_tells_a_batch_that_does_not_divide(zrun: Zrun) -> None:
     result = zrun("check", "job.yaml", "--no-import", "--slots", "3")
     assert result.code == ExitCode.USAGE
-    assert "8 samples do not divide over 3 data-parallel ranks: write 6 or 9" in result.err
+    assert "8 samples do not divide over 3 data-parallel ranks: write 6 or 12" in result.err
 
 
 @pytest.mark.usefixtures("warm")

@@ -95,8 +95,9 @@ class BatchConfig(Section):
             return self.model_copy(update={"global_": self.micro * ranks, "micro": self.micro})
         per_rank, rest = divmod(self.global_, ranks)
         if rest:
-            below = self.global_ - rest
-            above = below + ranks
+            each = ranks if self.micro == "auto" else ranks * self.micro
+            below = self.global_ - self.global_ % each
+            above = below + each
             nearest = f"{below} or {above}" if below else f"{above}"
             raise JobError(
                 f"batch.global: {self.global_} samples do not divide over {ranks} data-parallel "

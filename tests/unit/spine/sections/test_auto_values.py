@@ -12,6 +12,7 @@ import pytest
 from zrun_core.errors import ExitCode, JobError
 from zrun_core.spine.config import JobConfig
 from zrun_core.spine.sections.auto_values import AutoValue
+from zrun_core.spine.sections.data import BatchConfig
 from zrun_core.spine.sections.section import Section
 from zrun_core.spine.spec import BatchPlan
 
@@ -294,3 +295,17 @@ def test_hyper_parameters_that_are_left_to_the_optimizer_are_told() -> None:
     assert reasons == (AutoValue("optim.eps", "1e-06", "lamb's own"),)
     assert (found.betas, found.eps) == ((0.9, 0.95), 1e-6)
     assert resolve(optim="sgd")[0].optim.betas is None
+
+
+@pytest.mark.parametrize("micro", ["auto", 1, 2, 3])
+@pytest.mark.parametrize(("size", "ranks"), [(7, 8), (24, 5), (8, 3), (100, 7)])
+def test_what_is_proposed_for_a_batch_that_does_not_divide_is_taken(
+    size: int, ranks: int, micro: int | str
+) -> None:
+    with pytest.raises(JobError, match="samples do not divide over") as error:
+        BatchConfig.model_validate({"global": size, "micro": micro}).over(ranks)
+    proposed = re.findall(r"\d+", str(error.value).partition("write ")[2])
+    assert proposed
+    for each in map(int, proposed):
+        found = BatchConfig.model_validate({"global": each, "micro": micro}).over(ranks)
+        assert found.global_ == each

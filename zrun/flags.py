@@ -200,9 +200,8 @@ def _refuse_behind_script(own: list[str], script: list[str]) -> None:
         end = number + (1 if equals else 2)
         before = [*own, *script[number:end], *script[:number], *script[end:]]
         raise JobError(
-            f"{name} stands behind {script[0]}, and what follows a script is its own: for the "
-            f"launch write zrun run {shlex.join(before)}; if it is the script's, zrun run "
-            f"{shlex.join([*own, '--', *script])}"
+            f"{name} comes after {script[0]}, so the script would get it: for zrun write zrun run "
+            f"{shlex.join(before)}; for the script, zrun run {shlex.join([*own, '--', *script])}"
         )
 
 

@@ -136,7 +136,7 @@ def test_in_an_update_it_is_the_optimizer(tmp_path):
     assert held["place"] == line_of("class Hungry")
     assert held["num_bytes"] > 512 << 20
     assert "What would help, in the job file" not in said, "no key frees what the code keeps"
-    assert "have your code keep less of what the first line names" in said
+    assert "have your code free the item listed first" in said
 
 
 @pytest.mark.thorough
@@ -146,7 +146,7 @@ def test_in_a_save_it_is_the_call_that_saves(tmp_path):
     held = largest(tmp_path, "tensors")
     assert held["name"].endswith(", pieces in Tokenizer.save_pretrained")
     assert held["place"] == line_of("pieces += ")
-    assert "the save took it" in failure(tmp_path)["what_to_do"]
+    assert "the save took the memory" in failure(tmp_path)["what_to_do"]
 
 
 @pytest.mark.thorough

@@ -171,7 +171,7 @@ def _has_one_page_whoever_writes_it(folder: Path, said: str) -> None:
     assert f"<td>{command}</td>" in written
     assert 'aria-label="Step 2 by stage"' in written
     assert "stages were idle for" in written
-    assert "does not allow to draw" not in written
+    assert "cannot be drawn" not in written
 
 
 @pytest.mark.thorough

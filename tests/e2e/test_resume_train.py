@@ -163,7 +163,7 @@ def test_a_save_on_request_changes_nothing_else(whole: Path, tmp_path: Path) -> 
     late = subprocess.run(
         [*ZRUN, "save", "small"], cwd=folder, capture_output=True, text=True, timeout=PATIENCE_S
     )
-    assert (late.returncode, "does not run: it finished" in late.stderr) == (2, True)
+    assert (late.returncode, "is not running: it finished" in late.stderr) == (2, True)
 
 
 @pytest.mark.thorough

@@ -177,7 +177,7 @@ def test_a_module_is_found_as_python_finds_it_and_failures_start_again(tmp_path:
     assert done.returncode == 0, done.stderr
     assert "ValueError: this time" in done.stderr
     assert "rank 1 of 2" in done.stderr
-    assert "restart 1 of 1 in 5 s, from where the script itself goes on" in done.stderr
+    assert "restart 1 of 1 in 5 s, from where the script itself resumes" in done.stderr
     told = json.loads(output(tmp_path, 1)[0])
     assert told["argv"] == [str(package / "__main__.py"), "--fail-once"]
     assert (told["package"], told["path"]) == ("recipes", str(tmp_path))
@@ -278,8 +278,8 @@ def test_a_hang_says_which_rank_did_not_come_where(tmp_path: Path) -> None:
     done = zrun_run(tmp_path, DDP, "limits.hang_s=4", "train.py", "time.sleep(1000)")
     assert done.returncode == 6, done.stderr
     assert find(
-        r"no progress for 4 s \(limits.hang_s\): rank 1 of 2 \(.*\) has not come to all_reduce \d+ "
-        r".*, for which others wait",
+        r"no progress for 4 s \(limits.hang_s\): rank 1 of 2 \(.*\) has not reached all_reduce \d+ "
+        r".*, which others wait for",
         done.stderr,
     )
     assert find(r"rank 0 is idle at train.py:\d+, waits for all_reduce", done.stderr)
@@ -324,7 +324,7 @@ def test_of_a_script_with_the_library_a_hang_names_the_unit(tmp_path: Path) -> N
     done = zrun_run(tmp_path, LIBRARY, "limits.hang_s=4", "train.py", "100000", "5")
     assert done.returncode == 6, done.stderr
     assert find(
-        r"rank 1 of 2 \(.*\) has not come to all_gather 5, 'model' .*, for which others wait",
+        r"rank 1 of 2 \(.*\) has not reached all_gather 5, 'model' .*, which others wait for",
         done.stderr,
     )
 

@@ -134,8 +134,8 @@ def test_values_are_compared_without_training(
         assert differs in ran.stderr
         return
     assert ran.returncode == 0, ran.stderr
-    told = "values: the parts of 2 ranks (tp 2, pp 1) compute what the whole model computes of the "
-    assert ran.stdout.endswith(f"{told}first micro-batch, and its gradients\n")
+    told = "values: the 2 ranks (tp 2, pp 1) match the whole model on the first micro-batch, "
+    assert ran.stdout.endswith(f"{told}gradients included\n")
     assert not left_in(folder)
 
 
@@ -147,7 +147,7 @@ def test_what_differs_is_traced_to_a_feature(folder: Path) -> None:
     )  # fmt: skip
     assert ran.returncode == 11, ran.stderr
     found = json.loads(ran.stdout)
-    assert found["bisected"] == "the cause is 2 data-parallel ranks: without, it agrees"
+    assert found["bisected"] == "the cause is 2 data-parallel ranks: without it, results agree"
     (first,) = found["passes"].values()
     assert first["difference"]["what"] == "loss"
     assert first["difference"]["step"] == 1
@@ -165,7 +165,7 @@ def test_a_model_without_room_is_told_before_a_trial(folder: Path) -> None:
     ran = zrun(folder, "verify", "job.yaml", "limits.memory=4KiB")
     assert ran.returncode == 2
     assert (
-        "the plain loop has no room: it holds the whole model on one rank, once for " in ran.stderr
+        "the plain loop does not fit: it holds the whole model on one rank, once for " in ran.stderr
     )
     assert "of the 4.0 KiB of limits.memory: give net.py:Net arguments that make " in ran.stderr
     assert "the model stays as large as it is: no argument of net.py:Net has the us" in ran.stderr

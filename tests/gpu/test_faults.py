@@ -114,10 +114,10 @@ def test_the_other_rank_ends(tmp_path: Path, fault: str) -> None:
             "zrun_core: rank 0 has waited for more than 10 s (timeout_s of init()) for all_gather "
         )
         if sees_it_end:
-            waits = "zrun_core: rank 1 has ended, and this one waits for all_gather"
+            waits = "zrun_core: rank 1 has ended (see its log), and this rank waits for all_gather"
         assert waits in said, said
         if not shares_a_gpu():
-            assert "'model' (36.0 KiB), to which rank 1 has not come" in said
+            assert "'model' (36.0 KiB), which rank 1 has not reached" in said
         assert "script.py:23, last = loss.item()" in said
         if fault == "kill":
             assert ranks[1].wait(PATIENCE_S) == -signal.SIGKILL

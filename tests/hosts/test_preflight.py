@@ -144,8 +144,8 @@ def test_everything_that_is_wrong_is_said_at_once(
     expected = [
         f"node1: torch 1.0.0 there, {software().torch} here: install the same version for "
         f"{old_torch}",
-        f"node1: {run} is not the folder of that name here: it must be on a file system that "
-        "all hosts share",
+        f"node1: {run} is another folder there than here: put it on a file system that all "
+        "hosts share",
         f"node2: the job's code differs in train.py: share it, or copy it: rsync -a {job}/ "
         f"node2:{job}/",
         "node2: /dev/shm has 1.0 MiB free, 64.0 MiB are needed: mount -o remount,size=64M "

@@ -45,7 +45,7 @@ def test_a_killed_rank_is_named_and_started_again(rig: Rig, tmp_path: Path) -> N
     code, report = end(launch)
     assert code == 130, report
     assert "rank 1 of 3 (node2, cpu) was killed by SIGKILL" in report
-    assert "restart 1 of 1 in 5 s, from where the script itself goes on" in report
+    assert "restart 1 of 1 in 5 s, from where the script itself resumes" in report
     assert report.rstrip().endswith("\nstopped")
 
 

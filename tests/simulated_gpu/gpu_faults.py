@@ -278,14 +278,14 @@ ON_ONE_HOST = [
         r"rank 0 has waited for more than 25 s \(limits.collective_s\) for all_gather",
         25,
         fault="sleep",
-        waits="to which rank 1 has not come",
+        waits="which rank 1 has not reached",
         keys={"limits": {"collective_s": 25}},
     ),
     Fault(
         "the same, while the others' code reads a loss, `collective_s: 8`",
         6,
         r"^rank 0 has waited for more than 8 s \(limits.collective_s\) for all_gather \d+, "
-        r"'blocks.0.inner' \(.*\), to which rank 1 has not come$",
+        r"'blocks.0.inner' \(.*\), which rank 1 has not reached$",
         8,
         fault="hang while others read a loss",
         waits=r"^rank 0 of 2 \(\S+, cuda:0\) failed at step 3 in forward$",

@@ -69,7 +69,7 @@ def test_a_wait_that_is_too_long_ends_before_torch_ends_it(tmp_path: Path) -> No
     ended = launch(tmp_path, "sleep", limits={"collective_s": 25})
     assert ended.code == 6, ended.said
     assert "rank 0 has waited for more than 25 s (limits.collective_s) for all_gather" in ended.said
-    assert "to which rank 1 has not come" in ended.said
+    assert "which rank 1 has not reached" in ended.said
     assert (ended.failure["rank"], ended.failure["kind"]) == (0, "zrun")
     assert "Watchdog caught" not in (tmp_path / "run" / "logs" / "rank-0.log").read_text()
     assert ended.left == {}
@@ -82,7 +82,7 @@ def test_a_rank_whose_code_reads_a_loss_ends_before_torch_ends_it(tmp_path: Path
     assert ended.code == 6, ended.said
     waits = "rank 0 has waited for more than 8 s (limits.collective_s) for all_gather"
     assert waits in ended.failure["message"]
-    assert ended.failure["message"].endswith("to which rank 1 has not come")
+    assert ended.failure["message"].endswith("which rank 1 has not reached")
     found = {key: ended.failure[key] for key in ("rank", "device", "step", "phase", "kind")}
     assert found == {
         "rank": 0,

@@ -235,6 +235,6 @@ def test_one_that_fails_or_is_lost_ends_nothing(train: Train, tmp_path: Path) ->
     )
     assert done.returncode == 0, done.stderr
     said = done.stdout + done.stderr
-    assert "log.to: prometheus failed, and is left out from here on: " in said
+    assert "log.to: prometheus failed, and is off from here on: " in said
     assert "Traceback" not in said
     assert len((tmp_path / "run" / "metrics.csv").read_text().splitlines()) > 100

@@ -106,7 +106,7 @@ ANSWERED = [
     ("Megatron", "train job.yaml --use-distributed-optimizer", "write zero=1"),
     ("Megatron", "train job.yaml --recompute-activations", "write activations=selective"),
     ("torchrun", "train.py", "write zrun run train.py"),
-    ("torchrun", "train train.py", "launched by `zrun run train.py`"),
+    ("torchrun", "train train.py", "`zrun run train.py` launches a script"),
     ("torchrun", "--nproc_per_node=2 train.py", "write zrun run --nproc_per_node=2 train.py"),
     ("torchrun", "run train.py --nproc-per-node 2", "write zrun run --nproc-per-node 2 train.py"),
     (

@@ -293,7 +293,8 @@ class AgentLoop:
             if how is not None:
                 silent_s = self._silence.seconds
                 print(
-                    f"no word from the launcher for {silent_s:.0f} s: stopping ({how})", flush=True
+                    f"nothing heard from the launcher for {silent_s:.0f} s: stopping ({how})",
+                    flush=True,
                 )
                 self._uplink.send({"frame": "deaf", "silent_s": silent_s, "stop": how})
                 if how is StopMode.NOW:

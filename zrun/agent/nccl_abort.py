@@ -54,7 +54,7 @@ def _after_an_error(log: str, awaits: str) -> _Found | None:
     if found is None:
         return None
     last = f" ({found['last'].strip()})" if found["last"] else ""
-    text = f"NCCL lost another rank, or the network to it{last}, and this one waited {awaits}"
+    text = f"NCCL lost another rank, or the network to it{last}, as this rank waited {awaits}"
     return "peer", PeerError, text
 
 

@@ -57,7 +57,7 @@ def check(
         bool,
         typer.Option(
             "--values",
-            help="Start the ranks of one model on this host, and compare what their parts compute.",
+            help="Start the ranks of one model here; compare them with the whole model.",
         ),
     ] = False,
     offline: Annotated[
@@ -69,9 +69,7 @@ def check(
     ] = False,
     layers: Annotated[
         bool,
-        typer.Option(
-            "--layers", help="Print what ranks put around the forwards of the model's modules."
-        ),
+        typer.Option("--layers", help="Print how ranks wrap the forward of each module."),
     ] = False,
     everything: Annotated[
         bool, typer.Option("--all", help="Print every key of the job, with its value.")
@@ -191,15 +189,15 @@ def _why_not_compared(job: JobConfig) -> str:
     if ranks == 1:
         return ""
     if not job.guards.check_values:
-        return "not compared, neither here nor in the run: guards.check_values is false"
+        return "not compared, here or in the run: guards.check_values is false"
     if ranks > max(os.cpu_count() or 1, len(read_machine().devices)):
         return (
-            f"not compared here, where the {ranks} ranks of one model are too many: the run does "
-            "it before its first step"
+            f"not compared: the {ranks} ranks of one model are too many for this host; the run "
+            "compares them before its first step"
         )
     return (
-        f"not compared: with --values the {ranks} ranks of one model start here, and what their "
-        "parts compute is compared with the whole one; the run does it before its first step"
+        f"not compared: --values starts the {ranks} ranks of one model here and compares them with "
+        "the whole model; the run does so before its first step"
     )
 
 

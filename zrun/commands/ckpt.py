@@ -37,16 +37,14 @@ _Where = Annotated[
     str,
     typer.Argument(
         metavar="RUN",
-        help="A run by its path, its id or the beginning of that, or its job; "
-        "or a folder of checkpoints; or one step.",
+        help="A run directory, a run id or prefix, or a job name; a folder of checkpoints; "
+        "or one step.",
         show_default=False,
     ),
 ]
 _Step = Annotated[
     str | None,
-    typer.Option(
-        metavar="N", help="Which step, a number or best; the newest valid one if not given."
-    ),
+    typer.Option(metavar="N", help="Step number, or best; default: the newest valid step."),
 ]
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -131,7 +129,7 @@ def inspect(
 def verify(
     where: _Where,
     step: Annotated[
-        int | None, typer.Option(min=0, help="Only this step; all of them if not given.")
+        int | None, typer.Option(min=0, help="Only this step; default: all steps.")
     ] = None,
     threads: Annotated[
         int | None, typer.Option(min=1, max=64, help="Number of parallel readers.")
@@ -167,14 +165,13 @@ def export(
     out: Annotated[
         Path,
         typer.Argument(
-            help="NAME.safetensors, NAME.pt, or else a folder, for from_pretrained of "
-            "transformers.",
+            help="NAME.safetensors, NAME.pt, or a folder for from_pretrained of transformers.",
             show_default=False,
         ),
     ],
     step: _Step = None,
     dtype: Annotated[
-        _Dtype, typer.Option(help="Number format; keep: that of the master weights.")
+        _Dtype, typer.Option(help="Data type; keep: that of the master weights.")
     ] = _Dtype.KEEP,
     max_shard_size: Annotated[
         str, typer.Option(help="Largest size of one file, when writing a folder.")
@@ -183,7 +180,7 @@ def export(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Of several that a script has saved; all of them, by NAME.TENSOR, if not given.",
+            help="Which model, if a script saved several; default: all, as NAME.TENSOR.",
         ),
     ] = None,
 ) -> None:

@@ -16,7 +16,7 @@ def compare(
         list[str],
         typer.Argument(
             metavar="RUN RUN...",
-            help="Run directories, run ids or their beginnings, or jobs: their newest runs.",
+            help="Run directories, run ids or prefixes, or job names: their newest runs.",
             show_default=False,
         ),
     ],

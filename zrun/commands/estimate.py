@@ -103,7 +103,7 @@ def estimate(
         str | None,
         typer.Option(
             metavar="7%",
-            help="Share of the memory that --best and --fit leave free, where they can; 7%.",
+            help="Share of memory that --best and --fit keep free if they can; default 7%.",
             show_default=False,
         ),
     ] = None,
@@ -130,7 +130,7 @@ def estimate(
     ] = None,
     at_peak: Annotated[
         bool,
-        typer.Option("--at-peak", help="Draw memory through a step, and name its largest moment."),
+        typer.Option("--at-peak", help="Draw memory over a step; list what is held at its peak."),
     ] = False,
     tokens: Annotated[
         str | None,

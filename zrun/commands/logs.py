@@ -20,7 +20,7 @@ def logs(
         str,
         typer.Argument(
             metavar="RUN",
-            help="A run directory, a run id or its beginning, or a job.",
+            help="A run directory, a run id or prefix, or a job name.",
             show_default=False,
         ),
     ],

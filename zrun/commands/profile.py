@@ -18,7 +18,7 @@ def profile(
         str,
         typer.Argument(
             metavar="RUN",
-            help="A run directory, a run id or its beginning, or a job.",
+            help="A run directory, a run id or prefix, or a job name.",
             show_default=False,
         ),
     ],

@@ -19,7 +19,7 @@ def report(
         list[str],
         typer.Argument(
             metavar="RUN",
-            help="A run directory, a run id or its beginning, or a job.",
+            help="A run directory, a run id or prefix, or a job name.",
             show_default=False,
         ),
     ],
@@ -115,7 +115,7 @@ def _nothing_told(path: Path) -> str:
     from zrun.runs.listing import is_script
 
     if is_script(path):
-        return f"run {path.name} is of a script that tells of no steps, as those with zrun_core do"
+        return f"run {path.name} is of a script that reports no steps: only those with zrun_core do"
     return (
         f"{path / 'events.jsonl'} has no event: the run has not begun to train; zrun logs "
         f"{path.name} shows how far it is"

@@ -16,7 +16,7 @@ def save(
         str,
         typer.Argument(
             metavar="RUN",
-            help="A run directory, a run id or its beginning, or a job.",
+            help="A run directory, a run id or prefix, or a job name.",
             show_default=False,
         ),
     ],

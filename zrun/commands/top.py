@@ -22,8 +22,8 @@ def top(
         str | None,
         typer.Argument(
             metavar="RUN",
-            help="A run directory, a run id or its beginning, or a job.",
-            show_default="the run that goes on; else this machine",
+            help="A run directory, a run id or prefix, or a job name.",
+            show_default="the running one; else this machine",
         ),
     ] = None,
     view: Annotated[
@@ -61,7 +61,7 @@ def top(
     console = open_console(sys.stdout)
     path = find_run(run, running=True) if run is not None else _the_one_that_goes_on()
     if path is None and view is not None:
-        raise JobError(f"--view {view}: name a run, as none goes on, or several do: zrun ps")
+        raise JobError(f"--view {view}: name a run (zrun ps): none is running, or several are")
     if path is None and is_screen:
         midnight = time.mktime((*time.localtime()[:3], 0, 0, 0, 0, 0, -1))
         run_on_machine(lambda: list_runs(midnight)[0], sys.stdin, console)

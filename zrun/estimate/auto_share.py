@@ -52,8 +52,8 @@ def with_least_share(
     forecast = _forecast(loaded, resolved, cluster, environment)
     if forecast is None or forecast.fraction is None:
         raise PreflightError(
-            f"{KEY}: auto takes an estimate of the job, and none could be made (zrun estimate says "
-            f"why); write a number from 0 to 1, such as {KEY}=1"
+            f"{KEY}: auto needs an estimate of the job, which failed (zrun estimate says why); "
+            f"write a number from 0 to 1, such as {KEY}=1"
         )
     if not forecast.fits and not force:
         raise PreflightError(refusal(forecast))

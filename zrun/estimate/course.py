@@ -44,19 +44,19 @@ def lines_at_peak(found: Answer, width: int, *, ascii_only: bool) -> list[str]:
     course = found.question.planner.course(chosen.candidate)
     rank = fullest(chosen)
     whose = _ROLES.get(rank.role, f"a rank of {rank.role}")
-    through = "a step"
+    over = "a step"
     if chosen.candidate.dims.pp > 1:
-        through = "one micro-batch while others wait"
+        over = "one micro-batch with others in flight"
     most = format_size(rank.peak.num_bytes)
-    lines = [f"tensors of {whose} through {through}: {most} at most", ""]
+    lines = [f"tensors of {whose} over {over}: peak {most}", ""]
     lines += _picture(course, width, ascii_only=ascii_only)
-    lines += ["", "there at that moment:"]
+    lines += ["", "held at the peak:"]
     sizes = [(format_size(size), name) for name, size in tensors_at_peak(rank)]
     column = max((len(size) for size, _ in sizes), default=0)
     lines += [f"  {size:>{column}}  {name}" for size, name in sizes]
     beyond = rank.device_used - rank.peak.num_bytes
     lines.append(
-        f"beside tensors: {format_size(beyond)} of the allocator and of libraries, "
+        f"beyond tensors: {format_size(beyond)} in the allocator and libraries, "
         f"{format_size(rank.device_used)} in all"
     )
     return lines
@@ -83,7 +83,7 @@ def _picture(course: Course, width: int, *, ascii_only: bool) -> list[str]:
 
     peak = max(range(count), key=course.num_bytes.__getitem__)
     where = f", {course.modules[peak]}" if course.modules[peak] else ""
-    words = f"at most: in {course.phases[peak].value}{where}"
+    words = f"peak: in {course.phases[peak].value}{where}"
     return [*drawn, _ruler(course.phases, column, width), *_mark(words, column(peak), width)]
 
 

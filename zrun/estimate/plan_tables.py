@@ -84,10 +84,9 @@ def stage_table(estimates: Sequence[Estimate], chosen: Candidate, width: int) ->
 
 
 CHOICES = (
-    "dp x tp x pp: replicas x tensor-parallel ranks x pipeline stages, of 1f1b unless it says "
-    "otherwise (chunks of interleaved ones); micro: samples of a pass x "
-    "passes of a step; offloaded: what lies in the memory of the host or on its disks instead, and "
-    "how much of it; free: of the memory of the fullest device"
+    "dp x tp x pp: replicas x tensor-parallel ranks x pipeline stages (1f1b unless it says "
+    "otherwise; chunks if interleaved); micro: samples of a micro-batch x accumulation; offloaded: "
+    "states in host memory or on disk, and their share; free: memory left on the fullest device"
 )
 
 

@@ -76,7 +76,7 @@ class EstimateRequest:
         if self.fit and self.best:
             raise JobError("--fit and --best ask for different things: leave one out")
         if self.headroom is not None and self.goal is None:
-            raise JobError("--headroom is for what is searched: add --best or --fit")
+            raise JobError("--headroom is for a search: add --best or --fit")
         if self.gpu is not None and self.simulate is not None:
             raise JobError("--gpu and --simulate both name the hardware: leave one out")
         named = {"--gpu": self.gpu, "--simulate": self.simulate}

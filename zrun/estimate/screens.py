@@ -92,9 +92,9 @@ def print_fit(found: Answer, tokens: str | None, price: float | None) -> None:
     chosen = found.chosen
     answer = found.verdict or f"it fits as it is: {_room(chosen)}"
     if found.fits and found.fix is not None:
-        answer += f", less than the {_wanted(found):.0%} of --headroom, which this change leaves:"
+        answer += f", less than --headroom {_wanted(found):.0%}; this change leaves that:"
     if found.is_interrupted:
-        answer += " (interrupted: of those that were looked at)"
+        answer += " (interrupted: best of those tried so far)"
     _print_lines(console, [answer, *_head(found)])
     if found.fits:
         _print_lines(console, time_lines(chosen)[:1])
@@ -105,7 +105,7 @@ def print_fit(found: Answer, tokens: str | None, price: float | None) -> None:
     ways = found.found.best or found.found.rejected
     if ways and not found.fits:
         what = (
-            "what fits, cheapest change first:" if found.found.best else "the nearest, none fits:"
+            "what fits, cheapest change first:" if found.found.best else "none fits; the closest:"
         )
         _print_lines(console, [f"\n{what}"])
         console.print(choice_table(ways[:_FEW], console.width))
@@ -161,15 +161,15 @@ def _print_search(console: Console, found: Answer, tokens: str | None, price: fl
         markup=False,
     )
     if result.is_interrupted:
-        console.print("interrupted: the best so far, of those that were looked at")
+        console.print("interrupted: the best of the configurations tried so far")
     if result.keeps_base or (found.goal == "fit" and found.fits):
         _print_lines(console, [_why_it_stays(found)])
     if not result.best:
-        console.print("none of them fits; the nearest:")
+        console.print("none of them fits; the closest:")
         console.print(choice_table(result.rejected, console.width))
     else:
         console.print(choice_table(result.best, console.width))
-        console.print("the fastest for each amount of free memory: none is both faster and smaller")
+        console.print("the fastest for each amount of free memory (the Pareto front)")
         console.print(choice_table(result.pareto, console.width))
     if result.best and tokens is not None:
         _print_lines(console, [_budget(result.best[0], tokens, price)])
@@ -190,17 +190,16 @@ def _why_it_stays(found: Answer) -> str:
     chosen = found.chosen
     free = chosen.headroom / chosen.capacity
     wanted = _wanted(found)
-    less = f"{free:.0%} of its memory is left free, less than the {wanted:.0%} of --headroom"
+    less = f"only {free:.0%} of memory stays free, less than --headroom {wanted:.0%}"
     if found.goal == "fit":
         if free >= wanted:
             return f"it fits as it is, with {free:.0%} left free"
-        more = ": the cheapest change that leaves more is the first" if found.fix else ""
+        more = ": row 1 is the cheapest change that leaves more" if found.fix else ""
         return f"it fits as it is, but {less}{more}"
     alike, otherwise = margins_of(found.question.hardware)
     line = (
-        "your job is as fast as anything that was found: faster is what gains more than estimates "
-        f"may be wrong to each other, {alike:.0%} of a step where ranks divide the model as they "
-        f"do, {otherwise:.0%} elsewhere"
+        "your job is as fast as anything found: a gain counts above the error of estimates, "
+        f"{alike:.0%} of a step where dp, tp and pp are the same, {otherwise:.0%} where they differ"
     )
     return line if free >= wanted else f"{line}; {less}"
 

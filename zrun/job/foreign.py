@@ -55,14 +55,13 @@ def refuse_script(path: Path) -> None:
     """
     if path.suffix == ".py":
         raise JobError(
-            f"{path} is a script, and a job is a YAML file that names functions of it: a script "
-            f"that trains by itself is launched by `zrun run {path}`; `zrun init -o job.yaml` "
-            "writes a job"
+            f"{path} is a script, and a job is a YAML file that names functions of it: `zrun run "
+            f"{path}` launches a script with its own loop; `zrun init -o job.yaml` writes a job"
         )
     if path.suffix == ".toml":
         raise JobError(
             f"{path} is TOML, as torchtitan reads, and a job is YAML: zrun import {path} -o "
-            "job.yaml writes what a configuration of torchtitan means"
+            "job.yaml converts a configuration of torchtitan"
         )
 
 
@@ -77,15 +76,15 @@ def refuse_foreign(path: Path, value: Any) -> None:
     if isinstance(value.get("trainer"), dict):
         raise JobError(
             f"{path} is a configuration of Lightning, whose model and loop are classes of yours: "
-            "`zrun init -o job.yaml` writes a job, whose keys say what those of trainer said"
+            "`zrun init -o job.yaml` writes a job, whose keys replace those of trainer"
         )
     if "data" in value:
         return
     tool = tool_of(value)
     if tool is not None:
         raise JobError(
-            f"{path} is a configuration of {tool}: zrun import {path} -o job.yaml writes the job "
-            "that it means, and lists what has no counterpart"
+            f"{path} is a configuration of {tool}: zrun import {path} -o job.yaml converts it to a "
+            "job, and lists what has no counterpart"
         )
     if {"architectures", "model_type"} & value.keys():
         raise JobError(

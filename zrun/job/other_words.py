@@ -307,24 +307,24 @@ TEXTS = {
     "data": "a function of yours returns the samples, tokenised and packed: write data: "
     "train.py:build_data",
     "ema": "keep averages in a hook: write hooks: {on_step: hooks.py:on_step}",
-    "evals": "evaluations have samples of their own, and are counted in steps: write eval: "
+    "evals": "an evaluation has its own dataset, and runs every N steps: write eval: "
     "{data: train.py:build_eval, every: 500}",
-    "experts": "experts are divided with the layers that they are in: write parallel: {tp: 2}",
+    "experts": "tp divides experts with their layers: write parallel: {tp: 2}",
     "folder": "a run has a folder of its own below runs/: give --run-dir, or write checkpoint: "
     "{dir: ...} for checkpoints alone",
     "hooks": "calls of yours between steps are hooks: write hooks: {on_step: hooks.py:on_step}",
-    "import": "zrun import FILE -o job.yaml makes a job of such a configuration; for its stage "
-    "alone write zero: 2",
-    "inside": "this is your model's own, and its factory takes arguments: write model: "
+    "import": "zrun import FILE -o job.yaml converts such a configuration; for its stage alone "
+    "write zero: 2",
+    "inside": "pass it to the function that builds your model: write model: "
     "{call: train.py:build_model, args: {...}}",
     "job": "a job is named without an option: write zrun train job.yaml; zrun import FILE -o "
     "job.yaml makes one of a configuration of DeepSpeed, accelerate, torchtitan or axolotl",
-    "least": "it is a part of optim.lr: write lr: {schedule: cosine, min_factor: 0.1}",
-    "length": "lengths are your data's: write data: {call: ..., args: {...}}",
+    "least": "it is a fraction of optim.lr: write lr: {schedule: cosine, min_factor: 0.1}",
+    "length": "pass it to your dataset: write data: {call: ..., args: {...}}",
     "lora": "your factory adds the adapters, for example with peft: write model: "
     "train.py:build_model",
-    "meeting": "leave it out: ranks find one another by themselves; for several hosts one command "
-    "on one of them, with --hosts hosts.txt, starts all",
+    "meeting": "leave it out: ranks find each other; for several hosts, one command with "
+    "--hosts hosts.txt starts them all",
     "micro": "gradient accumulation follows from the batch sizes: write batch: "
     "{global: 64, micro: 4}",
     "model": "name what builds your model, such as AutoModelForCausalLM.from_config in a function: "
@@ -336,14 +336,13 @@ TEXTS = {
     "profile": "write profile: [10, 12] for the trace of these steps, or zrun profile RUN while it "
     "trains",
     "quantised": "weights are trained in fp32, bf16 or fp16: write precision: bf16",
-    "ratio": "it is counted in steps: write lr: {warmup: 100}",
+    "ratio": "warm-up is counted in steps: write lr: {warmup: 100}",
     "resume": "write --resume auto, or --resume PATH for a step of another run",
     "saves": "saves are counted in steps: write checkpoint: {every: 500}, and dir: ... for a "
     "folder of their own",
-    "tracker": "trackers have arguments: write log: {to: [wandb], args: {wandb: {project: NAME}}}",
+    "tracker": "pass it to the tracker: write log: {to: [wandb], args: {wandb: {project: NAME}}}",
     "trial": "a trial of few steps saves nothing: write zrun train job.yaml --smoke 20",
-    "visible": "it stands before the command, as of the shell: write CUDA_VISIBLE_DEVICES=0,1 zrun "
-    "train job.yaml",
+    "visible": "set it in the shell: write CUDA_VISIBLE_DEVICES=0,1 zrun train job.yaml",
 }
 
 

@@ -92,7 +92,7 @@ def job_error(name: str, problems: Iterable[Problem]) -> JobError:
         return JobError(lines[0])
     head = f"{len(lines)} problems in {name}"
     if len(lines) > MAX_SHOWN:
-        head += f", of which the first {MAX_SHOWN}"
+        head += f", the first {MAX_SHOWN} of them"
     return JobError("\n".join([head, *lines[:MAX_SHOWN]]))
 
 

@@ -135,8 +135,7 @@ def _check_file(command: ScriptCommand) -> None:
     is_python = path.suffix == ".py" or (first.startswith(b"#!") and b"python" in first)
     if not is_python:
         raise JobError(
-            f"{path} is no Python script, which ranks run: name a file that ends with .py, or "
-            "write -m module"
+            f"{path} is not a Python script: name a file that ends with .py, or write -m module"
         )
 
 
@@ -167,8 +166,8 @@ def _check_keys(overrides: Sequence[str], command: ScriptCommand) -> None:
         key = text.partition("=")[0]
         if key.partition(".")[0] not in KEYS:
             raise JobError(
-                f"{key} is no key of a launch: for the script, write it behind {command.name}; "
-                f"zrun run itself has {', '.join(KEYS)}"
+                f"{key} is not a key of zrun run: for the script, write it after {command.name}; "
+                f"zrun run has {', '.join(KEYS)}"
             )
 
 

@@ -355,10 +355,10 @@ def _monitor(claimed: _ClaimedRun, agents: AgentGroup) -> _Observed:
     signals = LauncherSignals()
     phases = PhaseWatch(compiles=job.compile)
     stragglers = Stragglers(facts)
-    tell_phase = Dispensable("what the ranks are doing")
+    tell_phase = Dispensable("the status of ranks")
     compare = Dispensable("the comparison with the estimate")
     find_slow = Dispensable("the search for slow ranks")
-    track = Dispensable("what there is to say of trackers")
+    track = Dispensable("the log of trackers")
     trackers = _start_trackers(claimed)
 
     def see(event: Event) -> None:

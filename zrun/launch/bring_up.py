@@ -265,7 +265,7 @@ def _facts_of(
     for agent, answer in answers.items():
         if isinstance(answer, str) or "error" in answer:
             why = answer if isinstance(answer, str) else answer["error"]
-            raise PreflightError(f"{agent.host}: its agent could not look at it ({why})")
+            raise PreflightError(f"{agent.host}: its agent could not inspect it ({why})")
         facts[agent] = HostReport.from_json(answer["report"]).facts
     return facts
 

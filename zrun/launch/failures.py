@@ -43,10 +43,10 @@ _DOES = {
 _FOUND_BY_ALL = {DivergedError.__name__, NumericError.__name__}
 # What to do about errors for which no line of the job or of the code is to blame.
 _ADVICE = {
-    OutOfMemoryError.__name__: "make the first change above that the job can bear, or keep less in "
-    "your code of what holds most",
-    DivergedError.__name__: "look for bad memory or a broken link (dmesg, zrun doctor), and in "
-    "your code for what changes parameters on some ranks only",
+    OutOfMemoryError.__name__: "make the first change above that you can accept, or free the "
+    "largest items in your code",
+    DivergedError.__name__: "check for bad memory or a broken link (dmesg, zrun doctor), and "
+    "your code for parameters that only some ranks change",
     HangError.__name__: "make every rank reach the call that the message names; if one is only "
     "slow, raise the limit",
 }
@@ -59,11 +59,11 @@ _CAUSE, _PERHAPS, _ECHO, _OURS = range(4)
 # Exit codes of a worker that the launcher reports as they are.
 # What takes memory beside the steps, and what to do about it.
 BESIDE_STEPS = {
-    "hook": "a hook took it: see what it makes and keeps, or raise limits.memory",
-    "evaluation": "the evaluation took it: see what eval.metrics and on_eval make and keep, or "
+    "hook": "a hook took the memory: see what it keeps, or raise limits.memory",
+    "evaluation": "the evaluation took the memory: see what eval.metrics and on_eval keep, or "
     "raise limits.memory",
-    "profile": "the profile took it: trace fewer steps, or raise limits.memory",
-    "save": "the save took it: write checkpoint: {async: false}, or raise limits.memory",
+    "profile": "the profile took the memory: trace fewer steps, or raise limits.memory",
+    "save": "the save took the memory: write checkpoint: {async: false}, or raise limits.memory",
 }
 _PASSED_ON = {code for code in ExitCode if ExitCode.USAGE <= code <= ExitCode.DIVERGED}
 
@@ -298,13 +298,11 @@ class Failure:
         if self._misses_others:
             return "make every rank reach the same collectives before it ends"
         if self.end.oom and self.is_script:
-            return "let the script take less: a smaller batch, fewer ranks or loader processes"
+            return "use less memory: a smaller batch, fewer ranks or loader processes"
         if self.end.oom:
             batch = "lower batch.micro, raise zero.stage, or checkpoint activations"
             if self.held is not None and self.held.holders and not self.held.changes:
-                batch = (
-                    "have your code keep less of what the first line names, or raise limits.memory"
-                )
+                batch = "have your code free the item listed first, or raise limits.memory"
             return BESIDE_STEPS.get(self.end.short_in, batch)
         if self.fault is not None:
             return self.fault.fault.advice
@@ -457,7 +455,7 @@ class Hang:
         if self._waits_for_tier:
             return f"check the disk or the host that it waits for; if it is only slow, raise {key}"
         if self.frame["reason"] is not None:
-            return "make every rank run the same modules, or name the one that chooses in zero.leaf"
+            return "make every rank run the same modules, or list the branching module in zero.leaf"
         return f"see in the stack what it waits for; if it is only slow, raise {key}"
 
     @property

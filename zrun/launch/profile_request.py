@@ -49,7 +49,7 @@ def check(run: RunSummary, steps: int, ranks: Sequence[int]) -> None:
     """
     if run.state is not RunStatus.RUNNING:
         raise JobError(
-            f"run {run.run_id} does not run: it {run.state}; for the next run write "
+            f"run {run.run_id} is not running: it {run.state}; for the next run write "
             "profile: {steps: [10, 12]} in the job"
         )
     try:

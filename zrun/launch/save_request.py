@@ -69,8 +69,7 @@ def check(run: RunSummary) -> None:
     """
     if run.state is not RunStatus.RUNNING:
         raise JobError(
-            f"run {run.run_id} does not run: it {run.state}; what it has saved: "
-            f"zrun ckpt ls {run.path}"
+            f"run {run.run_id} is not running: it {run.state}; its saves: zrun ckpt ls {run.path}"
         )
     if not may_save(run.path):
         raise JobError(
@@ -79,8 +78,8 @@ def check(run: RunSummary) -> None:
         )
     if run.seconds is None and is_script(run.path):
         raise JobError(
-            f"run {run.run_id} is of a script that has not called zrun_core.init(), or never does: "
-            "then it saves by itself, and cannot be asked"
+            f"run {run.run_id} is of a script that has not called zrun_core.init(): until it does, "
+            "it cannot be asked to save"
         )
     if run.seconds is None or not launcher_of(run, "save").catches(SAVE):
         raise PreflightError(

@@ -61,7 +61,7 @@ class ScriptHang(Hang):
             if len(self._missing) > 1:
                 who = f"{ranks_in_words(self._missing)} of {self.plan.world_size}"
             has = "has" if len(self._missing) == 1 else "have"
-            return f"{limit}: {who} {has} not come to {self._awaited}, for which others wait"
+            return f"{limit}: {who} {has} not reached {self._awaited}, which others wait for"
         return f"{limit}: no rank uses the CPU or prints anything"
 
     @property

@@ -156,7 +156,7 @@ def _start_agents(request: LaunchRequest) -> list[AgentLink]:
 def _announce(restarts: Restarts, pause_s: float, request: LaunchRequest, committed: int) -> None:
     """Print that the run is started again, when, and from where."""
     if request.script is not None:
-        start = "from where the script itself goes on"
+        start = "from where the script itself resumes"
     elif committed:
         start = f"after step {committed}"
     elif request.origin is not None:

@@ -141,7 +141,7 @@ class SupervisedRun:
                 self.started.add(host)
             case "done":
                 if host not in self.started:
-                    log = "see its log in logs of the run directory there"
+                    log = "see its log there, in logs of the run directory"
                     why = f"its agent could not start the workers; {log}"
                     self.lose_host(host, f"{host}: {why}")
             case "exit":
@@ -231,11 +231,11 @@ class SupervisedRun:
 
     def _see_silence(self, host: str, frame: Frame) -> None:
         """Tell a launcher that stood still while the ranks went on from a network that was cut."""
-        why = f"{host}: its agent had no word from this launcher for {frame['silent_s']:.0f} s"
+        why = f"{host}: its agent heard nothing from this launcher for {frame['silent_s']:.0f} s"
         if frame["stop"] == StopMode.FINISH:
             self._see_stop(why)
             return
-        cause = "the network was cut, or this process or its host stood still"
+        cause = "the network was cut, or this process or its host hung"
         self.lose_host(host, f"{why}, and its ranks made no progress: {cause}")
 
 

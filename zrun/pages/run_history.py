@@ -37,7 +37,7 @@ def launches_table(launches: Sequence[Launch], history: History) -> str:
         cells = [
             str(launch.number),
             "-" if began is None else _clock(began),
-            _steps(stretch) if launch.has_record else "set aside: the run was begun anew",
+            _steps(stretch) if launch.has_record else "set aside: the run was started over",
             ended,
             why or "-",
             launch.command or "-",

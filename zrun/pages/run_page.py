@@ -102,7 +102,7 @@ def _part(title: str, make: Callable[[], str]) -> str:
         inside = make()
     except Exception as error:
         why = f"{type(error).__name__}: {error}"
-        inside = document.soft(f"The record does not allow to draw this: {why[:200]}")
+        inside = document.soft(f"This cannot be drawn from the record: {why[:200]}")
     return f"<h2>{escape(title)}</h2>\n{inside}" if inside else ""
 
 

@@ -115,8 +115,8 @@ def _of_how_many(state: RunState) -> str:
     if state.ranks is None:
         return ""
     return document.soft(
-        f"Of {several(state.ranks['ranks'], 'rank')} rank 0 is shown, and those that are the "
-        "slowest or hold most; all count in the lines of the least, the median and the most."
+        f"Shown of {several(state.ranks['ranks'], 'rank')}: rank 0, the slowest and the fullest; "
+        "least, median and most are over all ranks."
     )
 
 
@@ -164,7 +164,7 @@ def stragglers(record: RunRecord) -> str:
         words.append(f"{name} {several(number, 'time')}{cause}")
     if len(ranks.late) > _LATE_SHOWN:
         words.append(f"{len(ranks.late) - _LATE_SHOWN} others")
-    lately = f"; when they told last: {', '.join(now[:_LATE_SHOWN])}" if now else ""
+    lately = f"; at their last report: {', '.join(now[:_LATE_SHOWN])}" if now else ""
     return document.soft(f"Slow, of {samples} compared: {', '.join(words)}{lately}.")
 
 

@@ -30,7 +30,7 @@ def traffic(state: RunState) -> str:
     parts = [_sent(rows)]
     if state.traffic_bytes and not rows:
         sent = f"{format_size(state.traffic_bytes)} were sent by rank 0 in this launch"
-        parts.append(document.soft(f"{sent}; its end tells them by collective, beside theory."))
+        parts.append(document.soft(f"{sent}; by collective, beside theory, once it ends."))
     parts.append(_borders(borders))
     parts += [document.soft(note) for note in notes_on_theory(state)]
     return "".join(parts)

@@ -73,7 +73,7 @@ def write(source: Source) -> None:
         fsdp.write(source, "fsdp_config")
     for name, block in (("DEEPSPEED", "deepspeed_config"), ("FSDP", "fsdp_config")):
         if kind != name and source.section(block):
-            source.leave(block, f"distributed_type is {kind}: it does not count")
+            source.leave(block, f"distributed_type is {kind}: it is ignored")
     backend = source.word("dynamo_config.dynamo_backend", "compile")
     if backend is not None and backend.upper() == "INDUCTOR":
         source.put("compile", True, "dynamo_config.dynamo_backend")

@@ -70,7 +70,7 @@ LEFT: Final = {
     "bfloat16": "write bf16",
     "float16": "write fp16",
     "gradient_checkpointing_kwargs": "blocks are recomputed without reentry",
-    "resume_from_checkpoint": "write --resume auto: a run goes on from its own saves",
+    "resume_from_checkpoint": "write --resume auto: a run continues from its own saves",
     "local_rank": "ranks get their numbers from zrun",
     "loss_watchdog_threshold": "write hooks.on_step, which may end the run",
     "loss_watchdog_patience": "write hooks.on_step, which may end the run",
@@ -285,7 +285,7 @@ def _put_sharding(source: Source) -> None:
     elif block and version is not None:
         fsdp.write(source, "fsdp_config")
     elif block:
-        source.leave("fsdp_config", "fsdp is not given: it does not count")
+        source.leave("fsdp_config", "fsdp is not given: it is ignored")
 
 
 def _put_fsdp_words(source: Source, words: list[str]) -> None:

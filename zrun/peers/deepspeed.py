@@ -25,7 +25,7 @@ LEFT: Final = {
     f"{_ZERO}.allgather_bucket_size": _UNITS,
     f"{_ZERO}.reduce_scatter": "gradients are always reduced and scattered unit by unit",
     f"{_ZERO}.reduce_bucket_size": _UNITS,
-    f"{_ZERO}.overlap_comm": "collectives always run beside what computes",
+    f"{_ZERO}.overlap_comm": "collectives always overlap computation",
     f"{_ZERO}.contiguous_gradients": "gradients of a unit always lie in one flat buffer",
     f"{_ZERO}.round_robin_gradients": "each rank has an equal part of every unit",
     f"{_ZERO}.sub_group_size": "updates go unit by unit: zero.bucket bounds a unit",
@@ -42,7 +42,7 @@ LEFT: Final = {
     f"{_ZERO}.gather_16bit_weights_on_model_save": _EXPORT,
     f"{_ZERO}.ignore_unused_parameters": "parameters without a gradient are always allowed",
     f"{_ZERO}.legacy_stage1": "there is one mechanism for all stages",
-    f"{_ZERO}.elastic_checkpoint": "a save goes on at any number of ranks",
+    f"{_ZERO}.elastic_checkpoint": "a save resumes on any number of ranks",
     f"{_ZERO}.load_from_fp32_weights": "a resume always reads the fp32 masters",
     f"{_ZERO}.memory_efficient_linear": "torch's own linear is used",
     f"{_ZERO}.cpu_offload_use_pin_memory": _PINNED,
@@ -87,7 +87,7 @@ LEFT: Final = {
     "comet": "write a hook: hooks.on_step",
     "checkpoint": "saves are said by checkpoint: {every: ..., dir: ...}",
     "nebula": "write checkpoint: {every: ..., async: true}",
-    "elasticity": "write restarts and min_hosts; a save goes on at any number of ranks",
+    "elasticity": "write restarts and min_hosts; a save resumes on any number of ranks",
     "autotuning": "`zrun estimate --best` finds the fastest configuration",
     "compression_training": "models are not compressed",
     "data_efficiency": "the order of samples is that of your data",
@@ -112,7 +112,7 @@ LEFT: Final = {
     "optimizer.params.comm_backend_name": "gradients are not compressed",
     "optimizer.params.max_grad_norm": "write optim.clip",
     "optimizer.legacy_fusion": "the update of a unit is always fused",
-    "scheduler.params.last_batch_iteration": "a run goes on by --resume",
+    "scheduler.params.last_batch_iteration": "a run continues with --resume",
 }
 
 # Types of `optimizer`; those that compress gradients or update elsewhere have the update of these.

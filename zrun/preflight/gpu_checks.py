@@ -76,7 +76,7 @@ def _driver_problems(report: HostReport) -> Iterator[str]:
     if driver.cuda[0] in _INDEXES:
         advice += f", or {_install(software, _INDEXES[driver.cuda[0]])}"
     yield (
-        f"its driver {driver.version} serves CUDA {driver.cuda[0]}.{driver.cuda[1]}, and torch "
+        f"its driver {driver.version} supports CUDA {driver.cuda[0]}.{driver.cuda[1]}, and torch "
         f"{software.torch} needs {software.torch_for}: {advice}"
     )
 

@@ -147,8 +147,8 @@ def _check_folders(report: HostReport, needs: HostRequirements) -> Iterator[str]
             continue
         if not folder.same:
             yield (
-                f"{folder.path} is not the folder of that name here: it must be on a file system "
-                "that all hosts share"
+                f"{folder.path} is another folder there than here: put it on a file system that "
+                "all hosts share"
             )
         elif folder.trouble is not None:
             yield f"{folder.path}: nothing can be written there as {report.user}: {folder.trouble}"

@@ -109,7 +109,7 @@ def _reports(answers: Answers, agents: Sequence[AgentLink]) -> dict[AgentLink, H
         if isinstance(answer, str):
             continue
         if "error" in answer:
-            answers[agent] = f"its agent could not look at it ({answer['error']})"
+            answers[agent] = f"its agent could not inspect it ({answer['error']})"
             continue
         try:
             report = HostReport.from_json(answer["report"])

@@ -248,8 +248,8 @@ def _branch(
             )
         if source.step is not None and newest > source.step:
             raise JobError(
-                f"resume: {source.folder} already holds step {newest}, which training on from "
-                f"step {source.step} would write again: choose another --run-dir or checkpoint.dir"
+                f"resume: {source.folder} already holds step {newest}, which a run from step "
+                f"{source.step} would save again: choose another --run-dir or checkpoint.dir"
             )
     return _resume_from(job, source, chosen, earlier)
 

@@ -57,4 +57,4 @@ class Dispensable:
         except Exception as error:
             self._is_left_out = True
             why = f"{type(error).__name__}: {error}"
-            notify(f"warning: {self._what} is left out from here on: {why}")
+            notify(f"warning: {self._what} is off from here on: {why}")

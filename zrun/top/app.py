@@ -144,7 +144,7 @@ def _title(
     if state.total_steps and (left := remaining(state)) is not None and status == "running":
         words.append(f"eta {left}")
     if recording.is_cut:
-        words.append("a long record: its beginning and its end")
+        words.append("a long record: start and end only")
     line = Text(GAP.join(words), style="bold")
     line.truncate(room.width)
     return line
@@ -192,7 +192,7 @@ def machine_picture(seen: Machine, runs: Sequence[RunSummary], room: PanelSpace)
         line.truncate(room.width)
         lines.append(line)
     if not runs:
-        lines.append(Text("none goes on, and none began today", QUIET))
+        lines.append(Text("none is active, and none began today", QUIET))
     lines = lines[: room.height - 1]
     lines += [Text()] * (room.height - 1 - len(lines))
     return [*lines, Text("q leave", QUIET)]

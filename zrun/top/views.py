@@ -173,7 +173,7 @@ def ranks(scene: Scene, room: PanelSpace) -> list[Text]:
     events = scene.state.memory
     told = {rank: each for rank, each in events.items() if each.get("split")}
     if not told:
-        return [Text("no rank has told of a step yet", QUIET)]
+        return [Text("no rank has reported a step yet", QUIET)]
     together = digest_of(scene.state)
     shown = list(told)
     lines = [_legend(_LETTERS, SPLIT)]
@@ -254,7 +254,7 @@ def memory(scene: Scene, room: PanelSpace) -> list[Text]:
     """Draw rank 0's memory by tier and kind beside its plan, and over time."""
     event = scene.state.memory.get(0)
     if event is None:
-        return [Text("rank 0 has not told of its memory yet", QUIET)]
+        return [Text("rank 0 has not reported its memory yet", QUIET)]
     lines = [_legend(_KIND_LETTERS, KINDS)]
     tiers = held_by_kind(event)
     planned = {tier: held[1] for tier, held in held_by_tier(event, scene.curves.planned).items()}
@@ -321,7 +321,7 @@ def hosts(scene: Scene, room: PanelSpace) -> list[Text]:
         told = {rank: each for rank, each in sensed.items() if each}
         lines += [Text(f"  rank {rank:<4} {_sensors(each)}") for rank, each in told.items()]
         if not told:
-            lines.append(Text("  no GPU has told of itself", QUIET))
+            lines.append(Text("  no GPU has reported yet", QUIET))
     if scene.machine is not None:
         lines += [Text(), *machine(scene.machine, room)]
     return lines
@@ -461,13 +461,13 @@ VIEWS = (
 )
 HELP = (
     ("1 to 6, Tab", "a view"),
-    ("left, right", "back and forth in time; , and . ten times as far"),
+    ("left, right", "a step back or forward; , and . by ten"),
     ("Home", "the first step"),
     ("End, l", "live: the newest step"),
     ("up, down, PgUp, PgDn", "scroll messages"),
-    ("space", "stop and go on drawing"),
+    ("space", "pause or resume"),
     ("?, h", "this help"),
-    ("q, Ctrl-C", "leave; the run goes on"),
+    ("q, Ctrl-C", "leave; the run continues"),
 )
 
 

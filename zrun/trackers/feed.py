@@ -124,7 +124,7 @@ class Feed:
             run = TrackedRun(
                 project, folder.name, folder, config, args.get(fed.kind) or {}, fed.ids
             )
-            self._call(fed, "could not begin", fed.begin, run)
+            self._call(fed, "did not start", fed.begin, run)
         self._keep()
 
     def event(self, event: Event) -> None:
@@ -148,7 +148,7 @@ class Feed:
         """The launch is over: "finished" or "failed"."""
         self.flush()
         for fed in list(self._feds):
-            self._call(fed, "did not end well", fed.end, state)
+            self._call(fed, "did not end cleanly", fed.end, state)
 
     def _call(self, fed: _Fed, what: str, call: Callable[..., None], *args: Any) -> None:
         """Call a tracker; one that raises is left out."""
@@ -157,7 +157,7 @@ class Feed:
         except BaseException as error:  # a package may even exit
             self._feds.remove(fed)
             why = str(error).partition("\n")[0] or type(error).__name__
-            self._tell(f"log.to: {fed.kind} {what}, and is left out from here on: {why}")
+            self._tell(f"log.to: {fed.kind} {what}, and is off from here on: {why}")
 
     def _keep(self) -> None:
         path = self._folder / FILE

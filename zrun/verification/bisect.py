@@ -101,11 +101,12 @@ def bisect(
         if is_it:
             guilty.append(feature.name)
     if guilty:
-        return f"the cause is {' and '.join(guilty)}: without, it agrees"
+        culprit = "it" if len(guilty) == 1 else "one of them"
+        return f"the cause is {' and '.join(guilty)}: without {culprit}, results agree"
     off: list[str] = []
     for number, feature in enumerate(features):
         off += feature.keys
         if number and agrees(off):
             names = ", ".join(each.name for each in features[: number + 1])
-            return f"no single feature is the cause: without {names} it agrees"
-    return "it differs without any of them: look at the model, its loss and its data"
+            return f"no single feature is the cause: without {names}, results agree"
+    return "results differ without all of these too: look at the model, its loss and its data"

@@ -94,7 +94,7 @@ def why_too_large(
     fewer = next((number for number in range(replicas - 1, 0, -1) if lacking(number) is None), 0)
     ways = [*advice, *([f"write --slots {fewer * of_model}"] if fewer else [])]
     return (
-        f"the plain loop has no room: it holds {whole}, with an optimizer and what the ranks have "
-        f"recorded, which takes at least {format_size(needed)} of the "
+        f"the plain loop does not fit: it holds {whole}, with an optimizer and what the ranks have "
+        f"recorded: at least {format_size(needed)}, more than the "
         f"{format_size(place.num_bytes)} {place.name}: {'; or '.join(ways)}"
     )

@@ -52,9 +52,9 @@ def compare_values(path: Path, overrides: Sequence[str]) -> str:
     if why_not.startswith((NOT_COMPARED, TRUSTED)):
         return why_not
     answer = (
-        f"the parts of {ranks} ranks (tp {parallel.tp}, pp {parallel.pp}) compute what the whole "
-        "model computes of the first micro-batch"
+        f"the {ranks} ranks (tp {parallel.tp}, pp {parallel.pp}) match the whole model on the "
+        "first micro-batch"
     )
     if why_not:  # of gradients alone
         return f"{answer}; {why_not}"
-    return f"{answer}, and its gradients"
+    return f"{answer}, gradients included"

@@ -73,7 +73,7 @@ class Verification:
         if request.whole:
             self._stays = "--whole"
         elif self._job.init_from is not None:
-            self._stays = "weights of a file (init_from) fit it as it is"
+            self._stays = "init_from loads weights of this size"
         self._shrinks = () if self._stays else self._trial.shrinks
         self._results: dict[str, Found] = {}
         self._bytes: dict[str, MovedAndHeld | None] = {}  # of the same passes
@@ -126,7 +126,7 @@ class Verification:
         if self._request.whole and self._trial.shrinks:
             return ["leave out --whole"]
         if self._job.init_from is not None and self._trial.shrinks:
-            return ["write init_from=null, for the model shrinks then"]
+            return ["write init_from=null, so that the model shrinks"]
         args = [f"model.args.{name}" for name in self._job.model.args]
         if not args:
             return [f"give {self._job.model.call} arguments that make it smaller"]

@@ -133,9 +133,9 @@ def notes_on_theory(state: RunState) -> list[str]:
     notes = []
     if axes:
         named = " and ".join(sorted(axes))
-        note = f"The plan does not tell what goes along {named}: it is as measured alone"
+        note = f"The plan predicts nothing along {named}: those bytes are measured only"
         if state.estimate is None:
-            note += ". It had no estimate: zrun estimate of its job makes one for its next launch"
+            note += ". The run had no estimate: zrun estimate makes one for its next launch"
         notes.append(f"{note}.")
     elif _foretold(state).get("is_bound") and _foretold(state).get("sent"):
         notes.append("Samples differ in size: along tensor and pipe theory is of the longest.")

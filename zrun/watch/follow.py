@@ -99,4 +99,4 @@ class Follower:
             with suppress(Exception):
                 self._screen.close(self.state)  # which gives the terminal back first
             self._screen = Nothing()
-            notify(f"warning: the screen is left out from here on: {type(error).__name__}: {error}")
+            notify(f"warning: the screen is off from here on: {type(error).__name__}: {error}")

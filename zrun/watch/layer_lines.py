@@ -17,9 +17,9 @@ def layer_lines(kinds: Sequence[dict[str, Any]]) -> Iterator[str]:
         kinds: `LayeredKind`s, as data.
     """
     if not kinds:
-        yield "layers: none: ranks run the forward of each module as it is"
+        yield "layers: none: no module's forward is wrapped"
         return
-    yield "layers: what ranks put around the forwards of modules, from the outermost"
+    yield "layers: how ranks wrap the forwards of modules, outermost first"
     width = max(len(name) for kind in kinds for name, _ in kind["layers"])
     for kind in kinds:
         yield f"  {printable(_modules(kind))}"

@@ -138,7 +138,7 @@ def _beginning(state: RunState, facts: Facts) -> list[Text | str]:
     """Say how far the start has come, and what it waits for."""
     fields: list[Text | str] = [f"starting {several(facts.num_ranks, 'worker')}"]
     if facts.is_script:
-        fields = ["none is told: see zrun logs for what the script prints"]
+        fields = ["not reported: zrun logs shows what the script prints"]
     elif state.start is not None:
         fields = [f"{formatting.count(state.start.get('params') or 0)} parameters ready"]
     return fields + _waited_for(state)

@@ -59,8 +59,8 @@ class RankWindows:
         self._compare = compare
         self._clock = clock
         self._samples = HostSamples(num_hosts, clock)
-        self._thin_out = Dispensable("the choice among what hosts say")
-        self._sum_up = Dispensable("the sum of what ranks tell")
+        self._thin_out = Dispensable("the sampling of hosts")
+        self._sum_up = Dispensable("the summary of ranks")
         self._newest: dict[int, Event] = {}  # by rank
         self._peaks: dict[int, int] = {}  # bytes by rank
         self._windows: dict[int, dict[int, Event]] = {}  # by step and rank

@@ -48,8 +48,8 @@ def updates(state: RunState) -> list[str]:
         return []
     lag = state.updates("lag_s")
     return [
-        f"{formatting.seconds(beside)}/step beside training",
-        f"{formatting.seconds(lag)} behind it",
+        f"{formatting.seconds(beside)}/step overlapped",
+        f"waited {formatting.seconds(lag)}/step",
     ]
 
 

@@ -233,7 +233,7 @@ class _ReceiveChannel(_Channel):
             try:
                 self.peer.copy(address, num_bytes, tensor.data_ptr())
             except OSError as error:
-                raise PeerError(f"another rank has ended ({error}): see what it says") from None
+                raise PeerError(f"another rank has ended ({error}): see its log") from None
             self.messages.popleft().is_over = True
             self.count += 1
             self.table[self.at + _TAKEN] = self.count
@@ -419,10 +419,9 @@ class CmaTransport(Transport):
             peer = message.channel.peer
             if not peer.is_alive and not message.is_completed():
                 raise PeerError(
-                    f"another rank has ended (rank {rank}, process {peer.pid} is gone): see what "
-                    "it says"
+                    f"another rank has ended (rank {rank}, process {peer.pid} is gone): see its log"
                 )
             if now_s > start_s + self._timeout_s:
                 raise PeerError(
-                    f"rank {rank} does not answer within {self._timeout_s:g} s: see what it says"
+                    f"rank {rank} does not answer within {self._timeout_s:g} s: see its log"
                 )

@@ -122,5 +122,5 @@ def telling_of_peers() -> Iterator[None]:
             raise
         reason = str(error).splitlines()[0]
         raise PeerError(
-            f"another rank has ended, or does not answer ({reason}): see what it says"
+            f"another rank has ended, or does not answer ({reason}): see its log"
         ) from None

@@ -185,15 +185,14 @@ def _without_draws(groups: Sequence[Mapping[int, RankTold]], known: Known) -> st
         )
     if known.is_first:
         when = (
-            "before training the first micro-batch came to the same as in the whole model, in "
-            "evaluation mode: so look at what is computed in training alone (`if self.training`), "
-            "or for some batches only"
+            "before training the first micro-batch matched the whole model, in evaluation mode: so "
+            "look at what is computed in training alone (`if self.training`), or for some batches"
         )
     else:
         when = (
-            "the first micro-batch came to the same as in the whole model, and losses were equal "
-            "until now: so look at what has come with the steps, as a penalty that begins late, a "
-            "counter, or weights that a hook has written"
+            "the first micro-batch matched the whole model, and losses were equal until now: so "
+            "look at what changes over steps: a penalty that begins late, a counter, weights that "
+            "a hook has written"
         )
     if not known.alike:
         when += (

@@ -132,7 +132,8 @@ class Watchdog:
         if gone:
             who = f"rank {gone[0]} has" if len(gone) == 1 else f"ranks {listed(gone)} have"
             awaits = recorder.awaits_in_words(recorder.rank)
-            return PeerError(f"{who} ended, and this one waits {awaits}: see what it says")
+            log = "its log" if len(gone) == 1 else "their logs"
+            return PeerError(f"{who} ended (see {log}), and this rank waits {awaits}")
         is_stuck = stopped_s > 4 * self._patience_s  # no message takes that long
         if recorder.has_everyone and is_stuck:
             text = recorder.stalemate()

@@ -53,8 +53,8 @@ def _checked_epochs(number: Any) -> Any:
     """Refuse a part of an epoch in words: steps count it."""
     if isinstance(number, float) and not number.is_integer() and 0 < number < math.inf:
         raise ValueError(
-            f"{number:g} is no whole number of passes over the data: for a part of one write "
-            "steps: N in place of it, with N the samples of that part / batch.global"
+            f"{number:g} is not a whole number of epochs: for a part of one write steps: N, the "
+            "samples of that part / batch.global"
         )
     return number
 

@@ -95,7 +95,7 @@ class FlightRecorderView:
         return found
 
     def awaits_in_words(self, rank: int) -> str:
-        """Return what a rank waits for: "for all_gather 9, 'head' (2 MiB), to which ...".
+        """Return what a rank waits for: "for all_gather 9, 'head' (2 MiB), which ...".
 
         Meant for one that does not move, also where it does not say that it waits.
         """
@@ -108,7 +108,7 @@ class FlightRecorderView:
             who = f"ranks {', '.join(map(str, awaited.ranks[:8]))} have"
         if awaited.op.kind == "receive":
             return f"for {awaited.op}, which {who} not sent"
-        return f"for {awaited.op}, to which {who} not come"
+        return f"for {awaited.op}, which {who} not reached"
 
     def disagreement(self) -> str | None:
         """Return the first collective on which two ranks differ, in words; None: there is none."""
@@ -187,8 +187,8 @@ class FlightRecorderView:
         when = f" in step {step}" if step else ""
         advice = f" {self._advice(op.name)}" if op.kind in COLLECTIVES else ""
         return (
-            f"all ranks wait{when}: rank {ahead} for {op.what}, {op.name!r}, to which rank "
-            f"{behind} does not come.{advice}"
+            f"all ranks wait{when}: rank {ahead} for {op.what}, {op.name!r}, which rank "
+            f"{behind} does not reach.{advice}"
         )
 
     def _advice(self, *names: str) -> str:

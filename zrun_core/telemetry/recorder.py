@@ -58,8 +58,8 @@ from zrun_core.zero.sharded_model import ShardedModel
 _METRIC = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./@%-]{0,63}")
 _FIRST_SCHEDULE = 2  # step whose actions are told: the first one warms up
 _GROWS = {
-    "gathering": "parameters stay whole while others come and go, as those do that are looked at "
-    "outside of their modules, or that are in one unit with modules that run much later",
+    "gathering": "some parameters stay gathered for long: they are read outside of their modules, "
+    "or share a unit with modules that run much later",
     "reducing": "more gradients were pending at once than planned",
 }
 

@@ -125,9 +125,9 @@ class SavedState:
             return
         raise CheckpointError(
             f"{resumed.path} was saved at sample {cursor} of a dataset with {_length(before)}, "
-            f"which has {_length(now)} now: some would be skipped and others read again; "
-            "go on with the same data, or take only the weights to the new data, "
-            f"with init_from: {resumed.path}"
+            f"which has {_length(now)} now: some samples would be skipped, others "
+            "repeated; continue with the same data, or start on the new data from the weights "
+            f"alone, with init_from: {resumed.path}"
         )
 
     def _warn_of_other_data(self, resumed: Resumed, cursor: int) -> None:
@@ -136,8 +136,8 @@ class SavedState:
             return
         message = (
             f"the data is not that of {resumed.path}: {'; '.join(changes)}; the run goes on at "
-            f"sample {cursor} of what there is now, so some samples may be read twice and others "
-            "never"
+            f"sample {cursor} of the data as it is now: some samples may be repeated, others "
+            "skipped"
         )
         self._emitter.emit("warning", message=message)
 

@@ -28,7 +28,7 @@ from zrun_core.verification.verdict import Unverifiable
 _READS = 4  # more, of what has differed already: what is drawn may be the same by chance
 _PAUSE_S = 1.1  # before the last of them: a clock may be read in seconds
 _OTHER_SEED = 0x5EED
-_UNKNOWN = "nothing can be said of the configuration, and a run that goes on reads something else"
+_UNKNOWN = "the configuration cannot be judged, and a resumed run reads other data"
 
 Parts = Sequence[Sequence[Sequence[int]]]
 

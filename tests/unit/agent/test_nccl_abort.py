@@ -65,20 +65,20 @@ def left(folder: Path, board: FlightRecorder, log: str, status: int) -> FailureN
             TIMEOUT,
             "zrun",
             "torch ended the rank: its NCCL ALLREDUCE 20585 did not finish within 720 s; it "
-            "waited for all_reduce 1, 'head' (1.0 MiB), to which rank 1 has not come",
+            "waited for all_reduce 1, 'head' (1.0 MiB), which rank 1 has not reached",
         ),
         (
             LOST,
             "peer",
             "NCCL lost another rank, or the network to it (socketProgressOpt: Call to recv from "
-            "172.16.0.4<33759> failed : Connection reset by peer), and this one waited for "
-            "all_reduce 1, 'head' (1.0 MiB), to which rank 1 has not come",
+            "172.16.0.4<33759> failed : Connection reset by peer), as this rank waited for "
+            "all_reduce 1, 'head' (1.0 MiB), which rank 1 has not reached",
         ),
         (
             STUCK,
             "zrun",
             "torch ended the rank: a CUDA or NCCL call had not returned for 480 s; it "
-            "waited for all_reduce 1, 'head' (1.0 MiB), to which rank 1 has not come",
+            "waited for all_reduce 1, 'head' (1.0 MiB), which rank 1 has not reached",
         ),
     ],
 )

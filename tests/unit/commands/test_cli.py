@@ -229,9 +229,12 @@ def test_check_prints_the_plan(zrun: Zrun) -> None:
     ("keys", "words"),
     [
         ([], ""),
-        (["parallel.tp=2"], "values: not compared: with --values the 2 ranks of one model start h"),
-        (["parallel.tp=2", "guards.check_values=false"], "values: not compared, neither here nor"),
-        (["parallel.tp=512"], "values: not compared here, where the 512 ranks of one model are t"),
+        (
+            ["parallel.tp=2"],
+            "values: not compared: --values starts the 2 ranks of one model here a",
+        ),
+        (["parallel.tp=2", "guards.check_values=false"], "values: not compared, here or in the r"),
+        (["parallel.tp=512"], "values: not compared: the 512 ranks of one model are too many for"),
     ],
 )
 @pytest.mark.at_most(1)
@@ -259,7 +262,7 @@ def test_check_lists_the_layers_of_modules(zrun: Zrun, warm: None) -> None:
     shown = zrun("check", "job.yaml", "parallel={draws: block}", *keys).out
     node = "draws from a stream of its own; a pipeline is cut between such calls"
     assert shown.partition("structure: ")[2].partition("\n")[2] == (
-        "layers: what ranks put around the forwards of modules, from the outermost\n"
+        "layers: how ranks wrap the forwards of modules, outermost first\n"
         "  blocks.*: Block, 2 of 4: blocks.0, blocks.2\n"
         f"    call_of_node  {node}\n"
         "    recomputed    is recomputed in backward\n"
@@ -271,7 +274,9 @@ def test_check_lists_the_layers_of_modules(zrun: Zrun, warm: None) -> None:
         f"    call_of_node  {node}\n"
         "    the forward that the model's code has put on this Block\n"
     )
-    assert "layers: none: ranks run the forward of" in zrun("check", "job.yaml", "--layers").out
+    assert (
+        "layers: none: no module's forward is wrapped" in zrun("check", "job.yaml", "--layers").out
+    )
     report = zrun("check", "job.yaml", *keys, "--json").out
     (kind,) = json.loads(report)["structure"]["layers"]
     assert kind["names"] == ["blocks.0", "blocks.2"]

@@ -326,12 +326,12 @@ def test_topo_takes_clusters_in_the_words_of_the_others() -> None:
         (
             "job.toml",
             "[training]\nsteps = 10\n",
-            "job.toml -o job.yaml writes what a configuration of torchtitan means",
+            "job.toml -o job.yaml converts a configuration of torchtitan",
         ),
         (
             "default_config.yaml",
             "compute_environment: LOCAL_MACHINE\nnum_processes: 8\nmixed_precision: bf16\n",
-            "default_config.yaml -o job.yaml writes the job that it means, and lists what has no",
+            "default_config.yaml -o job.yaml converts it to a job, and lists what has no",
         ),
         (
             "lora.yaml",

@@ -640,8 +640,8 @@ def test_a_job_that_nothing_beats_is_not_written_anew(zrun: Zrun, tmp_path: Path
     job = [str(tmp_path / "job.yaml"), "--simulate", "2xA100-80G", *keys]
     code, out, err = zrun(*job, "--best", "--write", "best.yaml")
     assert code == 0, err
-    assert "your job is as fast as anything that was found: faster is what gains more" in out
-    assert "5% of a step where ranks divide the model as they do, 12% elsewhere" in out
+    assert "your job is as fast as anything found: a gain counts above the error" in out
+    assert "5% of a step where dp, tp and pp are the same, 12% where they differ" in out
     assert not (tmp_path / "best.yaml").exists()
     assert "wrote" not in err
     code, out, _ = zrun(*job, "--fit")
@@ -649,7 +649,7 @@ def test_a_job_that_nothing_beats_is_not_written_anew(zrun: Zrun, tmp_path: Path
     assert "it fits as it is: 1.1 GiB of 79.2 GiB, 99% free" in out
     assert "the fastest for each amount" not in out
     code, _, err = zrun(*job, "--headroom", "7%")
-    assert (code, err) == (2, "error: --headroom is for what is searched: add --best or --fit\n")
+    assert (code, err) == (2, "error: --headroom is for a search: add --best or --fit\n")
 
 
 def test_who_waits_is_told_how_far_it_is(searched: Answer) -> None:
@@ -684,7 +684,7 @@ def test_an_interrupted_search_is_answered_and_not_kept(
         patch.setattr(Progress, "watch", interrupt)
         code, out, _ = zrun("1.3B", "--simulate", "2xA100-80G", "--best")
     assert code == 130
-    assert "interrupted: the best so far" in out
+    assert "interrupted: the best of the configurations tried so far" in out
     code, out, _ = zrun("1.3B", "--simulate", "2xA100-80G", "--best")
     assert code == 0
     assert "interrupted" not in out

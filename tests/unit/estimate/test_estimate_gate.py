@@ -275,7 +275,7 @@ def test_a_share_is_worked_out_before_the_start(loaded: LoadedJob) -> None:
     def share(*, force: bool = False) -> ResolvedJob:
         return auto_share.with_least_share(job, resolved, CLUSTER, {}, force=force)
 
-    with pytest.raises(PreflightError, match="none could be made"):
+    with pytest.raises(PreflightError, match="auto needs an estimate of the job, which failed"):
         share()
     FakeProcess.ready = SHARE
     found = share()

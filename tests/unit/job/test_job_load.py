@@ -241,7 +241,7 @@ def test_two_lengths_points_at_the_second(folder: Folder) -> None:
 def test_a_part_of_an_epoch_is_counted_in_steps(folder: Folder) -> None:
     text = EIGHT_LINES.replace("steps: 10000", "epochs: 0.5")
     (problem,) = folder.problems(text)
-    assert "0.5 is no whole number of passes over the data: for a part of one write" in problem
+    assert "0.5 is not a whole number of epochs: for a part of one write" in problem
 
 
 def test_no_length(folder: Folder) -> None:
@@ -329,7 +329,7 @@ def test_a_file_that_is_no_job_at_all_is_told_in_a_hundred_lines(folder: Folder)
     with pytest.raises(JobError) as caught:
         folder.load("seed: 1\n" * 5000)
     head, *lines = str(caught.value).splitlines()
-    assert head == "5004 problems in job.yaml, of which the first 100"
+    assert head == "5004 problems in job.yaml, the first 100 of them"
     assert len(lines) == 100
 
 

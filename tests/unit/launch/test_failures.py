@@ -146,7 +146,7 @@ def test_what_is_wrong_with_the_job_is_no_fault_of_the_rank_that_found_it() -> N
 def test_memory_that_is_taken_beside_the_steps_is_not_blamed_on_the_batch() -> None:
     short = {"oom": True, "shortage": "ranks held too much (evaluation of step 9)"}
     took = failure(WorkerExit(1, -9, 1.0, short_in="evaluation", **short), None)
-    assert took.advice.startswith("the evaluation took it: see what eval.metrics")
+    assert took.advice.startswith("the evaluation took the memory: see what eval.metrics")
     assert (
         "batch.micro" in failure(WorkerExit(1, -9, 1.0, short_in="backward", **short), None).advice
     )
@@ -209,7 +209,9 @@ def test_a_missing_log_is_said() -> None:
 
 def test_ranks_that_differ_are_no_mistake_in_the_job() -> None:
     told = failure(WorkerExit(1, 5, 1.0), note(1, "zrun", type="DivergedError")).advice
-    assert told.startswith("look for bad memory or a broken link (dmesg, zrun doctor), and in ")
+    assert told.startswith(
+        "check for bad memory or a broken link (dmesg, zrun doctor), and your code "
+    )
 
 
 CRASH = """Fatal Python error: Segmentation fault

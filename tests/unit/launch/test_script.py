@@ -88,11 +88,16 @@ def test_two_dashes_end_the_options_too(options: dict[str, Any]) -> None:
         ("trainer", False, (), "a module is written zrun run -m trainer"),
         ("job.yaml", False, (), "job.yaml is a job, .* write zrun train job.yaml"),
         ("folder", False, (), "folder is a directory"),
-        ("notes.txt", False, (), "notes.txt is no Python script"),
+        ("notes.txt", False, (), "notes.txt is not a Python script"),
         ("train.py", True, (), "-m train.py: .* leave -m out for a file: zrun run train.py"),
         ("no_such_package.train", True, (), "there is no module no_such_package"),
         ("a-b", True, (), "this is no name of a module"),
-        ("train.py", False, ("optim.lr=1",), "optim.lr is no key of a launch: .* behind train.py"),
+        (
+            "train.py",
+            False,
+            ("optim.lr=1",),
+            "optim.lr is not a key of zrun run: .* after train.py",
+        ),
         ("train.py", False, ("slots=none",), "slots: "),
         ("train.py", False, ("limits.hangs=3",), "limits.hangs"),
     ],
@@ -145,7 +150,7 @@ def test_the_record_names_the_script_and_the_keys_of_its_launch(
 def test_a_job_that_is_a_script_points_here(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.touch()
-    with pytest.raises(JobError, match=f"launched by `zrun run {path}`"):
+    with pytest.raises(JobError, match=f"`zrun run {path}` launches a script"):
         load_job(path)
 
 
@@ -310,8 +315,8 @@ def has_made(number: int, **more: Any) -> dict[str, Any]:
 def test_the_rank_that_others_wait_for_is_named_by_its_collectives() -> None:
     found = hang(waits(4), has_made(3), waits(4))
     assert found.headline == (
-        "no progress for 5 s (limits.hang_s): rank 1 of 3 (node, cpu) has not come to all_reduce 4 "
-        "([7] Float), for which others wait"
+        "no progress for 5 s (limits.hang_s): rank 1 of 3 (node, cpu) has not reached all_reduce 4 "
+        "([7] Float), which others wait for"
     )
     text = found.describe()
     assert "rank 0 is idle at train.py:10, waits for all_reduce 4 ([7] Float)" in text
@@ -324,7 +329,7 @@ def test_the_rank_that_others_wait_for_is_named_by_its_collectives() -> None:
 def test_a_rank_that_torch_does_not_know_yet_has_come_to_nothing() -> None:
     nothing = {"torch": {"waits": [], "last": None, "counts": {}}}
     assert (
-        "ranks 1, 2 of 3 have not come to all_reduce 1" in hang(waits(1), nothing, nothing).headline
+        "ranks 1, 2 of 3 have not reached all_reduce 1" in hang(waits(1), nothing, nothing).headline
     )
 
 
@@ -474,7 +479,7 @@ def test_a_rank_survives_requests_that_only_the_library_obeys() -> None:
 def test_a_panel_of_a_script_waits_for_no_step() -> None:
     facts = Facts("train", "id", ("node",), is_script=True)
     text = "\n".join(line.plain for line in body(RunState(), facts, PanelSpace(80, 20)))
-    assert "none is told: see zrun logs for what the script prints" in text
+    assert "not reported: zrun logs shows what the script prints" in text
     assert "starting" not in text
 
 

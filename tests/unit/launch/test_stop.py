@@ -301,7 +301,7 @@ def test_a_host_that_heard_nothing_and_went_on_has_saved(rundir):
     hosts = Hosts(("b", deaf), *exits, ("a", DONE), ("b", DONE))
     hosts.watch()
     assert judge(hosts.run, plan(), rundir, LauncherSignals()) == (75, None)
-    assert hosts.run.stop_reason == "b: its agent had no word from this launcher for 120 s"
+    assert hosts.run.stop_reason == "b: its agent heard nothing from this launcher for 120 s"
 
 
 def test_a_host_that_heard_nothing_and_stood_still_is_lost_and_nobody_asked_for_the_end(rundir):
@@ -315,7 +315,7 @@ def test_a_host_that_heard_nothing_and_stood_still_is_lost_and_nobody_asked_for_
     code, failure = judge(hosts.run, plan(), rundir, LauncherSignals())
     assert (code, hosts.run.stop_reason) == (6, ""), "so that restarts apply"
     assert failure.headline.startswith(
-        "lost b: its agent had no word from this launcher for 15 s, and its ranks made"
+        "lost b: its agent heard nothing from this launcher for 15 s, and its ranks made"
     )
 
 

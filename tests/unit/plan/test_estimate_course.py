@@ -49,11 +49,11 @@ def answer(found: Course | None, pp: int = 1) -> Any:
 @pytest.mark.parametrize("ascii_only", [False, True])
 def test_the_peak_is_marked_below_its_moment(width: int, ascii_only: bool) -> None:
     lines = lines_at_peak(answer(COURSE), width, ascii_only=ascii_only)
-    assert lines[0] == "tensors of a rank through a step: 59.0 MiB at most"
-    drawn = lines[: lines.index("there at that moment:")]
+    assert lines[0] == "tensors of a rank over a step: peak 59.0 MiB"
+    drawn = lines[: lines.index("held at the peak:")]
     assert all(len(line) <= width for line in drawn[1:])
     assert all(line.isascii() for line in lines) or not ascii_only
-    assert any("at most: in forward, blocks.4" in line for line in lines)
+    assert any("peak: in forward, blocks.4" in line for line in lines)
     (mark,) = (line for line in lines if "^" in line)
     margin = len("59.0 MiB") + 2
     assert mark.index("^") == margin + round(49 / 75 * (width - margin - 1))
@@ -69,26 +69,26 @@ def test_the_peak_is_marked_below_its_moment(width: int, ascii_only: bool) -> No
 
 def test_what_is_there_adds_up_to_the_peak() -> None:
     lines = lines_at_peak(answer(COURSE), 80, ascii_only=False)
-    held = lines[lines.index("there at that moment:") + 1 : -1]
+    held = lines[lines.index("held at the peak:") + 1 : -1]
     assert held == [
         "  40.0 MiB  activations of blocks.*",
         "  10.0 MiB  parameters",
         "   9.0 MiB  other activations and temporaries",
     ]
     assert lines[-1] == (
-        "beside tensors: 41.0 MiB of the allocator and of libraries, 100.0 MiB in all"
+        "beyond tensors: 41.0 MiB in the allocator and libraries, 100.0 MiB in all"
     )
 
 
 def test_a_stage_is_named_with_what_it_looks_at() -> None:
     first = lines_at_peak(answer(COURSE, pp=2), 80, ascii_only=False)[0]
-    assert first.startswith("tensors of a rank of the first stage through one micro-batch while")
+    assert first.startswith("tensors of a rank of the first stage over one micro-batch with others")
 
 
 def test_a_terminal_without_room_has_the_words_alone() -> None:
     lines = lines_at_peak(answer(COURSE), 12, ascii_only=False)
     assert not any("┤" in line for line in lines)
-    assert "there at that moment:" in lines
+    assert "held at the peak:" in lines
 
 
 def test_it_is_the_course_of_the_fullest_stage() -> None:

@@ -256,7 +256,7 @@ def test_stages_hold_what_their_schedule_has_under_way() -> None:
 @pytest.mark.parametrize(
     ("why", "code", "said"),
     [
-        ("", ExitCode.PREFLIGHT, "cannot say what a pipeline of this model needs"),
+        ("", ExitCode.PREFLIGHT, "cannot estimate a pipeline of this model"),
         ("parallel.pp: blocks.0 is called twice", ExitCode.USAGE, "blocks.0 is called twice"),
     ],
 )

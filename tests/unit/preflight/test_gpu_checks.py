@@ -327,7 +327,7 @@ def test_a_wheel_is_for_the_gpus_of_one_vendor() -> None:
 def test_a_driver_that_does_not_serve_the_cuda_of_pypi_s_wheel_is_a_problem() -> None:
     healthy = report("h100-8")
     assert healthy.driver is not None
-    old = f"its driver {healthy.driver.version} serves CUDA 12."
+    old = f"its driver {healthy.driver.version} supports CUDA 12."
     (problem,) = find_gpu_problems(with_torch(healthy, "2.13.0", "CUDA 13.0"), None)
     assert problem.startswith(old)
     assert problem.endswith(

@@ -125,7 +125,7 @@ PROBLEMS = {
     "the job's code differs in new.py, train.py: share it": {
         "code": {"train.py": "2", "new.py": "1"}
     },
-    "/runs is not the folder of that name here": {"folders": (Folder("/runs", False, GB, None),)},
+    "/runs is another folder there than here": {"folders": (Folder("/runs", False, GB, None),)},
     "/runs: nothing can be written there as me: Read-only": {
         "folders": (Folder("/runs", True, GB, "Read-only"),)
     },
@@ -135,7 +135,7 @@ PROBLEMS = {
         "gpus": (),
         "driver": None,
     },
-    "its driver 470 serves CUDA 11.4, and torch 2.13.0+cu128 needs CUDA 12.8: update": {
+    "its driver 470 supports CUDA 11.4, and torch 2.13.0+cu128 needs CUDA 12.8: update": {
         "driver": Driver("470", (11, 4))
     },
     "GPU 1 is in use, 60.0 GiB of 80.0 GiB are taken: end pid 7, 8, or": {

@@ -144,7 +144,9 @@ def test_what_cannot_be_asked(
     with pytest.raises(PreflightError, match="has not started to train"):  # no handler
         profile_request.check(read_run(rundir.path), 3, [0])
     run.close()
-    with pytest.raises(JobError, match="does not run: it finished; for the next run write profile"):
+    with pytest.raises(
+        JobError, match="is not running: it finished; for the next run write profile"
+    ):
         profile(str(rundir.path))
     assert capsys.readouterr().err == ""
 

@@ -139,7 +139,7 @@ def test_a_run_that_has_ended_is_not_said_to_save(
     rundir: RunDir, run: ExitStack, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run.close()
-    with pytest.raises(JobError, match="does not run: it finished"):
+    with pytest.raises(JobError, match="is not running: it finished"):
         save(str(rundir.path))
     assert capsys.readouterr().err == ""
 
@@ -153,7 +153,7 @@ def test_what_cannot_be_asked(rundir: RunDir, run: ExitStack) -> None:
     with pytest.raises(JobError, match="saves nothing: its job has no checkpoint"):
         save_request.check(read_run(rundir.path))
     run.close()
-    with pytest.raises(JobError, match="does not run: it finished; what it has saved"):
+    with pytest.raises(JobError, match="is not running: it finished; its saves"):
         save_request.check(read_run(rundir.path))
 
 

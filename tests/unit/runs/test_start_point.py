@@ -293,7 +293,7 @@ def test_nothing_is_locked_where_nothing_is_moved(root: Path) -> None:
 def test_a_step_before_others_does_not_lead_to_them_again(root: Path) -> None:
     run = root / "gpt" / "20260101-000000-aa"
     with pytest.raises(
-        JobError, match="already holds step 30, which training on from step 20 would write again"
+        JobError, match="already holds step 30, which a run from step 20 would save again"
     ):
         choose_start(job(resume=20), run, False, root)
     assert choose_start(job(resume=30), run, False, root).earlier is EarlierRun.CONTINUE

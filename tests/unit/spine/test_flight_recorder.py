@@ -79,7 +79,7 @@ def test_a_mean_that_one_hook_alone_asks_for_is_called_that(recorders):
         recorders[0].issue("small", WORLD, "mean() in hooks.on_step", 8)
         recorders[1].issue("all_gather", WORLD, "embed")
     told = recorders[2].stalemate() or ""
-    assert "rank 0 for small 3, 'mean() in hooks.on_step', to which rank 1 does not" in told
+    assert "rank 0 for small 3, 'mean() in hooks.on_step', which rank 1 does not reach" in told
     assert "A hook called" in told
 
 
@@ -228,9 +228,7 @@ def test_the_watchdog_stops_ranks_that_all_wait_for_different_things(recorders):
     recorders[0].waiting(True)
     assert stopped.event.wait(5)
     watchdog.close()
-    assert "rank 1 for all_gather 1, 'extra', to which rank 0 does not come" in str(
-        stopped.errors[0]
-    )
+    assert "rank 1 for all_gather 1, 'extra', which rank 0 does not reach" in str(stopped.errors[0])
 
 
 def test_a_halted_process_is_late_and_no_stalemate(recorders, tmp_path):
@@ -261,7 +259,7 @@ def test_a_loop_that_tells_no_steps_has_its_own_advice(tmp_path):
     ]
     recorders[0].issue("all_gather", over(0, 1), "extra")
     assert recorders[0].stalemate() == (
-        "all ranks wait: rank 0 for all_gather 1, 'extra', to which rank 1 does not come. Do this"
+        "all ranks wait: rank 0 for all_gather 1, 'extra', which rank 1 does not reach. Do this"
     )
     recorders[1].issue("all_gather", over(0, 1), "other")
     assert recorders[0].disagreement() == (
@@ -345,7 +343,7 @@ def test_a_stalemate_within_one_group_names_it(pairs):
         pairs[rank].issue("small", over(0, 1, 2, 3), "step")
     told = pairs[0].stalemate() or ""
     what = "all_gather 2 over shard (ranks 2, 3), 'experts.3'"
-    assert f"step 5: rank 3 for {what}, to which rank 2 does not come" in told
+    assert f"step 5: rank 3 for {what}, which rank 2 does not reach" in told
 
 
 def test_equal_groups_of_two_axes_are_counted_together(recorders):
@@ -366,7 +364,7 @@ def test_who_waits_for_a_message_is_told_without_advice(recorders, is_sent):
         recorders[other].issue(answer, pair, f"hidden of {number}")
     assert recorders[1].disagreement() is None
     where = "to rank 2" if is_sent else "from rank 0"
-    told = f"rank {rank} for {kind} 3 {where}, 'hidden of 2', to which rank {other} does not come."
+    told = f"rank {rank} for {kind} 3 {where}, 'hidden of 2', which rank {other} does not reach."
     assert recorders[1].stalemate() == f"all ranks wait: {told}"
     recorders[0].issue("small", WORLD, "step")
     assert "rank 0 for small 1, 'step'" in (recorders[1].stalemate() or ""), "this says more"
@@ -453,7 +451,7 @@ def test_what_a_full_page_does_not_say_is_not_held_against_its_rank(recorders):
     assert recorders[2].awaits_in_words(1).startswith("for other ranks, last: receive 1 from rank")
     recorders[1].issue("all_gather", WORLD, "more")
     told = recorders[0].stalemate() or ""
-    assert "rank 1 for all_gather 2, 'more', to which rank 2 does not come" in told
+    assert "rank 1 for all_gather 2, 'more', which rank 2 does not reach" in told
 
 
 NUM_SERVED = 100  # ranks with two lines each: many more than a page has other records
@@ -555,8 +553,8 @@ def test_the_watchdog_stops_a_rank_that_waits_for_one_that_has_ended(recorders, 
     watchdog.close()
     assert isinstance(stopped.errors[0], PeerError)
     assert str(stopped.errors[0]) == (
-        "rank 1 has ended, and this one waits for all_gather 1, 'left' (0 B), to which ranks 1, 2 "
-        "have not come: see what it says"
+        "rank 1 has ended (see its log), and this rank waits for all_gather 1, 'left' (0 B), which "
+        "ranks 1, 2 have not reached"
     )
 
 
@@ -573,7 +571,7 @@ def test_a_wait_that_is_too_long_says_for_what(recorders):
     watchdog.close()
     assert str(stopped.errors[0]) == (
         "rank 0 has waited for more than 0.3 s (limits.collective_s) for reduce_scatter 1, 'embed' "
-        "(4.0 KiB), to which ranks 1, 2 have not come"
+        "(4.0 KiB), which ranks 1, 2 have not reached"
     )
 
 
@@ -591,7 +589,7 @@ def test_a_wait_of_the_device_is_one_while_the_host_is_in_code_of_the_users(reco
     assert stopped.event.wait(5)
     watchdog.close()
     assert str(stopped.errors[0]).startswith(
-        "rank 0 has waited for more than 0.3 s (timeout_s) for all_gather 1, 'head' (2.0 KiB), to "
+        "rank 0 has waited for more than 0.3 s (timeout_s) for all_gather 1, 'head' (2.0 KiB), "
     )
 
 

@@ -128,10 +128,10 @@ def test_a_step_that_is_made_twice_is_told_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("call", "what"),
     [
-        ("init", "could not begin, and is left out from here on"),
-        ("scalars", "failed, and is left out from here on"),
-        ("flush", "failed, and is left out from here on"),
-        ("end", "did not end well, and is left out from here on"),
+        ("init", "did not start, and is off from here on"),
+        ("scalars", "failed, and is off from here on"),
+        ("flush", "failed, and is off from here on"),
+        ("end", "did not end cleanly, and is off from here on"),
     ],
 )
 def test_one_that_raises_is_left_out(tmp_path: Path, call: str, what: str) -> None:

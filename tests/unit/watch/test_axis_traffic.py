@@ -76,7 +76,7 @@ def test_each_axis_stands_beside_its_theory(tmp_path: Path) -> None:
         ["stage 0", "stage 1", "activations", "512.0 KiB", "512.0 KiB", "none"],
         ["stage 1", "stage 0", "gradients", "1.0 MiB", "768.0 KiB", "-25.00%"],
     ]
-    assert "does not tell" not in part
+    assert "The plan predicts nothing" not in part
     said = dict(report_rows(read_record(tmp_path).state))
     assert said["pipe"] == "6.0 MiB sent by rank 0 in this attempt, equal to theory"
     assert said["tensor"] == "9.0 MiB sent by rank 0 in this attempt, equal to theory"
@@ -87,8 +87,8 @@ def test_what_no_plan_tells_is_measured_alone_and_said_so(
     tmp_path: Path, predicted: dict[str, Any] | None
 ) -> None:
     text = drawn(tmp_path, *run_of(predicted))
-    assert "The plan does not tell what goes along pipe and tensor: it is as measured alone" in text
-    assert ("zrun estimate of its job makes one" in text) == (predicted is None)
+    assert "The plan predicts nothing along pipe and tensor: those bytes are measured only" in text
+    assert ("zrun estimate makes one" in text) == (predicted is None)
     found = table_rows(text[text.index("Sent along each axis") :])
     assert ["tensor", "all_reduce", "-", "5.0 MiB", "-"] in found
     assert ["stage 1", "stage 0", "gradients", "-", "768.0 KiB", "-"] in found
@@ -119,7 +119,7 @@ def test_a_run_of_an_earlier_version_has_its_sum(tmp_path: Path) -> None:
 
 def test_a_run_that_goes_on_has_its_borders_already(tmp_path: Path) -> None:
     text = drawn(tmp_path, *run_of(FORETOLD)[:-1])
-    assert "its end tells" not in text, "no step has told what it sent"
+    assert "once it ends" not in text, "no step has told what it sent"
     found = table_rows(text[text.index("Sent along each axis") :])
     assert ["stage 0", "stage 1", "activations", "512.0 KiB", "512.0 KiB", "none"] in found
 

@@ -367,7 +367,7 @@ def test_the_page_says_of_how_many_ranks_it_shows_which(tmp_path: Path) -> None:
     launcher = summed_up(ranks, told(ranks))
     folded = Told(tmp_path / "sum", ranks, launcher.record)
     text = page(folded.record, Outcome.of(0))
-    assert "Of 64 ranks rank 0 is shown, and those that are the slowest or hold most" in text
+    assert "Shown of 64 ranks: rank 0, the slowest and the fullest; least, median" in text
     assert "more ranks are in events.jsonl" not in text
     newest = sums(launcher)[-1]
     fullest = max(range(64), key=lambda rank: ranks.peak(rank)["peak_bytes"])

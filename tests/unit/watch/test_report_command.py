@@ -219,7 +219,7 @@ def test_text_of_others_stays_text(capfd: pytest.CaptureFixture[str]) -> None:
         assert "<script" not in text
         assert "&lt;script&gt;alert(&#x27;1&#x27;)&lt;/script&gt;&quot;&amp;" in text
         charts(text)
-    assert "does not allow to draw" not in alone
+    assert "cannot be drawn" not in alone
 
 
 def test_the_command_line(tmp_path: Path) -> None:

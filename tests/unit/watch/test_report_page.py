@@ -62,7 +62,7 @@ def drawn(folder: Path, *events: Event, outcome: Outcome = DONE, facts: Facts = 
     record = read_record(folder)
     record.facts = facts
     text = page(record, outcome)
-    assert "does not allow to draw" not in text
+    assert "cannot be drawn" not in text
     return text
 
 
@@ -221,7 +221,7 @@ def test_ranks_that_were_waited_for_are_counted(tmp_path: Path) -> None:
     for number, slow in enumerate([9.0, 2.0, 1.0, 2.0], 1):  # the first one warms up
         events += told(number, slow)
     text = drawn(tmp_path, *events, facts=Facts("gpt", "r", ("n1", "n1", "n1")))
-    assert "Slow, of 3 times compared: rank 1 2 times; when they told last: rank 1." in text
+    assert "Slow, of 3 times compared: rank 1 2 times; at their last report: rank 1." in text
     busy = charts(text)["Seconds that ranks are busy in a step"]
     assert len(busy.findall("polyline")) == 3, "least, median, most"
     again = read_record(tmp_path).ranks
@@ -266,7 +266,7 @@ def test_each_launch_of_a_run_is_told_with_its_steps_and_its_end(tmp_path: Path)
     went_on = start(resumed={"step": 3, "path": "x"}, versions={"torch": "2.13"})
     launched(path, 3, 0, [went_on, step(4), step(5), event("end", step=5, reason="steps")])
     text = page(read_record(path), DONE)
-    assert "does not allow to draw" not in text
+    assert "cannot be drawn" not in text
     table = re.findall(r"<tr>(.*?)</tr>", text[text.index("Launches</h2>") :])
     rows = [re.findall("<td>(.*?)</td>", each) for each in table[1:4]]
     assert [row[:1] + row[2:] for row in rows] == [
@@ -297,7 +297,7 @@ def test_a_run_that_was_begun_anew_has_the_steps_of_its_own_record_only(tmp_path
         rundir.append([encode(start()), encode(step(1))])
         rundir.exit_code = 0
     text = page(read_record(path), DONE)
-    assert "<td>set aside: the run was begun anew</td><td>failed, exit code 5</td>" in text
+    assert "<td>set aside: the run was started over</td><td>failed, exit code 5</td>" in text
     assert "<td>1 to 1</td><td>done</td>" in text
 
 

@@ -271,7 +271,7 @@ def test_each_host_tells_of_its_cores_memory_disk_and_network(tmp_path: Path) ->
     recording = Recording(record(tmp_path / "half", [start(), step(1), half]))
     recording.read()
     lines = text_of(recording, Position(hosts))
-    assert any("no GPU has told of itself" in line for line in lines)
+    assert any("no GPU has reported yet" in line for line in lines)
     assert not any("cores" in line for line in lines)
 
 
@@ -291,7 +291,7 @@ def test_in_a_narrow_terminal_words_go_on_in_the_next_line(tmp_path: Path) -> No
     assert any("0: rank 3" in line for line in oldest), "scrolled to the first one"
     helped = text_of(recording, Position(helps=True), 40, 30)
     assert all(len(line) <= 40 for line in helped)
-    assert "ten times as far" in " ".join(line.strip() for line in helped)
+    assert ", and . by ten" in " ".join(line.strip() for line in helped)
 
 
 def test_of_many_ranks_the_slow_one_is_named(tmp_path: Path) -> None:

@@ -526,7 +526,7 @@ def test_a_mistake_in_drawing_does_not_end_the_run(capsys: pytest.CaptureFixture
         follower.turn()
     follower.close()
     assert follower.state.step.step == 2
-    left_out = "warning: the screen is left out from here on: KeyError: 'step'\n"
+    left_out = "warning: the screen is off from here on: KeyError: 'step'\n"
     assert capsys.readouterr().err == left_out
 
 
@@ -546,7 +546,7 @@ def test_what_is_dispensable_is_left_out_once_it_fails(capsys: pytest.CaptureFix
     for number in (1, 2, 3):
         tell(fails_at_two, number)
     assert calls == [0, 1, 2]
-    left_out = "warning: the report is left out from here on: TypeError: no number\n"
+    left_out = "warning: the report is off from here on: TypeError: no number\n"
     assert capsys.readouterr().err == left_out
 
 
@@ -793,10 +793,10 @@ def test_states_elsewhere_are_on_every_screen() -> None:
     state = after(*elsewhere())
     drawn = draw(state, 120)
     assert "disk     6.0 GiB  read 629 MB/s  wrote 1.0 GB/s  waited 20ms/step  (rank 0)" in drawn
-    assert "updates  0.31s/step beside training  0.12s behind it" in drawn
+    assert "updates  0.31s/step overlapped  waited 0.12s/step" in drawn
     line = step_line(state)
     assert " disk 6.0 GiB read 629 MB/s wrote 1.0 GB/s waited 20ms/step " in line
-    assert " updates 0.31s/step beside training 0.12s behind it " in line
+    assert " updates 0.31s/step overlapped waited 0.12s/step " in line
     assert start_line(elsewhere()[0]).endswith(
         "zero 2, bf16, cpu; rank 0 plans 6.0 GiB on disk\nnote: parameter head.bias is never used"
     )
@@ -805,7 +805,7 @@ def test_states_elsewhere_are_on_every_screen() -> None:
         "disk     6.0 GiB of rank 0, equal to plan; the last step read 600.0 MiB and wrote "
         "953.7 MiB, equal to plan; waited 0.1s in all"
     ) in rows
-    assert "updates  0.31s/step beside training; training waited 0.5s for them in all" in rows
+    assert "updates  0.31s/step overlapped; training waited 0.5s for them in all" in rows
 
 
 def test_what_differs_from_the_plan_is_said() -> None:

@@ -28,9 +28,9 @@ def notes_of(
         notes.append(f"the disk was not measured: {rate} assumed")
     if doubt_of(candidate) > 1:
         notes.append(
-            f"ZeRO-3 over {dims.shard_size:,} ranks: its time was compared on up to "
-            f"{MOST_COMPARED}, and published ones on 384 to 1,536 took 1.6 to 4.5 times as long as "
-            "is said here, so that the range is wide and a search prefers others"
+            f"ZeRO-3 over {dims.shard_size:,} ranks: times are checked on up to {MOST_COMPARED}; "
+            "published runs on 384 to 1,536 took 1.6 to 4.5 times what is predicted, so the range "
+            "is wide, and a search prefers other configurations"
         )
     if not hardware.measured:
         notes.append(FROM_DATA_SHEETS)

@@ -121,8 +121,8 @@ def _why_not(profile: Profile) -> JobError:
         return JobError(profile.why_no_flow)
     why = profile.why or next(iter(profile.untraced.values()), "")
     if profile.is_partial:
-        why = "time was over: --patience S gives it more"
+        why = "out of time: --patience S gives it more"
     return FlowUnknownError(
-        "parallel.pp: cannot say what a pipeline of this model needs: what flows from block to "
-        f"block is not known{why and f' ({why})'}; parallel.pp=1 says what the whole model needs"
+        "parallel.pp: cannot estimate a pipeline of this model: what its blocks send each other is "
+        f"not known{why and f' ({why})'}; parallel.pp=1 estimates the whole model"
     )

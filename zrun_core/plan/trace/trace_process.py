@@ -110,8 +110,8 @@ def trace_in_subprocess(
         heard = _ask(asked, environment or {}, end - time.monotonic())
         if heard.is_late:
             heard.error = (
-                f"{heard.doing} did not finish within {timeout_s:g} s: see whether it finishes by "
-                "itself, or let zrun estimate wait longer, with --patience S"
+                f"{heard.doing} did not finish within {timeout_s:g} s: check that it ends by "
+                "itself, or give zrun estimate more time with --patience S"
             )
         if heard.exit_code == ExitCode.USAGE:
             raise JobError(heard.error)

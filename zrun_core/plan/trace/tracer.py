@@ -309,8 +309,8 @@ class _PolicyTracer:
         if others:
             verb = "allocates" if len(others) == 1 else "allocate"
             self._notes.append(
-                f"what {' and '.join(others)} {verb} is not in this estimate: leave room for what "
-                "that takes beyond a step"
+                f"what {' and '.join(others)} {verb} is not in this estimate: leave memory free "
+                "for it"
             )
         return replace(found, generation_bytes=held, hooks_gather=gathers)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 from zrun.peers.source import Source
 
@@ -229,9 +229,7 @@ def _put_training(source: Source) -> None:
             source.put("offload.param", "host", f"{block}.enable_cpu_offload")
     for seed in ("training.seed", "debug.seed"):
         source.copy(seed, "seed")
-    max_norm = source.number(f"{block}.max_norm", "optim.clip")
-    note = _OTHERS_DEFAULT if max_norm is None else ""
-    source.put("optim.clip", 1.0 if max_norm is None else max_norm, f"{block}.max_norm", note)
+    _put_or_own(source, f"{block}.max_norm", "optim.clip", 1.0)
 
 
 def _put_formats(source: Source) -> None:
@@ -240,8 +238,8 @@ def _put_formats(source: Source) -> None:
     found = source.word(key, "precision.compute")
     if found is not None and found not in names:
         raise source.error(f'{key}: expected bfloat16 or float32, found "{found}"; write bfloat16')
-    compute = "bf16" if found is None else names[found]
-    source.put("precision.compute", compute, key, _OTHERS_DEFAULT if found is None else "")
+    compute = names.get(found or "", "bf16")
+    _put_found(source, "precision.compute", key, names.get(found or ""), compute)
     reduce = source.word("training.mixed_precision_reduce", "precision.reduce")
     if reduce is not None and names.get(reduce) == compute != "fp32":
         source.put("precision.reduce", "compute", "training.mixed_precision_reduce")
@@ -266,9 +264,8 @@ def _put_update(source: Source) -> None:
     source.put("optim.betas", pair, "optimizer.beta1, beta2", note)
     source.copy("optimizer.eps", "optim.eps", "number")
     _put_or_own(source, "optimizer.weight_decay", "optim.weight_decay", 0.1)
-    warmup = source.whole("lr_scheduler.warmup_steps", "lr.warmup")
-    note = _OTHERS_DEFAULT if warmup is None else ""
-    source.put("lr.warmup", 200 if warmup is None else warmup, "lr_scheduler.warmup_steps", note)
+    key = "lr_scheduler.warmup_steps"
+    _put_found(source, "lr.warmup", key, source.whole(key, "lr.warmup"), 200)
     _put_decay(source)
 
 
@@ -307,8 +304,7 @@ def _put_checkpoint(source: Source) -> None:
     keep = source.whole(f"{block}.keep_latest_k", "checkpoint.keep")
     if not source.flag(key, "checkpoint"):
         return
-    note = _OTHERS_DEFAULT if every is None else ""
-    source.put("checkpoint.every", 500 if every is None else every, f"{block}.interval", note)
+    _put_found(source, "checkpoint.every", f"{block}.interval", every, 500)
     if mode not in (None, "disabled"):
         source.put("checkpoint.async", True, f"{block}.async_mode")
     if keep is not None and keep >= 2:
@@ -333,7 +329,14 @@ def _put_activations(source: Source, mode: str) -> None:
         source.leave(f"{block}.mode", f"{mode}: write activations: full, or selective")
 
 
-def _put_or_own(source: Source, key: str, to: str, own: Any) -> None:
-    """Write what the file says, or else torchtitan's own value."""
-    found = source.number(key, to)
-    source.put(to, own if found is None else found, key, _OTHERS_DEFAULT if found is None else "")
+def _put_or_own(source: Source, key: str, to: str, own: float) -> None:
+    """Write the number that the file says, or else torchtitan's own value."""
+    _put_found(source, to, key, source.number(key, to), own)
+
+
+def _put_found(source: Source, to: str, key: str, found: object, own: object) -> None:
+    """Write what the file says, or else torchtitan's own value, with a note."""
+    if found is None:
+        source.put(to, own, key, _OTHERS_DEFAULT)
+    else:
+        source.put(to, found, key)

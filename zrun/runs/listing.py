@@ -177,33 +177,37 @@ def _find_among(text: str, paths: list[Path], running: bool) -> Path | None:
 
 def is_script(path: Path) -> bool:
     """Return whether a run is one of `zrun run`."""
-    return "script" in (_written_job(path) or {})
+    return "script" in _written_job(path)
 
 
 def may_save(path: Path) -> bool:
     """Return whether the job of a run saves; also true where that cannot be read."""
     job = _written_job(path)
-    return job is None or job.get("checkpoint") is not None or "script" in job
+    if not job or "script" in job:
+        return True
+    return job.get("checkpoint") is not None
 
 
 def checkpoints_of(path: Path) -> Path:
     """Return the folder in which the run at `path` saves: `checkpoint.dir`, or its own."""
     from zrun_core.spine.spec import resolve_checkpoint_folder
 
-    checkpoint = (_written_job(path) or {}).get("checkpoint")
-    chosen = checkpoint.get("dir") if isinstance(checkpoint, dict) else None
-    return resolve_checkpoint_folder(chosen if isinstance(chosen, str) else None, path)
+    match _written_job(path).get("checkpoint"):
+        case {"dir": str(chosen)}:
+            return resolve_checkpoint_folder(chosen, path)
+    return resolve_checkpoint_folder(None, path)
 
 
-def _written_job(path: Path) -> dict[str, Any] | None:
-    """Return the job of a run as its directory has it; None where that cannot be read."""
+def _written_job(path: Path) -> dict[str, Any]:
+    """Return the job of a run as its directory has it; empty where that cannot be read."""
     from zrun.job.document import Document
 
     with suppress(OSError, JobError, UnicodeDecodeError):
         text = (path / "job.yaml").read_text(encoding="utf-8")
         job = Document.parse(text, "job.yaml", {}).value
-        return job if isinstance(job, dict) else None
-    return None
+        if isinstance(job, dict):
+            return job
+    return {}
 
 
 def reference(path: Path, root: Path = ROOT) -> str:
@@ -253,7 +257,7 @@ def read_run(path: Path) -> RunSummary:
     holder = last_holder(path)
     events = _EventLog(path / "events.jsonl", holder.events if holder is not None else 0)
     start = events.start
-    step = events.newest("step") or start.get("resumed") or {}
+    step = events.newest("step") or _resumed(start)
     report = read_json(path / "failure.json")
     code = None if running else _exit_code(path, events, report)
     ranks = read_json(path / "plan.json").get("ranks") or []
@@ -276,10 +280,15 @@ def read_run(path: Path) -> RunSummary:
     )
 
 
+def _resumed(start: Event) -> Event:
+    """Return what a launch went on from; empty if it was the first."""
+    return start.get("resumed") or {}
+
+
 def _seconds(start: Event, last: Event) -> float | None:
     if not start or not last:
         return None
-    before = (start.get("resumed") or {}).get("seconds") or 0.0
+    before = _resumed(start).get("seconds") or 0.0
     return float(before + max(0.0, last["time"] - start["time"]))
 
 
@@ -288,8 +297,7 @@ def _left(start: Event, step: Event) -> float | None:
     total = start.get("total_steps")
     if total is None or "time" not in step:
         return None
-    begun = (start.get("resumed") or {}).get("step") or 0
-    done = step["step"] - begun
+    done = step["step"] - (_resumed(start).get("step") or 0)
     if done <= 0:
         return None
     return float((total - step["step"]) * max(0.0, step["time"] - start["time"]) / done)

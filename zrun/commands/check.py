@@ -185,7 +185,7 @@ def _why_not_compared(job: JobConfig) -> str:
     """Return that values of the model's parts were not compared, and how to; "": it has none."""
     from zrun.topology.machine import read_machine
 
-    ranks = job.parallel.tp * job.parallel.pp
+    ranks = job.parallel.model_ranks
     if ranks == 1:
         return ""
     if not job.guards.check_values:

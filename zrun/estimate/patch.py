@@ -1,4 +1,4 @@
-"""Changes of a job as text: the keys alone, or the job file with them in their places.
+"""From a candidate of a search to keys of a job: the keys alone, or the file with them in place.
 
 changes = job_changes(config, batch, candidate)          # {"zero.stage": 3, "batch.micro": 2}
 patched(text, changes)                                    # the file, comments and order kept

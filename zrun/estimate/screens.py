@@ -222,7 +222,7 @@ def _head(found: Answer) -> list[str]:
     chosen = found.chosen
     dims = chosen.candidate.dims
     ranks = f"{dims.world_size} rank{'s' if dims.world_size > 1 else ''}"
-    if dims.tp * dims.pp > 1:
+    if dims.model_ranks > 1:
         ranks += f" = dp {dims.dp} x tp {dims.tp} x pp {dims.pp}"
     placement = chosen.candidate.placement
     homes = ""

@@ -170,7 +170,7 @@ def _device(rank: RankMemory, estimate: Estimate, hardware: Hardware) -> str:
         "middle": " of a stage in the middle",
         "last": " of the last stage",
     }
-    many = estimate.candidate.dims.dp * estimate.candidate.dims.tp * estimate.candidate.dims.pp > 1
+    many = estimate.candidate.dims.world_size > 1
     name = "rank's share of the host's memory" if hardware.shares_memory else hardware.device.name
     return f"{'each' if many else 'the'} {name}{whose.get(rank.role, '')}"
 

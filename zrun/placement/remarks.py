@@ -68,7 +68,7 @@ def _idle_drivers(job: JobConfig, cluster: Cluster) -> Iterator[str]:
 
 def _crowded(job: JobConfig, cluster: Cluster, slots: Mapping[str, int]) -> Iterator[str]:
     """Warn of each host that has more ranks than cores."""
-    model_ranks = job.parallel.tp * job.parallel.pp
+    model_ranks = job.parallel.model_ranks
     for host in cluster.hosts:
         ranks = slots[host.hostname]
         if ranks > host.cores:

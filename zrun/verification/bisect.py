@@ -1,4 +1,4 @@
-"""Find the feature without which a job agrees with a plain loop."""
+"""Features that `zrun verify --bisect` switches off; the one without which a job agrees."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def trial_of(job: JobConfig, steps: int, slots: int | None, gpus: int) -> Trial:
         JobError: the ranks do not make up whole replicas.
     """
     parallel = job.parallel
-    of_model = parallel.tp * parallel.pp
+    of_model = parallel.model_ranks
     if slots is not None and slots % of_model:
         raise JobError(
             f"--slots {slots}: tp {parallel.tp} x pp {parallel.pp} need a multiple of {of_model}"

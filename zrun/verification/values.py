@@ -33,7 +33,7 @@ def compare_values(path: Path, overrides: Sequence[str]) -> str:
     """
     job = load_job(path, overrides).config
     parallel = job.parallel
-    ranks = parallel.tp * parallel.pp
+    ranks = parallel.model_ranks
     if ranks == 1:
         return "each rank has the whole model: there are no parts to compare with it"
     if not job.guards.check_values:

@@ -113,7 +113,7 @@ class Verification:
         refusal = why_too_large(
             PlainNeeds.of(loaded.config, structure.num_parameters, structure.num_trainable),
             parallel.dp,
-            parallel.tp * parallel.pp,
+            parallel.model_ranks,
             _memory(self._job.limits.memory),
             self._gpu_memory if loaded.config.device == "cuda" else None,
             self._ways_to_shrink(),

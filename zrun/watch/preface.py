@@ -226,7 +226,7 @@ def _has_effect(job: JobConfig, key: str) -> bool:
     if key in ("parallel.virtual", "parallel.split"):
         return job.parallel.pp > 1
     if key.startswith("parallel."):
-        return job.parallel.tp * job.parallel.pp > 1
+        return job.parallel.model_ranks > 1
     if key == "lr.power":
         return job.lr.schedule == "polynomial"
     return True

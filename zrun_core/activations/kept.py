@@ -1,4 +1,4 @@
-"""Tensors that wait elsewhere than on the device: in the host's memory, or on a disk.
+"""Where inputs of recomputed blocks wait: in the host's memory, or on a disk.
 
     kept = keeper.keep(tensor)     begins to copy it away
     kept.settle()                  the tensor's own memory may be given up

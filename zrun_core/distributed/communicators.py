@@ -1,4 +1,4 @@
-"""Communicators of NCCL: made by all ranks in one order before the first step, and how they end.
+"""Communicators of NCCL for all groups of a mesh: made in one order before step 1, and their end.
 
 [Note: communicators in one order]
 A process group of NCCL is a name until something is sent in it. Its first collective makes a

@@ -54,10 +54,10 @@ def refuse_server_with_offload(sync: str, offload: OffloadConfig) -> None:
 
 def refuse_server_with_parts_of_the_model(sync: str, parallel: ParallelConfig) -> None:
     """Refuse a parameter server for ranks that have a part of the model each."""
-    if sync == "server" and parallel.tp * parallel.pp > 1:
+    if sync == "server" and parallel.model_ranks > 1:
         raise ValueError(
             f"sync: server keeps all states on one rank, and tp {parallel.tp} x pp "
-            f"{parallel.pp} = {parallel.tp * parallel.pp} ranks share a model; leave sync or "
+            f"{parallel.pp} = {parallel.model_ranks} ranks share a model; leave sync or "
             "parallel out"
         )
 
@@ -96,10 +96,10 @@ def refuse_what_async_server_lacks(
             f"{key} keeps all states on one rank, and zero {zero.stage} divides them over all; "
             "write zero: 0, or leave sync out"
         )
-    if parallel.tp * parallel.pp > 1:
+    if parallel.model_ranks > 1:
         raise ValueError(
             f"{key} has each rank compute gradients of the whole model by itself, and tp "
-            f"{parallel.tp} x pp {parallel.pp} = {parallel.tp * parallel.pp} ranks share one; "
+            f"{parallel.tp} x pp {parallel.pp} = {parallel.model_ranks} ranks share one; "
             "leave sync or parallel out"
         )
     if parallel.facts.goes_in_slices:
@@ -166,7 +166,7 @@ def refuse_dropped_batches_of_a_part_of_the_model(
     guards: GuardsConfig, parallel: ParallelConfig
 ) -> None:
     """Refuse to drop a batch on one of the ranks that share a model."""
-    model = parallel.tp * parallel.pp
+    model = parallel.model_ranks
     if guards.on_oom == "skip" and model > 1:
         raise ValueError(
             f"guards.on_oom: skip is impossible where tp {parallel.tp} x pp "

@@ -1,4 +1,4 @@
-"""The keys of a job file: each with its type, default, unit, bounds and meaning.
+"""The keys of a job file: type, default, unit, bounds, meaning; and what they refuse together.
 
     JobConfig                                   the whole file
       batch: BatchConfig                        one class per section, each in `spine.sections`
@@ -262,7 +262,7 @@ class JobConfig(Section):
 
     def launch_facts(self, device: Literal["cpu", "cuda"], num_ranks: int) -> LaunchFacts:
         """Return what sections resolve their `auto` from, on this many ranks of a kind."""
-        model_ranks = self.parallel.tp * self.parallel.pp
+        model_ranks = self.parallel.model_ranks
         return LaunchFacts(device, num_ranks, model_ranks, self.steps, self.epochs)
 
     def resolve(self, known: LaunchFacts) -> tuple[Self, tuple[AutoValue, ...]]:

@@ -80,7 +80,12 @@ class ParallelDims:
 
     @property
     def world_size(self) -> int:
-        return self.dp * self.tp * self.pp
+        return self.dp * self.model_ranks
+
+    @property
+    def model_ranks(self) -> int:
+        """Return the number of ranks that share one copy of the model."""
+        return self.tp * self.pp
 
     @property
     def shard_size(self) -> int:

@@ -81,7 +81,7 @@ class LaunchPlan(Section):
         Axes with one rank are left out; nothing is returned where all ranks are data-parallel.
         """
         dims = self.dims
-        if dims.pp * dims.tp == 1:
+        if dims.model_ranks == 1:
             return ""
         place = self.ranks[rank]
         axes = {"pp": (place.pp, dims.pp), "dp": (place.dp, dims.dp), "tp": (place.tp, dims.tp)}

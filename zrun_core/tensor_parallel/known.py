@@ -1,4 +1,4 @@
-"""Roles of the modules of models that need no `parallel.plan`.
+"""Roles of attention, MLPs and experts in models that need no `parallel.plan`.
 
 Modules of zrun and of transformers' GPT-2 and BERT are known by their class, also inside of a model
 of the user's own. Other models of transformers say themselves how they are divided

@@ -1,4 +1,4 @@
-"""Order of the transformations of a user's model: tiles, checkpointing, compile, then sharding."""
+"""A job as a `ShardingConfig`; a model's transformations in order: tiles to sharding."""
 
 from __future__ import annotations
 

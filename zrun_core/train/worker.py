@@ -49,7 +49,7 @@ def import_for(path: str) -> None:
         job = RunSpec.read(Path(path)).job
     except (OSError, ValueError):
         return  # `main` says what is wrong with it
-    has_parts = job.parallel.tp > 1 or job.parallel.pp > 1
+    has_parts = job.parallel.model_ranks > 1
     if has_parts or job.compile or job.activations.checkpoint != "none":
         load_compiler()
     else:

@@ -1,4 +1,4 @@
-"""Layers around a module's own forward: which there are, in which order, put on and taken off here.
+"""All layers that may lie around a module's own forward: their order, and how they are put on.
 
     module(x)
       ├─ a layer before hooks     stands in place of `_call_impl`

@@ -1,4 +1,4 @@
-"""Bounds that no estimate of a candidate can be below, on its seconds and on its bytes.
+"""A rough cost model, never above an estimate: bounds on a candidate's seconds and bytes.
 
 They cost next to nothing: a search computes them for all candidates, and estimates only those that
 they do not rule out.

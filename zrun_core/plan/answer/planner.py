@@ -222,7 +222,7 @@ class Planner:
         needs_compiler = self.subject.builds_with_compiler
         builds_on_meta = candidate.init == "meta" or candidate.dims.world_size > 1
         recomputes = candidate.checkpoint != "none"
-        is_divided = candidate.dims.tp > 1 or candidate.dims.pp > 1  # by way of fake tensors
+        is_divided = candidate.dims.model_ranks > 1  # by way of fake tensors
         if (builds_on_meta and needs_compiler) or recomputes or is_divided:
             imported += COMPILER_BYTES
         return imported

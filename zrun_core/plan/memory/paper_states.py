@@ -17,7 +17,7 @@ def paper_bytes(num_params: int, candidate: Candidate) -> dict[str, float]:
         num_params: of the whole model.
     """
     dims = candidate.dims
-    params = num_params / (dims.tp * dims.pp)
+    params = num_params / dims.model_ranks
     ranks = dims.shard_size
     return {
         "params": _PARAM_BYTES * params / (ranks if candidate.stage >= 3 else 1),

@@ -119,7 +119,7 @@ def _on_stage(job: JobConfig, job_dir: Path, index: int, device: str) -> Iterato
     tensor_comm = TensorComm(comm, mesh.tensor)
     plan = None
     parts: StageParts | None = None
-    if parallel.tp > 1 or parallel.pp > 1:
+    if parallel.model_ranks > 1:
         subject = Subject(job, job_dir, _samples(job, job_dir), micro_of(job))
         model = subject.model
         own = _own_forwards(model)

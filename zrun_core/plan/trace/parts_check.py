@@ -45,7 +45,7 @@ def check_parts(job: JobConfig, job_dir: Path) -> list[str]:
         JobError: training would refuse it when it starts, or its first evaluation.
         UserCodeError: the model cannot be built, or a batch made.
     """
-    if job.parallel.tp == 1 and job.parallel.pp == 1:
+    if job.parallel.model_ranks == 1:
         return []
     try:
         samples = samples_of(job, job_dir)

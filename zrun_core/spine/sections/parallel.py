@@ -219,6 +219,11 @@ class ParallelConfig(Section):
             )
         return sequence
 
+    @property
+    def model_ranks(self) -> int:
+        """The ranks that share one copy of the model."""
+        return self.tp * self.pp
+
     def resolve(self, known: LaunchFacts) -> tuple[Self, tuple[AutoValue, ...]]:
         """Return the section with the number of its replicas.
 
@@ -228,7 +233,7 @@ class ParallelConfig(Section):
         Raises:
             JobError: tp * pp do not divide the ranks, or tp * pp * dp is another number.
         """
-        model = self.tp * self.pp
+        model = self.model_ranks
         what = f"tp {self.tp} x pp {self.pp}"
         if self.dp != "auto":
             asked = model * self.dp

@@ -16,9 +16,9 @@ from unittest.mock import patch
 import numpy as np
 import pydantic
 from distances import Found
+from elsewhere import late_copies
 from runs import job, run
-from test_offload import late_copies
-from test_pipelines import gpt
+from small_jobs import gpt
 from toys import own_device
 
 from zrun_core.memory.buffers import Placement, placement_of

@@ -2,11 +2,14 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 from pool import RankPool, end
+from small_jobs import on_axes
 
+pytest.register_assert_rewrite("distances", "elsewhere", "zoo_runs")  # which compare for tests
 torch.set_num_threads(1)  # as the ranks do, with which plain loops are compared
 
 
@@ -31,3 +34,18 @@ def ranks() -> Iterator[Callable[..., RankPool]]:
     for pool in pools.values():
         pool.close()
     end()
+
+
+@pytest.fixture(scope="module")
+def alone(ranks, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What a job comes to on one rank."""
+    made: dict[str, Any] = {}
+
+    def found(keys: dict[str, Any]) -> list[dict[str, Any]]:
+        keys = {key: value for key, value in keys.items() if key != "parallel"}
+        name = repr(sorted(keys.items(), key=str))
+        if name not in made:
+            made[name] = on_axes(keys, tmp_path_factory.mktemp("alone"), ranks)
+        return made[name]
+
+    return found

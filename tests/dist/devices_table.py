@@ -16,16 +16,14 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from axes_cells import covering, states_apart
+from distances import Found, assert_equal, whole
 from pool import RankPool
 from runs import Speaker, job, losses, run
-from test_pipelines import assert_equal, whole
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from toys import Net
 
 IS_SIMULATED = "simulated_gpu.cuda" in sys.modules
 needs_simulated = pytest.mark.skipif(not IS_SIMULATED, reason="needs simulated GPUs")
-
-Found = list[dict[str, Any]]
 
 STAGES = (0, 1, 2, 3)
 SIZES = (1, 2, 4, 8)

@@ -6,9 +6,24 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from runs import losses
-from test_pipelines import whole
 
 Found = list[dict[str, Any]]  # of each rank, what `runs.run` returns
+Tensors = dict[tuple[str, str], np.ndarray[Any, Any]]
+
+
+def whole(found: Found) -> Tensors:
+    """Put together what all ranks would save; what two of them would is a failure."""
+    pieces: dict[tuple[str, str], dict[int, Any]] = {}
+    for of_rank in found:
+        assert not of_rank["error"], of_rank["error"]
+        for (tensor, state, start), values in of_rank["parts"].items():
+            of_tensor = pieces.setdefault((tensor, state), {})
+            assert start not in of_tensor, f"{tensor} {state} {start} is saved twice"
+            of_tensor[start] = values
+    return {
+        key: np.concatenate([parts[start] for start in sorted(parts)])
+        for key, parts in pieces.items()
+    }
 
 
 class Distance(NamedTuple):
@@ -80,3 +95,20 @@ def same_bits(ours: Found, theirs: Found) -> bool:
         and here.keys() == there.keys()
         and all(np.array_equal(here[key], there[key]) for key in there)
     )
+
+
+def assert_equal(ours: Tensors, theirs: Tensors, close: float = 0.0) -> None:
+    """Compare what two runs would save: to the bit, or as close as this."""
+    assert ours.keys() == theirs.keys()
+    for key, values in theirs.items():
+        if close:
+            np.testing.assert_allclose(ours[key], values, rtol=close, atol=close, err_msg=str(key))
+        else:
+            np.testing.assert_array_equal(ours[key], values, err_msg=str(key))
+
+
+def assert_close(many: Found, one: Found, close: float) -> None:
+    """Compare two runs to rounding; ranks that tell losses tell the same."""
+    assert all(losses(each) in ({}, losses(many[0])) for each in many)
+    apart = distance(many, one)
+    assert apart.is_within(close), apart

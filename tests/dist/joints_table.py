@@ -30,13 +30,12 @@ import numpy as np
 from distances import Found, distance, same_bits, skipped
 from pool import RankPool
 from pool import end as end_pools
-from runs import job, run
+from runs import JOB_DIR, job, run
 
 from zrun.job.structure import _inspect
 from zrun_core.errors import ZrunError
 from zrun_core.spine.config import JobConfig
 
-HERE = Path(__file__).parent
 STEPS, MIDDLE = 4, 2
 AXES: dict[str, dict[str, int]] = {
     "tp 2, dp 2": {"tp": 2, "dp": 2},
@@ -251,7 +250,7 @@ def check(keys: dict[str, Any]) -> tuple[str, str]:
     """Return what `zrun check` says against a job, and what its models print meanwhile."""
     with printed() as lines:
         try:
-            _inspect(JobConfig.model_validate(keys), HERE, None)
+            _inspect(JobConfig.model_validate(keys), JOB_DIR, None)
         except ZrunError as error:
             return f"{type(error).__name__}: {error}", "".join(lines)
     return "", "".join(lines)

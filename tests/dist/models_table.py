@@ -24,7 +24,7 @@ import torch
 from fuzzed_models import BY_RANK, MORE_BUILT, Idiom, idioms_of
 from models_layouts import FAMILIES, Layout, layout_of
 from pool import RankPool, RanksHangError
-from test_tensor_parallel import small
+from small_jobs import small
 from verifying import recorded, verdict_of
 
 from zrun_core.errors import ZrunError

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # zrun without installing it
 
-import test_offload
+import elsewhere
 import torch
 import yaml
 from pool import RankPool
@@ -84,9 +84,9 @@ def rows() -> Iterator[Row]:
 def train(stage: int, placement: Placement, settings: dict[str, Any], steps: int) -> Any:
     """Return all losses, and all that a checkpoint would have."""
     with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
-        sharded = test_offload.sharded_at(stage, placement, folder, settings)
+        sharded = elsewhere.sharded_at(stage, placement, folder, settings)
         losses = train_sharded(sharded, data(steps), accumulation=3)
-        return losses, test_offload.parts_of(sharded)
+        return losses, elsewhere.parts_of(sharded)
 
 
 def is_equal(here: list[Any], away: list[Any]) -> bool:

@@ -22,16 +22,16 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # zrun without installing it
 
 import numpy as np
+from distances import Found, whole
 from pool import RankPool
 from pool import end as end_pools
 from runs import job, losses, run
-from test_pipelines import whole
+from small_jobs import BERT, NO_DROPOUT, transformer
 
 DEPTH = 8
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero_bubble")
 STAGES = (0, 1, 2, 3)
 SGD = {"name": "sgd", "lr": 0.05, "clip": 1.0, "args": {"momentum": 0.9}}
-Found = list[dict[str, Any]]
 
 
 class Model(NamedTuple):
@@ -53,18 +53,7 @@ def _of_zrun(call: str, data: str, **args: Any) -> dict[str, Any]:
     return {"model": {"call": f"zrun_core.models.{call}", "args": {**sizes, **args}}, "data": data}
 
 
-def transformer(name: str, **settings: Any) -> dict[str, Any]:
-    """Return keys of a job with a model of transformers."""
-    args = {"name": name, **settings}
-    return {
-        "model": {"call": "pipeline_zoo.py:transformer", "args": args},
-        "data": "pretrained.py:Texts",
-    }
-
-
 GPT = {"vocab_size": 13, "seq_len": 6}
-_NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-_BERT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 MODELS: dict[str, Model] = {
     "gpt": Model(_of_zrun("gpt:gpt", "runs.py:Plain", tied=False, **GPT)),
     "gpt, tied": Model(_of_zrun("gpt:gpt", "runs.py:Plain", tied=True, **GPT), tied=True),
@@ -77,10 +66,10 @@ MODELS: dict[str, Model] = {
     "transformers qwen2": Model(transformer("Qwen2ForCausalLM", num_hidden_layers=DEPTH)),
     "transformers qwen3": Model(transformer("Qwen3ForCausalLM", num_hidden_layers=DEPTH)),
     "transformers gpt2": Model(
-        transformer("GPT2LMHeadModel", n_layer=DEPTH, **_NO_DROPOUT), tied=True
+        transformer("GPT2LMHeadModel", n_layer=DEPTH, **NO_DROPOUT), tied=True
     ),
     "transformers bert": Model(
-        transformer("BertForMaskedLM", num_hidden_layers=DEPTH, **_BERT), tied=True
+        transformer("BertForMaskedLM", num_hidden_layers=DEPTH, **BERT), tied=True
     ),
     "transformers t5": Model(
         transformer("T5ForConditionalGeneration", num_layers=4, dropout_rate=0.0),

@@ -36,6 +36,7 @@ from zrun_core.train.rank_builder import RankBuilder
 from zrun_core.train.trainer import Trainer
 from zrun_core.train.user_hooks import HookContext
 
+JOB_DIR = Path(__file__).parent  # files that jobs name are found from there
 VOCAB = 13
 Event = dict[str, Any]
 
@@ -276,7 +277,7 @@ def make_spec(
         job=config,
         plan=LaunchPlan(ranks=places),
         batch=resolve_batch(config, axes.dp),
-        job_dir=str(Path(__file__).parent),
+        job_dir=str(JOB_DIR),
         run_dir=run_dir,
         run_id="test",
         resume=None if resume is None else ResumeSpec.model_validate(resume),

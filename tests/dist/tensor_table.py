@@ -25,11 +25,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # zrun without ins
 import numpy as np
 from distances import Found, values
 from dtensor_oracle import STYLES, by_dtensors
-from pipeline_table import transformer
 from pool import RankPool
 from pool import end as end_pools
 from runs import job, losses, run
-from test_pipelines import gpt
+from small_jobs import BERT, NO_DROPOUT, gpt, transformer
 
 from zrun_core.checkpoint.manifest_fields import VALUE
 
@@ -37,8 +36,6 @@ STEPS = 30
 CLOSE = 1e-6  # losses
 CLOSE_GRAD = 1e-5
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4}
-NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-BERT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 PLAIN = {"call": "runs.py:Plain", "args": {"seq_len": 12}}
 MODELS: dict[str, dict[str, Any]] = {
     "gpt": {"model": gpt(heads=4, seq_len=12), "data": PLAIN},

@@ -20,8 +20,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from runs import Plain, PoolWorker, job, look, losses, make_spec, run
-from test_pipelines import GPT, Tensors, assert_equal, gpt, whole
+from distances import Tensors, assert_equal, whole
+from runs import JOB_DIR, Plain, PoolWorker, job, look, losses, make_spec, run
+from small_jobs import GPT, gpt
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from toys import world
@@ -364,9 +365,7 @@ def test_each_push_sends_the_parameters_once_and_once_back(
 def planned(keys: dict[str, Any], num_ranks: int) -> tuple[dict[str, int], int]:
     """Bytes per step of rank 0, and of another rank, by the planner."""
     config = JobConfig.model_validate(keys)
-    profile = trace_job(
-        config, Path(__file__).parent, micros=(2,), checkpoints=("none",), threads=1
-    )
+    profile = trace_job(config, JOB_DIR, micros=(2,), checkpoints=("none",), threads=1)
     planner = Planner(profile, parse_simulate(f"{num_ranks}xCPU"), config)
     dims = ParallelDims(dp=num_ranks)
     candidate = Candidate(0, dims, 2, 12 // num_ranks // 2, "none", config.precision.compute)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from toys import Net, data, make_sharded, train_sharded
+from toys import Exact, Net, data, make_sharded, train_sharded
 
 from zrun_core.activations.checkpoint import apply_checkpointing
 from zrun_core.distributed.named_vector import NamedVector
@@ -19,22 +19,7 @@ from zrun_core.zero.account import allocated_memory, expected_traffic, planned_m
 from zrun_core.zero.unit.exchange import KINDS
 from zrun_core.zero.unit.unit_params import moves_pages
 
-
-class Exact(nn.Module):
-    """Four units of 96 x 1024 elements: shards of any of 1 to 4 ranks are whole pages, without
-    padding.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows = nn.ModuleList(nn.Linear(1024, 96, bias=False) for _ in range(4))
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        outputs = [torch.tanh(row(x)) for row in self.rows]
-        return nn.functional.mse_loss(torch.stack(outputs).sum((0, 2)).float(), y[:, 0].float())
-
-
-P = 4 * 96 * 1024
+P = Exact.NUMEL
 
 
 def count(stage: int, accumulation: int, options: dict[str, Any]) -> dict[str, Any]:

@@ -31,9 +31,9 @@ from devices_table import (
     train,
     with_plain_attention,
 )
-from distances import distance
+from distances import assert_equal, distance, whole
 from runs import job, losses
-from test_pipelines import assert_equal, small, whole
+from small_jobs import small_gpt
 from traces import names_in, read_trace
 
 from zrun_core.spine.sections.schedules import SCHEDULES as FACTS
@@ -173,7 +173,7 @@ def test_slices_of_a_sequence(ranks, tmp_path: Path, case: str) -> None:
     parallel = {"tp": 2, "sequence": True, **keys.get("parallel", {})}
     axes = {"dp": 1, "tp": 2, **dims}
     size = axes["dp"] * axes.get("pp", 1) * 2
-    same(*on_both(ranks, size, small(**{**keys, "parallel": parallel}), tmp_path, **axes))
+    same(*on_both(ranks, size, small_gpt(**{**keys, "parallel": parallel}), tmp_path, **axes))
 
 
 @pytest.mark.parametrize(
@@ -214,7 +214,7 @@ SCHEDULES = {
 def test_schedules(ranks, tmp_path: Path, schedule: str) -> None:
     parallel = {"schedule": schedule, **SCHEDULES[schedule]}
     optim = {"lr": 1e-2, "weight_decay": 0.1}  # clipping needs the norm of all stages
-    keys = small(zero=0, parallel=parallel, optim=optim)
+    keys = small_gpt(zero=0, parallel=parallel, optim=optim)
     if FACTS[schedule].updates_each:
         keys["batch"] = {"global": 4, "micro": 4}  # each micro-batch is a step
     size = SCHEDULES[schedule]["pp"]

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from distances import assert_equal, whole
 from runs import VOCAB, losses, run
-from test_pipelines import assert_equal, in_stages, small, whole
-from test_tensor_parallel import on_axes
+from small_jobs import on_axes, small_gpt
 from torch import nn
 
 
@@ -84,7 +84,7 @@ class Same(nn.Module):
 
 def noisy(**keys: Any) -> dict[str, Any]:
     evaluation = {"data": {"call": "runs.py:Plain", "args": {"length": 12}}, "every": 2}
-    return small(model="test_draws.py:Denoiser", eval=evaluation, **keys)
+    return small_gpt(model="test_draws.py:Denoiser", eval=evaluation, **keys)
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +94,7 @@ def one(ranks, tmp_path_factory: pytest.TempPathFactory) -> Any:
     @cache
     def found(dp: int) -> list[dict[str, Any]]:
         keys = noisy(parallel={"draws": "block"})
-        return in_stages(keys, tmp_path_factory.mktemp("one"), ranks, dp=dp, pp=1)
+        return on_axes(keys, tmp_path_factory.mktemp("one"), ranks, dp=dp, pp=1)
 
     return found
 
@@ -129,7 +129,7 @@ def test_dropout_noise_and_mixes_have_the_bits_of_one_rank(
         pytest.skip("it recomputes nothing")
     parallel = {"schedule": schedule, "pp": pp, "draws": "block"}
     keys = noisy(parallel=parallel, activations={"checkpoint": recomputed})
-    found = in_stages(keys, tmp_path / "many", ranks, dp=dp, pp=pp)
+    found = on_axes(keys, tmp_path / "many", ranks, dp=dp, pp=pp)
     expected = one(dp)
     assert losses(found[0]) == losses(expected[0])
     assert evaluated(found) == evaluated(expected) != []
@@ -143,9 +143,9 @@ def test_an_interleaved_pipeline_of_four_stages_draws_the_same(
 ) -> None:
     keys = noisy(activations={"checkpoint": recomputed}, parallel={"draws": "block"})
     keys["model"] = {"call": "test_draws.py:Denoiser", "args": {"depth": 8}}
-    alone = in_stages(keys, tmp_path / "one", ranks, dp=1, pp=1)
+    alone = on_axes(keys, tmp_path / "one", ranks, dp=1, pp=1)
     keys["parallel"] = {"schedule": "interleaved", "pp": 4, "draws": "block"}
-    found = in_stages(keys, tmp_path / "many", ranks, dp=1, pp=4)
+    found = on_axes(keys, tmp_path / "many", ranks, dp=1, pp=4)
     assert losses(found[0]) == losses(alone[0])
     assert evaluated(found) == evaluated(alone) != []
     assert_equal(whole(found), whole(alone))
@@ -172,8 +172,8 @@ def test_noise_is_what_the_loss_behind_the_border_sees(
     ranks, tmp_path: Path, schedule: str
 ) -> None:
     model = {"call": "test_draws.py:Denoiser", "args": {"noisy": False}}
-    keys = small(model=model, parallel={"schedule": schedule, "pp": 2})
-    found = in_stages(keys, tmp_path, ranks, dp=1, pp=2)
+    keys = small_gpt(model=model, parallel={"schedule": schedule, "pp": 2})
+    found = on_axes(keys, tmp_path, ranks, dp=1, pp=2)
     assert set(losses(found[0]).values()) == {0.0}
 
 
@@ -195,5 +195,5 @@ def test_another_number_of_stages_goes_on_with_the_same_draws(
 def test_one_rank_draws_as_a_plain_loop_unless_it_is_told_to_draw_by_block(
     ranks, tmp_path: Path, one: Any
 ) -> None:
-    plain = in_stages(noisy(), tmp_path / "plain", ranks, dp=1, pp=1)
+    plain = on_axes(noisy(), tmp_path / "plain", ranks, dp=1, pp=1)
     assert losses(plain[0]) != losses(one(1)[0])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from runs import job, losses, run
+from small_jobs import on_axes
 
 from zrun.runs.start_point import choose_start
 from zrun_core.checkpoint.folder import read_step
@@ -76,3 +78,11 @@ def test_an_unknown_metric_is_named_at_the_first_evaluation(ranks, tmp_path):
         "did you mean curve?"
     ] * 2
     assert [each["code"] for each in found] == [2, 2]
+
+
+def test_the_run_ends_early(ranks, tmp_path: Path) -> None:
+    """In a pipeline too."""
+    given = keys(parallel={"pp": 2})
+    found = on_axes(given, tmp_path, ranks, dp=2, pp=2)
+    assert [each["error"] for each in found] == [""] * len(found)
+    assert ends(found[0]) == [(6, "early stop", WHY)]

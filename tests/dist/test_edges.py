@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_offload import DISK, HOST, sharded_at
+from elsewhere import DISK, HOST, sharded_at
 from torch import nn
 from toys import (
     Block,

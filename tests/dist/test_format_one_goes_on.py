@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from own_loop import start
 from runs import job, losses, run
-from test_library import start
 from torch import nn
 
 import zrun_core

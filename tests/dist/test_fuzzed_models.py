@@ -21,7 +21,7 @@ from fuzzed_models import (
 from models_layouts import FAMILIES, Layout, layout_of, plain
 from models_table import ALONE_S, GOOD, Program, outcome, program_of
 from pool import RankPool
-from test_tensor_parallel import small
+from small_jobs import small
 
 from zrun_core.spine.config import JobConfig
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from runs import VOCAB
-from test_tensor_parallel import small
-from test_tensor_penalties import Mlp
+from small_jobs import small
+from test_params_elsewhere import Block
 from torch import nn
 from verifying import recorded, verdict_of
 
@@ -41,7 +41,7 @@ class Hooked(nn.Module):
         super().__init__()
         self.reads = reads
         self.embed = nn.Embedding(VOCAB, 8)
-        self.blocks = nn.ModuleList(Mlp(8, greedy=False) for _ in range(4))
+        self.blocks = nn.ModuleList(Block(8) for _ in range(4))
         self.head = nn.Linear(8, VOCAB)
         weight = self.blocks[0].get_parameter("up.weight")
         if hook == "late":

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from forging import Change, forge, forge_record
-from test_library import start
+from own_loop import start
 from torch import nn
 
 import zrun_core

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from runs import job, run
+from small_jobs import on_axes
 from watching import CURVE
 
 from zrun_core.checkpoint.folder import CheckpointFolder, read_step
@@ -149,3 +150,13 @@ def test_an_evaluation_that_is_made_later_marks_the_step_that_was_saved_without_
     assert rest[0]["error"] == ""
     assert best(tmp_path) == (3, CURVE[3])
     assert read_step(folder(tmp_path).step_path(4)).progress["best"]["step"] == 3
+
+
+@pytest.mark.thorough
+def test_the_best_step_is_kept(ranks, tmp_path: Path) -> None:
+    """In a pipeline too."""
+    given = keys(steps=6, parallel={"pp": 2})
+    found = on_axes(given, tmp_path, ranks, dp=2, pp=2)
+    assert [each["error"] for each in found] == [""] * len(found)
+    assert steps(tmp_path) == [6, 4, 3]
+    assert best(tmp_path) == (3, 3.0)

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from between_linears import PLAN, Model
 from runs import losses, run
-from test_pipelines import gpt
-from test_tensor_parallel import small
-from test_value_check import PLAN, Model, keys_of, notes, saved
+from small_jobs import gpt, small
+from test_value_check import keys_of, notes, saved
 
 from zrun_core.models.gpt import gpt as build_gpt
 from zrun_core.train import rank_builder, whole_forward

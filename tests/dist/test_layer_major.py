@@ -13,9 +13,9 @@ import pytest
 import torch
 from runs import contents, job, losses, run
 from test_passes import lose_two  # noqa: F401 - a job names it
-from test_zoo import CASES, prepare
 from torch import Tensor, nn
 from toys import world
+from zoo_runs import CASES, prepare
 
 from zrun_core.errors import ZrunError
 from zrun_core.zero.account import grown_rings

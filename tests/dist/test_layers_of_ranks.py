@@ -6,17 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pipeline_table import transformer
-from runs import PoolWorker, make_spec
-from test_pipelines import gpt
-from test_tensor_parallel import small
+from runs import JOB_DIR, PoolWorker, make_spec
+from small_jobs import gpt, small, transformer
 from toys import world
 
 from zrun_core.plan.trace.layers_check import layered_kinds
 from zrun_core.spine.config import JobConfig
 from zrun_core.user_code.forward_layers import Layer, layers_of
 
-HERE = Path(__file__).parent
 FULL = {"checkpoint": "full"}
 PLAN = {
     **{"*.up": "colwise", "*.down": "rowwise", "*.qkv": "fused 3", "*.out": "rowwise"},
@@ -47,7 +44,7 @@ def on_rank(keys: dict[str, Any], run_dir: str, dims: dict[str, Any]) -> list[Ro
 def listed(keys: dict[str, Any]) -> list[Row]:
     return [
         (name, kind.class_name, [layer for layer, _ in kind.layers])
-        for kind in layered_kinds(JobConfig.model_validate(keys), HERE, "cpu")
+        for kind in layered_kinds(JobConfig.model_validate(keys), JOB_DIR, "cpu")
         for name in kind.names
     ]
 

@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from own_loop import sharded, start, state_of
 from torch import nn
 from toys import Net, build, data, same_bits, split, train_ddp, train_plain
 
@@ -20,20 +21,6 @@ from zrun_core.errors import UserCodeError
 from zrun_core.library import run as library
 from zrun_core.library.model import ModelHandle
 from zrun_core.zero.reduce.reducer import Reducer
-
-
-def start() -> zrun_core.Run:
-    return zrun_core.init(threads=1, patience_s=3.0)
-
-
-def sharded(stage: int, factory: Callable[[], nn.Module] = build, **options: Any) -> nn.Module:
-    start()
-    return zrun_core.shard(factory, zero={"stage": stage, "bucket": 1 << 14}, **options)
-
-
-def state_of(model: nn.Module) -> dict[str, Any]:
-    with zrun_core.gathered(model):
-        return {name: param.float().numpy().copy() for name, param in model.named_parameters()}
 
 
 def train(stage: int, micros: int = 1, accumulate: int = 1, **options: Any) -> dict[str, Any]:

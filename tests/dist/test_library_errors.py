@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_library import Scores, build_scores, inputs, sharded, start
+from own_loop import sharded, start
+from test_library import Scores, build_scores, inputs
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

@@ -6,7 +6,7 @@ import warnings
 from typing import Any
 
 import pytest
-from test_library import state_of
+from own_loop import state_of
 from toys import build, data, split
 
 import zrun_core

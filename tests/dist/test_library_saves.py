@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import torch
+from own_loop import start
 from test_gan import batch, discriminator, generator
-from test_library import start
 from torch.nn.functional import binary_cross_entropy_with_logits as bce
 
 import zrun_core

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from own_loop import start
 from runs import Speaker, Tokens
-from test_library import start
 
 import zrun_core
 

@@ -6,8 +6,8 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from test_library import start
-from test_zoo import CASES, GLOBAL, OPTIM, STEPS, in_zoo, keys_of, train
+from own_loop import start
+from zoo_runs import CASES, GLOBAL, OPTIM, STEPS, in_zoo, keys_of, train
 
 import zrun_core
 from zrun_core.distributed.rng import mix

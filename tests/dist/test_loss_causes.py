@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from test_tensor_parallel import on_axes, small
+from between_linears import PLAN
+from small_jobs import on_axes, small
 from toys import world
 
 from zrun_core.guards.loss_causes import Known, RankTold, in_words
-
-PLAN = {"*.up": "colwise", "*.down": "rowwise"}
 
 
 class Odd:
@@ -75,7 +74,7 @@ TOLD: dict[str, tuple[dict[str, Any], str, list[str]]] = {
 def test_why_losses_differ_is_told(ranks, tmp_path: Path, how: str) -> None:
     keys, when, words = TOLD[how]
     loss = {"call": "test_loss_causes.py:Odd", "args": {"how": how.partition(",")[0]}}
-    model = {"call": "test_value_check.py:Model", "args": {"function": "gelu"}}
+    model = {"call": "between_linears.py:Model", "args": {"function": "gelu"}}
     parallel = {"tp": 2, "plan": PLAN}
     job = small(**{"model": model, "parallel": parallel, "loss": loss, "steps": 5, **keys})
     found = on_axes(job, tmp_path, ranks)

@@ -13,8 +13,8 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from elsewhere import DISK, HOST, Ranks, check_slots, parts_of, sharded_at
 from runs import job, losses, run
-from test_offload import DISK, HOST, Ranks, check_slots, parts_of, sharded_at
 from toys import build, data, make_sharded, train_sharded
 
 from zrun_core.checkpoint.checkpointer import Checkpointer

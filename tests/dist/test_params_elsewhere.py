@@ -6,18 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import test_tensor_parallel
 import torch
+from distances import assert_close
 from runs import VOCAB, losses
-from test_tensor_parallel import assert_close, on_axes, small
+from small_jobs import on_axes, small
 from torch import nn
 from torch.nn import functional
 
 PP = {"pp": 2}
 INTERLEAVED = {"pp": 2, "schedule": "interleaved"}
 LATE = 3  # forwards before
-
-alone = test_tensor_parallel.alone
 
 
 class Block(nn.Module):

@@ -8,15 +8,15 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+from distances import Found, assert_equal, whole
 from runs import PoolWorker, job, losses, run
-from test_pipelines import assert_equal, gpt, whole
+from small_jobs import gpt
 
 from zrun_core.distributed.comm import Comm, CommPhase, TrafficKey
 
 STEPS, DEPTH, MICRO, SEQ, DIM = 2, 4, 2, 6, 16
 NUMEL = MICRO * SEQ * DIM
 GATHERS = TrafficKey("all_gather", "tensor", CommPhase.BACKWARD)
-Found = list[dict[str, Any]]
 
 
 def small(**keys: Any) -> dict[str, Any]:

@@ -13,8 +13,9 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
+from distances import Tensors, assert_equal, whole
 from runs import Plain, job, look, losses, run
-from test_pipelines import GPT, Tensors, assert_equal, gpt, whole
+from small_jobs import GPT, gpt
 from torch import nn
 from toys import world
 

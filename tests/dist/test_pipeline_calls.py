@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from pipeline_table import transformer
 from runs import VOCAB, job, run
+from small_jobs import transformer
 from torch import nn
 from toys import Block
 

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from distances import assert_equal, whole
 from runs import losses
-from test_pipelines import assert_equal, in_stages, small, whole
+from small_jobs import on_axes, small_gpt
 
 RECOMPUTED = {"activations": {"checkpoint": "full"}}
 FEATURES: dict[str, dict[str, Any]] = {
@@ -38,7 +39,7 @@ def plain(ranks, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], An
     @cache
     def found(name: str) -> list[dict[str, Any]]:
         folder = tmp_path_factory.mktemp("plain")
-        return in_stages(small(**FEATURES[name]), folder, ranks, dp=2, pp=1)
+        return on_axes(small_gpt(**FEATURES[name]), folder, ranks, dp=2, pp=1)
 
     return found
 
@@ -47,7 +48,7 @@ def plain(ranks, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], An
 @pytest.mark.parametrize("name", FEATURES)
 @pytest.mark.at_most(2)
 def test_features(ranks, tmp_path: Path, plain: Any, name: str, schedule: str) -> None:
-    keys = small(**FEATURES[name], parallel={"schedule": schedule, "pp": 2})
-    found = in_stages(keys, tmp_path / "many", ranks, dp=2, pp=2)
+    keys = small_gpt(**FEATURES[name], parallel={"schedule": schedule, "pp": 2})
+    found = on_axes(keys, tmp_path / "many", ranks, dp=2, pp=2)
     assert losses(found[0]) == losses(plain(name)[0])
     assert_equal(whole(found), whole(plain(name)))

@@ -8,12 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import test_early_stop
-import test_keep_best
 import torch
 from runs import PoolWorker, make_spec
-from test_pipelines import GPT, gpt, in_stages, small
-from test_tensor_parallel import on_axes
+from small_jobs import GPT, gpt, on_axes, small_gpt
 from torch import nn
 from toys import world
 
@@ -50,8 +47,8 @@ def of_weights(model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, An
 def evaluated(metrics: str, folder: Path, ranks: Any, **dims: int) -> list[dict[str, Any]]:
     held_out = {"call": "runs.py:Plain", "args": {"length": 13}}
     metrics = f"test_pipeline_guards.py:{metrics}"
-    keys = small(eval={"data": held_out, "metrics": metrics, "every": 2})
-    return in_stages(keys, folder, ranks, **dims)
+    keys = small_gpt(eval={"data": held_out, "metrics": metrics, "every": 2})
+    return on_axes(keys, folder, ranks, **dims)
 
 
 def values(found: list[dict[str, Any]]) -> list[dict[str, float]]:
@@ -81,22 +78,6 @@ def test_metrics_that_no_stage_can_compute(ranks, tmp_path: Path, metrics: str, 
     with pytest.raises(AssertionError) as error:  # of the pool, which says what each rank raised
         evaluated(metrics, tmp_path, ranks, dp=1, pp=2)
     assert words in str(error.value)
-
-
-@pytest.mark.thorough
-def test_the_best_step_is_kept(ranks, tmp_path: Path) -> None:
-    keys = test_keep_best.keys(steps=6, parallel={"pp": 2})
-    found = in_stages(keys, tmp_path, ranks, dp=2, pp=2)
-    assert [each["error"] for each in found] == [""] * len(found)
-    assert test_keep_best.steps(tmp_path) == [6, 4, 3]
-    assert test_keep_best.best(tmp_path) == (3, 3.0)
-
-
-def test_the_run_ends_early(ranks, tmp_path: Path) -> None:
-    keys = test_early_stop.keys(parallel={"pp": 2})
-    found = in_stages(keys, tmp_path, ranks, dp=2, pp=2)
-    assert [each["error"] for each in found] == [""] * len(found)
-    assert test_early_stop.ends(found[0]) == [(6, "early stop", test_early_stop.WHY)]
 
 
 # Names of collectives
@@ -135,7 +116,7 @@ def test_all_ranks_of_a_group_call_a_collective_the_same(ranks, tmp_path: Path) 
     """Else ranks that wait are told to disagree on it."""
     dims = {"pp": 2, "dp": 2, "tp": 2}
     parallel = {"pp": 2, "tp": 2, "sequence": True}
-    keys = small(steps=2, zero=3, parallel=parallel, **TIED)
+    keys = small_gpt(steps=2, zero=3, parallel=parallel, **TIED)
     issued: dict[Any, list[str]] = {}
     for found in ranks(8).run(names, keys, str(tmp_path), dims):
         for key, own in found.items():
@@ -174,8 +155,8 @@ def test_one_bit_is_found(
     name = "blocks.3.mlp.up.weight" if len(keys) == 1 else "tokens.weight"
     args = {"ranks": flipped, "name": name}
     hooks = {"on_step": {"call": "test_pipeline_guards.py:flip", "args": args}}
-    keys = small(**keys, hooks=hooks, guards={"replica_every": 1}, parallel={"pp": pp})
-    for each in in_stages(keys, tmp_path, ranks, dp=dp, pp=pp):
+    keys = small_gpt(**keys, hooks=hooks, guards={"replica_every": 1}, parallel={"pp": pp})
+    for each in on_axes(keys, tmp_path, ranks, dp=dp, pp=pp):
         assert f"DivergedError: step 3: replicas diverged: rank {words}" in each["error"]
 
 
@@ -226,7 +207,7 @@ def test_what_is_not_finite_is_named(
     Of a first bad step the ranks are told whose sum it is; later ones inspect what is summed.
     """
     last = math.prod(dims.values()) - 1
-    keys = small(
+    keys = small_gpt(
         model={
             "call": "test_pipeline_guards.py:poisoned",
             "args": {"rank": last, "what": what},

@@ -161,9 +161,7 @@ def watched(keys: dict[str, Any], run_dir: str, dims: dict[str, int]) -> Watch:
 def planned(keys: dict[str, Any], dims: dict[str, int]) -> list[tuple[float, float]]:
     """Return by stage the bytes that a micro-batch keeps, and leaves for its weights' gradients."""
     job = JobConfig.model_validate(keys)
-    profile = trace_job(
-        job, Path(__file__).parent, micros=(MICRO,), checkpoints=("none",), threads=1
-    )
+    profile = trace_job(job, runs.JOB_DIR, micros=(MICRO,), checkpoints=("none",), threads=1)
     sizes = ParallelDims(**dims)
     planner = Planner(profile, parse_simulate(f"{sizes.world_size}xCPU"), job)
     candidate = Candidate(

@@ -13,11 +13,11 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from pipeline_table import MODELS, SGD, compared, transformer
+from pipeline_table import MODELS, SGD, compared
 from pipeline_zoo import Regression
 from runs import job, losses, run
 from safetensors.torch import save_file
-from test_pipelines import in_stages, small
+from small_jobs import NO_DROPOUT, on_axes, small_gpt, transformer
 from torch import nn
 
 from zrun_core.user_code import meta_init
@@ -307,15 +307,12 @@ def test_weights_to_start_from(ranks, tmp_path: Path, init: str) -> None:
     assert losses(other[0]) != losses(one[0])
 
 
-NO_DROPOUT = {"embd_pdrop": 0.0, "resid_pdrop": 0.0, "attn_pdrop": 0.0}
-
-
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize(
     "keys",
     [
         transformer("MixtralForCausalLM", num_hidden_layers=4),
-        small(),
+        small_gpt(),
         transformer("GPT2LMHeadModel", num_hidden_layers=4, **NO_DROPOUT),
     ],
     ids=["mixtral", "gpt", "gpt2"],
@@ -328,8 +325,8 @@ def test_chunks_of_divided_layers(
     found = []
     for schedule in ("1f1b", "interleaved"):
         parallel = {"pp": 2, "tp": 2, "sequence": sequence, "schedule": schedule}
-        job_keys = small(**{**keys, "parallel": parallel})
-        many = in_stages(job_keys, tmp_path / schedule, ranks, dp=1, pp=2, tp=2)
+        job_keys = small_gpt(**{**keys, "parallel": parallel})
+        many = on_axes(job_keys, tmp_path / schedule, ranks, dp=1, pp=2, tp=2)
         assert not [each["error"] for each in many if each["error"]]
         found.append(losses(many[0]))
     assert found[0] == found[1] != {}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from runs import VOCAB, losses, run
-from test_pipelines import small
+from small_jobs import small_gpt
 from test_resume import same_tensors
 from torch import nn
 
@@ -57,7 +57,7 @@ class Counter(nn.Module):
 def counting(**keys: Any) -> dict[str, Any]:
     fixed = {"schedule": "constant"}
     model = "test_pipeline_saves.py:Counting"
-    return small(**{"model": model, "checkpoint": {"every": 2}, "lr": fixed, **keys})
+    return small_gpt(**{"model": model, "checkpoint": {"every": 2}, "lr": fixed, **keys})
 
 
 def trained(ranks: Any, keys: dict[str, Any], folder: Path, **options: Any) -> list[dict[str, Any]]:
@@ -185,10 +185,10 @@ def test_another_shape_goes_on_with_the_same_tensors(ranks, tmp_path: Path, numb
     """From each shape to the next one, where the steps are those of one stage."""
     (shape, keys), (other, other_keys) = (SHAPES[(number + n) % len(SHAPES)] for n in (0, 1))
     both = {"lr": {"schedule": "constant"}, "checkpoint": {"every": 2}}
-    one = trained(ranks, small(**both), tmp_path / "one")
-    before = trained(ranks, small(steps=2, **both, **keys), tmp_path / "was", **shape)
+    one = trained(ranks, small_gpt(**both), tmp_path / "one")
+    before = trained(ranks, small_gpt(steps=2, **both, **keys), tmp_path / "was", **shape)
     source = {"folder": f"{tmp_path}/was/checkpoints"}
-    rest = trained(ranks, small(**both, **other_keys), tmp_path / "is", resume=source, **other)
+    rest = trained(ranks, small_gpt(**both, **other_keys), tmp_path / "is", resume=source, **other)
     same_tensors([each["begun"] for each in rest], before)
     expected = {step: losses(one[0])[step] for step in (3, 4)}
     assert losses(rest[0]) == pytest.approx(expected, rel=1e-5)

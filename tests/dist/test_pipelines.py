@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -12,69 +11,17 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from runs import VOCAB, job, losses, run
+from distances import assert_equal, whole
+from runs import VOCAB, losses, run
+from small_jobs import GPT_STEPS, gpt, on_axes, small_gpt
 from torch import nn
 
 from zrun_core.tensor_parallel import linear_product
 from zrun_core.tensor_parallel.linear_product import _weight_grad
 from zrun_core.zero.reduce.reducer import Reducer
-
-STEPS = 4
-GPT = {"vocab_size": 13, "dim": 16, "depth": 4, "heads": 2, "seq_len": 6}
-Tensors = dict[tuple[str, str], np.ndarray[Any, Any]]
-
-
-def gpt(**args: Any) -> dict[str, Any]:
-    return {"call": "zrun_core.models.gpt:gpt", "args": {**GPT, "tied": False, **args}}
-
-
-def small(**keys: Any) -> dict[str, Any]:
-    return job(
-        **{
-            "model": gpt(),
-            "data": {"call": "runs.py:Plain", "shuffle": True},
-            "steps": STEPS,
-            "batch": {"global": 8, "micro": 1},
-            "hooks": {},
-            "checkpoint": None,
-            **keys,
-        }
-    )
-
-
-def whole(found: list[dict[str, Any]]) -> Tensors:
-    """Put together what all ranks would save; what two of them would is a failure."""
-    pieces: dict[tuple[str, str], dict[int, Any]] = {}
-    for of_rank in found:
-        assert not of_rank["error"], of_rank["error"]
-        for (tensor, state, start), values in of_rank["parts"].items():
-            of_tensor = pieces.setdefault((tensor, state), {})
-            assert start not in of_tensor, f"{tensor} {state} {start} is saved twice"
-            of_tensor[start] = values
-    return {
-        key: np.concatenate([parts[start] for start in sorted(parts)])
-        for key, parts in pieces.items()
-    }
-
-
-def assert_equal(ours: Tensors, theirs: Tensors, close: float = 0.0) -> None:
-    assert ours.keys() == theirs.keys()
-    for key, values in theirs.items():
-        if close:
-            np.testing.assert_allclose(ours[key], values, rtol=close, atol=close, err_msg=str(key))
-        else:
-            np.testing.assert_array_equal(ours[key], values, err_msg=str(key))
-
-
-def in_stages(keys: dict[str, Any], folder: Path, ranks: Any, **dims: int) -> list[dict[str, Any]]:
-    """Run a job on the ranks of these axes."""
-    size = math.prod(dims.values())
-    found: list[dict[str, Any]] = ranks(size).run(run, keys, str(folder), None, None, None, dims)
-    return found
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +30,7 @@ def plain(ranks, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]
 
     @cache
     def found(stage: int, dp: int) -> list[dict[str, Any]]:
-        return in_stages(small(zero=stage), tmp_path_factory.mktemp("plain"), ranks, dp=dp, pp=1)
+        return on_axes(small_gpt(zero=stage), tmp_path_factory.mktemp("plain"), ranks, dp=dp, pp=1)
 
     return found
 
@@ -99,8 +46,8 @@ def test_one_process(
         pytest.skip("4 blocks make 4 chunks")
     if dp == 1 and stage in (1, 2):
         pytest.skip("one data-parallel rank has the same states at each stage")
-    keys = small(zero=stage, parallel={"schedule": schedule, "pp": pp})
-    found = in_stages(keys, tmp_path / "many", ranks, dp=dp, pp=pp)
+    keys = small_gpt(zero=stage, parallel={"schedule": schedule, "pp": pp})
+    found = on_axes(keys, tmp_path / "many", ranks, dp=dp, pp=pp)
     assert losses(found[0]) == losses(plain(stage, dp)[0])
     assert_equal(whole(found), whole(plain(stage, dp)))
 
@@ -108,9 +55,9 @@ def test_one_process(
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.thorough
 def test_weights_wait_for_their_turn(ranks, tmp_path: Path, tp: int) -> None:
-    keys = small(model=gpt(heads=2), parallel={"schedule": "zero_bubble", "pp": 2, "tp": tp})
+    keys = small_gpt(model=gpt(heads=2), parallel={"schedule": "zero_bubble", "pp": 2, "tp": tp})
     dims = {"dp": 1, "pp": 2, "tp": tp}
-    assert ranks(2 * tp).run(held, keys, str(tmp_path), dims) == [STEPS * 64] * 2 * tp, (
+    assert ranks(2 * tp).run(held, keys, str(tmp_path), dims) == [GPT_STEPS * 64] * 2 * tp, (
         "4 linears, 2 blocks, 8 micro-batches"
     )
 
@@ -132,17 +79,17 @@ def held(keys: dict[str, Any], run_dir: str, dims: dict[str, int]) -> int:
 
 def test_tied_ends(ranks, tmp_path: Path) -> None:
     optim = {"name": "sgd", "lr": 0.1, "clip": 1.0, "args": {"momentum": 0.9}}
-    keys = small(model=gpt(tied=True), optim=optim, zero=2)
-    one = in_stages(keys, tmp_path / "one", ranks, dp=1, pp=1)
-    many = in_stages(keys, tmp_path / "many", ranks, dp=2, pp=2)
+    keys = small_gpt(model=gpt(tied=True), optim=optim, zero=2)
+    one = on_axes(keys, tmp_path / "one", ranks, dp=1, pp=1)
+    many = on_axes(keys, tmp_path / "many", ranks, dp=2, pp=2)
     assert losses(many[0]) == pytest.approx(losses(one[0]), rel=1e-6)
     assert_equal(whole(many), whole(one), 2e-6)
 
 
 def test_the_host_reads_nothing_of_what_several_stages_have(ranks, tmp_path: Path) -> None:
-    keys = small(model=gpt(tied=True), optim={"name": "sgd", "lr": 0.1})
+    keys = small_gpt(model=gpt(tied=True), optim={"name": "sgd", "lr": 0.1})
     num_read = ranks(2).run(num_read_in_sums, keys, str(tmp_path), {"dp": 1, "pp": 2})
-    assert num_read == [(STEPS, 0)] * 2
+    assert num_read == [(GPT_STEPS, 0)] * 2
 
 
 def num_read_in_sums(keys: dict[str, Any], run_dir: str, dims: dict[str, int]) -> tuple[int, int]:
@@ -205,9 +152,9 @@ def test_each_way_to_read_a_tensor_is_counted(read: Callable[[torch.Tensor], Any
 
 
 def test_evaluation(ranks, tmp_path: Path) -> None:
-    keys = small(eval={"data": {"call": "runs.py:Plain", "args": {"length": 12}}, "every": 2})
-    one = in_stages(keys, tmp_path / "one", ranks, dp=1, pp=1)
-    many = in_stages(keys, tmp_path / "many", ranks, dp=1, pp=2)
+    keys = small_gpt(eval={"data": {"call": "runs.py:Plain", "args": {"length": 12}}, "every": 2})
+    one = on_axes(keys, tmp_path / "one", ranks, dp=1, pp=1)
+    many = on_axes(keys, tmp_path / "many", ranks, dp=1, pp=2)
     ours, theirs = ([e for e in found[0]["events"] if e["type"] == "eval"] for found in (many, one))
     assert len(ours) == len(theirs) > 0
     assert [e["loss"] for e in ours] == [e["loss"] for e in theirs]
@@ -248,7 +195,7 @@ class OutputsOfAll(nn.Module):
 @pytest.mark.parametrize("compares", [True, False])
 def test_ghosts_hang_no_hooks_on_what_has_come(ranks, tmp_path: Path, compares: bool) -> None:
     guards = {"check_values": compares}
-    keys = small(model="test_pipelines.py:OutputsOfAll", guards=guards)
-    one = in_stages(keys, tmp_path / "one", ranks, dp=1, pp=1)
-    many = in_stages(keys, tmp_path / "many", ranks, dp=1, pp=2)
+    keys = small_gpt(model="test_pipelines.py:OutputsOfAll", guards=guards)
+    one = on_axes(keys, tmp_path / "one", ranks, dp=1, pp=1)
+    many = on_axes(keys, tmp_path / "many", ranks, dp=1, pp=2)
     assert losses(many[0]) == losses(one[0]) != {}

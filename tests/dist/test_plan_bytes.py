@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import runs
 import torch
-from pipeline_table import transformer
 from runs import PoolWorker, Speaker, make_spec
-from test_tensor_parallel import NO_DROPOUT
+from small_jobs import NO_DROPOUT, transformer
 from torch import nn
 from toys import world
 
@@ -310,9 +309,7 @@ def test_parts_of_a_model_hold_what_is_planned(
         changed = job.parallel.model_copy(update={"tp": tp, "sequence": sequence})
         asked = job.model_copy(update={"parallel": changed})
         micros = (asked.batch.micro,)
-        return trace_job(
-            asked, Path(__file__).parent, micros=micros, checkpoints=policies, threads=1
-        )
+        return trace_job(asked, runs.JOB_DIR, micros=micros, checkpoints=policies, threads=1)
 
     hardware = parse_simulate(f"{dims.world_size}xCPU")
     planner = Planner(divided(1, False), hardware, job, divide=divided)

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from test_library import start
-from test_zoo import GLOBAL, HERE, OPTIM, STEPS, Run, plain, same, train
+from own_loop import start
+from runs import JOB_DIR
 from torch import nn
+from zoo_runs import GLOBAL, OPTIM, STEPS, Run, plain, same, train
 
 import zrun_core
 from zrun_core.checkpoint.export import export
@@ -207,5 +208,5 @@ def test_a_plan_is_traced_as_the_model_trains():
         keys = keys_of(LLAMA, "none", 0)
         keys["model"]["args"]["use_cache"] = setting
         job = JobConfig.model_validate({"name": "t", "steps": 1, "batch": GLOBAL, **keys})
-        traces[setting] = trace_job(job, HERE, checkpoints=("full", "none")).traces
+        traces[setting] = trace_job(job, JOB_DIR, checkpoints=("full", "none")).traces
     assert traces[True] == traces[False]

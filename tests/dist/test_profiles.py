@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from runs import job, run
-from test_pipedream import keys_of
+from small_jobs import small_gpt
 from traces import names_in, read_trace
 
 from zrun_core.spine.profile_request import ProfileRequest
@@ -254,7 +254,14 @@ def test_other_ways_to_train_are_traced_too(ranks, tmp_path, keys):
 
 def test_a_window_of_steps_is_traced_whole(ranks, tmp_path):
     """Stages of PipeDream run several steps together, and the pipeline is drained in between."""
-    keys = keys_of(2, "pipedream", steps=STEPS, guards={"replica_every": 3})
+    keys = small_gpt(
+        steps=STEPS,
+        batch={"global": 2, "micro": 2},
+        optim={"name": "sgd", "lr": 0.02},
+        lr="constant",
+        parallel={"pp": 2, "schedule": "pipedream", "split": ["blocks.2"]},
+        guards={"replica_every": 3},
+    )
     dims = {"dp": 1, "pp": 2}
     plain = ranks(2).run(run, keys, str(tmp_path / "plain"), None, None, None, dims)
     assert plain[0]["error"] == ""

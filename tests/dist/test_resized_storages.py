@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 from axes_cells import pages_still
+from elsewhere import DISK, HOST, SETTINGS, assert_equal
+from elsewhere import run as run_placed
 from runs import job, losses
 from runs import run as run_job
-from test_offload import DISK, HOST, SETTINGS, assert_equal
-from test_offload import run as run_placed
 from toys import build, make_sharded, train
 
 from zrun_core.memory.arena import StorageWindow

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_bytes import Exact, P
-from toys import Net, data, full_state, make_sharded, train_sharded, world
+from toys import Exact, Net, data, full_state, make_sharded, train_sharded, world
 
 from zrun_core.distributed.comm import Comm, TrafficKey
 from zrun_core.distributed.mesh import Mesh
@@ -19,6 +18,7 @@ from zrun_core.zero.account import allocated_memory, expected_traffic, planned_m
 from zrun_core.zero.unit.exchange import Exchange
 from zrun_core.zero.unit.server import ParameterServer
 
+P = Exact.NUMEL
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"optim": {"clip": 0.05}},

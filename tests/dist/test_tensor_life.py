@@ -11,10 +11,9 @@ import pipeline_zoo
 import pytest
 import torch
 from distances import values
-from pipeline_table import transformer
 from runs import losses
 from safetensors.torch import load_file, save_file
-from test_tensor_parallel import on_axes, small
+from small_jobs import on_axes, small, transformer
 
 from zrun_core.checkpoint.export import export
 from zrun_core.checkpoint.folder import read_step

@@ -11,10 +11,9 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from distances import Found, distance
-from pipeline_table import transformer
-from runs import PoolWorker, job, losses, make_spec, run
-from test_pipelines import gpt
+from distances import assert_close
+from runs import JOB_DIR, PoolWorker, make_spec, run
+from small_jobs import BERT, NO_DROPOUT, STEPS, gpt, on_axes, small, transformer
 from torch import nn
 from torch._subclasses import FakeTensor
 from toys import world
@@ -31,10 +30,6 @@ from zrun_core.spine.parallel_dims import ParallelDims
 from zrun_core.tensor_parallel import linear_product
 from zrun_core.tensor_parallel.tensor_comm import TensorComm
 
-STEPS = 2
-SGD = {"name": "sgd", "lr": 0.1, "clip": 1.0, "args": {"momentum": 0.9}}
-NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-BERT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 TEXTS = "pretrained.py:Texts"
 MODELS: dict[str, dict[str, Any]] = {
     "gpt": {"model": gpt()},
@@ -72,41 +67,6 @@ class Translator(nn.Module):
         mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
         hidden = self.layers(x, x, tgt_mask=mask, src_key_padding_mask=input_ids == 3)
         return nn.functional.cross_entropy(self.out(hidden).flatten(0, 1), labels.flatten())
-
-
-def small(**keys: Any) -> dict[str, Any]:
-    given = {"steps": STEPS, "batch": {"global": 8, "micro": 2}, "optim": SGD}
-    return job(**{**given, "data": "runs.py:Plain", "hooks": {}, "checkpoint": None, **keys})
-
-
-def on_axes(keys: dict[str, Any], folder: Path, ranks: Any, **dims: int) -> list[dict[str, Any]]:
-    """Run a job on the ranks of these axes; with tp and pp as the job says."""
-    parallel = keys.get("parallel", {})
-    dims = {"dp": 1, **{axis: parallel[axis] for axis in ("tp", "pp") if axis in parallel}, **dims}
-    size = dims["dp"] * dims.get("tp", 1) * dims.get("pp", 1)
-    found: list[dict[str, Any]] = ranks(size).run(run, keys, str(folder), None, None, None, dims)
-    return found
-
-
-def assert_close(many: Found, one: Found, close: float) -> None:
-    assert all(losses(each) in ({}, losses(many[0])) for each in many)
-    apart = distance(many, one)
-    assert apart.is_within(close), apart
-
-
-@pytest.fixture(scope="module")
-def alone(ranks, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What a job comes to on one rank."""
-    made: dict[str, Any] = {}
-
-    def found(keys: dict[str, Any]) -> list[dict[str, Any]]:
-        keys = {key: value for key, value in keys.items() if key != "parallel"}
-        name = repr(sorted(keys.items(), key=str))
-        if name not in made:
-            made[name] = on_axes(keys, tmp_path_factory.mktemp("alone"), ranks)
-        return made[name]
-
-    return found
 
 
 @pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
@@ -383,7 +343,7 @@ def traced(model: str, sequence: bool) -> Profile:
     keys = small(**MODELS[model], parallel={"tp": 2, "sequence": sequence})
     job = JobConfig.model_validate(keys)
     policies = ("full",) if sequence else ("none", "full")
-    return trace_job(job, Path(__file__).parent, micros=(BATCH,), checkpoints=policies, threads=1)
+    return trace_job(job, JOB_DIR, micros=(BATCH,), checkpoints=policies, threads=1)
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import test_tensor_parallel
 import torch
+from distances import assert_close
 from runs import VOCAB, losses
-from test_tensor_parallel import assert_close, on_axes, small
+from small_jobs import on_axes, small
 from torch import nn
 from torch.nn import functional
 from toys import world
@@ -21,8 +21,6 @@ PLAN = {
 }
 TP = {"tp": 2}
 TP_PP = {"tp": 2, "pp": 2}
-
-alone = test_tensor_parallel.alone
 
 
 def penalty(params: Iterable[torch.Tensor], how: str) -> torch.Tensor:

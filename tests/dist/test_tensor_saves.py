@@ -10,11 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from distances import values
+from distances import Tensors, values
 from runs import losses, run
 from safetensors.torch import load_file
-from test_pipelines import Tensors, gpt
-from test_tensor_parallel import small
+from small_jobs import gpt, small
 
 from zrun_core.checkpoint.export import export
 from zrun_core.checkpoint.folder import read_step

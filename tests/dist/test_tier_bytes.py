@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from elsewhere import PLACEMENTS, SETTINGS, WITH_PARAMETERS, sharded_at
 from runs import job, run
-from test_offload import PLACEMENTS, SETTINGS, WITH_PARAMETERS, sharded_at
 from toys import Net, data, make_sharded, train_sharded
 
 from zrun_core.memory.buffers import Placement, Tier

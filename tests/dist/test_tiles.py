@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import runs
 import torch
+from elsewhere import late_copies
 from runs import job, look
-from test_offload import late_copies
 from torch import nn
 from toys import build, data, make_sharded, split, train_sharded
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from runs import VOCAB, losses
-from test_tensor_parallel import on_axes, small
+from small_jobs import on_axes, small
 from torch import nn
 from verifying import recorded, verdict_of
 

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from elsewhere import late_copies
 from numpy.typing import NDArray
-from test_offload import late_copies
 from torch import Tensor, nn
 from toys import Net, build, data, full_state, make_sharded, split, train_plain, world
 

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 from runs import Plain, job, run
-from test_pipelines import gpt
-from test_tensor_parallel import on_axes, small
+from small_jobs import gpt, on_axes, small
 from toys import world
 
 TP, PP, ALL = {"tp": 2}, {"pp": 2}, {"pp": 2, "tp": 2}

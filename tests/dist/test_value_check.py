@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,107 +11,15 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from between_linears import PLAN, RIGHT, WRONG, WRONG_BACKWARD, Block, Model
 from runs import VOCAB, losses, run
-from test_pipelines import gpt
-from test_tensor_parallel import on_axes, small
+from small_jobs import gpt, on_axes, small
 from torch import nn
 
 from zrun_core.checkpoint.whole_values import WholeValues, newest_step
 from zrun_core.spine.spec import ResumeSpec
 from zrun_core.train import rank_builder, value_check
 from zrun_core.train.gradient_check import SavedTensors
-
-PLAN = {"*.up": "colwise", "*.down": "rowwise"}
-
-
-def shuffled(h: torch.Tensor) -> torch.Tensor:
-    return h.view(*h.shape[:-1], 4, -1).transpose(-1, -2).flatten(-2)
-
-
-# Operations between a column and a row linear: of each feature by itself, and of all of them.
-RIGHT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "gelu": F.gelu,
-    "squared relu": lambda h: F.relu(h).square(),
-    "dropout": lambda h: F.dropout(h, 0.1, False),
-}
-WRONG: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "times the root of the width": lambda h: h * h.size(-1) ** 0.5,
-    "over the width": lambda h: h / h.shape[-1],
-    "over the number of elements": lambda h: h / h.numel(),
-    "flipped": lambda h: h.flip(-1),
-    "rolled": lambda h: h.roll(1, -1),
-    "even, then odd": lambda h: torch.cat([h[..., ::2], h[..., 1::2]], -1),
-    "ramp": lambda h: h * torch.linspace(0, 1, h.shape[-1]),
-    "the first 20": lambda h: h * (torch.arange(h.shape[-1]) < 20),
-    "gated by one": lambda h: h * torch.sigmoid(h[..., :1]),
-    "group norm": lambda h: F.group_norm(h.transpose(1, 2), 4).transpose(1, 2),
-    "shuffled": shuffled,
-    "fft": lambda h: torch.fft.fft(h, dim=-1).real,
-    "max pool": lambda h: F.max_pool1d(h, 3, 1, 1),
-    "max pool of gates": lambda h: F.max_pool1d(h, 3, 1, 1).float().sigmoid().to(h.dtype),
-    "distances": lambda h: h * torch.cdist(h, h).mean(),
-    "looked at": lambda h: h * float(h.detach().abs().mean()),
-}
-
-
-class _Backward(torch.autograd.Function):
-    """The identity, with a backward of its own."""
-
-    @staticmethod
-    def forward(ctx: Any, h: torch.Tensor, backward: Callable[[torch.Tensor], Any]) -> torch.Tensor:
-        ctx.backward_of = backward
-        return h.view_as(h)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.backward_of(grad), None
-
-
-# Of these the forward is right: backwards of each feature by itself, and of all of them.
-RIGHT_BACKWARD: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "reversed": lambda h: _Backward.apply(h, lambda grad: -0.1 * grad),
-}
-WRONG_BACKWARD: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "normalized": lambda h: _Backward.apply(h, lambda grad: grad / grad.norm(dim=-1, keepdim=True)),
-    "over the width": lambda h: _Backward.apply(h, lambda grad: grad / grad.shape[-1]),
-    "centered": lambda h: _Backward.apply(h, lambda grad: grad - grad.mean(-1, keepdim=True)),
-}
-FUNCTIONS = {
-    **RIGHT,
-    "of two samples": lambda h: h.flip(-1) if len(h) == 2 else h,
-    **WRONG,
-    **{f"backward {name}": function for name, function in RIGHT_BACKWARD.items()},
-    **{f"backward {name}": function for name, function in WRONG_BACKWARD.items()},
-}
-
-
-class Block(nn.Module):
-    def __init__(self, dim: int, function: str) -> None:
-        super().__init__()
-        self.up = nn.Linear(dim, 4 * dim)
-        self.down = nn.Linear(4 * dim, dim)
-        self.function = function
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(FUNCTIONS[self.function](self.up(x)))
-
-
-class Model(nn.Module):
-    """Its third block computes `function` between its linears, the others are right."""
-
-    def __init__(self, function: str, dim: int = 16, depth: int = 4) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCAB, dim)
-        self.blocks = nn.ModuleList(
-            Block(dim, function if number == 2 else "gelu") for number in range(depth)
-        )
-        self.head = nn.Linear(dim, VOCAB)
-
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        x = self.embed(input_ids)
-        for block in self.blocks:
-            x = block(x)
-        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
 class OfFour(Model):
@@ -128,7 +34,7 @@ def stacked(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
 
 
 def keys_of(function: str, **keys: Any) -> dict[str, Any]:
-    model = {"call": "test_value_check.py:Model", "args": {"function": function}}
+    model = {"call": "between_linears.py:Model", "args": {"function": function}}
     return small(model=model, parallel={"tp": 2, "plan": PLAN}, **keys)
 
 
@@ -347,11 +253,6 @@ def test_a_block_that_nobody_has_seen_in_slices_is_refused(
     assert "guards.trust: [blocks.2]" in found[0]["error"]
 
 
-class Fickle(Model):
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return super().forward(input_ids, labels) * (1 + time.perf_counter_ns() % 997 / 997)
-
-
 class Backwards(nn.Module):
     """A block that turns the order of the tokens round."""
 
@@ -426,7 +327,7 @@ def test_two_samples_are_compared_of_what_torch_collates(
 
 
 def test_a_model_that_differs_from_itself_is_not_compared(ranks, tmp_path: Path) -> None:
-    model = {"call": "test_value_check.py:Fickle", "args": {"function": "gelu"}}
+    model = {"call": "between_linears.py:Fickle", "args": {"function": "gelu"}}
     found = on_axes(small(model=model, parallel={"pp": 2}), tmp_path, ranks)
     assert notes(found) == [
         "not compared before training with what the whole model computes: its loss differs from "
@@ -550,7 +451,7 @@ def test_values_of_files_and_of_meta_are_compared(
     if name == "init_from":
         keys["init_from"] = saved(tmp_path, "gelu")
     if init == "meta":
-        keys["model"] = {"call": "test_value_check.py:Model", "args": {"function": "gelu"}}
+        keys["model"] = {"call": "between_linears.py:Model", "args": {"function": "gelu"}}
     right = on_axes({**keys_of("gelu"), **keys}, tmp_path / "right", ranks)
     one = on_axes({**keys_of("gelu"), **keys, "parallel": {}}, tmp_path / "one", ranks)
     assert notes(right) == []

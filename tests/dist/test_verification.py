@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import time
@@ -10,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from between_linears import Model
 from runs import VOCAB, Plain
-from test_pipelines import gpt, small
-from test_value_check import Model
+from small_jobs import axes_of, gpt, small_gpt
 from torch import nn
 from verifying import recorded, verdict_of
 
@@ -24,10 +25,8 @@ ADAMW = {"lr": 1e-2, "weight_decay": 0.1, "no_decay": ["norm", "bias"], "clip": 
 def verified(
     keys: dict[str, Any], folder: Path, ranks: Any, fault: Any = None, **dims: int
 ) -> Verdict:
-    parallel = keys.get("parallel", {})
-    axes = {"dp": 1, **{axis: parallel[axis] for axis in ("tp", "pp") if axis in parallel}, **dims}
-    size = axes["dp"] * axes.get("tp", 1) * axes.get("pp", 1)
-    found = ranks(size).run(recorded, keys, str(folder), axes, None, fault)
+    axes = axes_of(keys, **dims)
+    found = ranks(math.prod(axes.values())).run(recorded, keys, str(folder), axes, None, fault)
     assert {each["error"] for each in found} == {""}, found[0]["error"]
     return verdict_of(folder)
 
@@ -101,7 +100,7 @@ def adapted() -> nn.Module:
 @pytest.mark.at_most(2)
 def test_what_is_right_agrees(ranks, tmp_path: Path, name: str) -> None:
     keys, dims = RIGHT[name]
-    verdict = verified(small(**{"optim": ADAMW, **keys}), tmp_path / "run", ranks, **dims)
+    verdict = verified(small_gpt(**{"optim": ADAMW, **keys}), tmp_path / "run", ranks, **dims)
     assert verdict.agrees, (verdict.difference and verdict.difference.in_words, verdict.why_not)
     assert verdict.steps > 2
 
@@ -150,7 +149,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], dict[str, int], str, str]] = {
 @pytest.mark.at_most(5)
 def test_a_mistake_is_named(ranks, tmp_path: Path, name: str) -> None:
     keys, dims, begin, end = MISTAKES[name]
-    verdict = verified(small(**{"optim": ADAMW, **keys}), tmp_path / "run", ranks, name, **dims)
+    verdict = verified(small_gpt(**{"optim": ADAMW, **keys}), tmp_path / "run", ranks, name, **dims)
     assert verdict.difference is not None
     words = verdict.difference.in_words
     print(f"\n{words}")  # benchmarks/verification.py reads it
@@ -159,7 +158,7 @@ def test_a_mistake_is_named(ranks, tmp_path: Path, name: str) -> None:
 
 
 def test_a_save_goes_on_in_another_layout(ranks, tmp_path: Path) -> None:
-    keys = small(**{**SPEAKER, "zero": 2, "optim": ADAMW, "checkpoint": {"every": 2}})
+    keys = small_gpt(**{**SPEAKER, "zero": 2, "optim": ADAMW, "checkpoint": {"every": 2}})
     folder, later = tmp_path / "run", tmp_path / "later"
     ranks(2).run(recorded, keys, str(folder), {"dp": 2})
     saved = {"folder": f"{folder}/checkpoints", "step": 2}
@@ -171,7 +170,7 @@ def test_a_save_goes_on_in_another_layout(ranks, tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 def test_a_save_that_is_changed_is_named(ranks, tmp_path: Path) -> None:
-    keys = small(**{"zero": 2, "optim": ADAMW, "checkpoint": {"every": 2}})
+    keys = small_gpt(**{"zero": 2, "optim": ADAMW, "checkpoint": {"every": 2}})
     folder, later = tmp_path / "run", tmp_path / "later"
     ranks(2).run(recorded, keys, str(folder), {"dp": 2})
     saved = {"folder": f"{folder}/checkpoints", "step": 2}
@@ -183,7 +182,7 @@ def test_a_save_that_is_changed_is_named(ranks, tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 def test_buffers_that_are_lost_are_seen_at_once(ranks, tmp_path: Path) -> None:
-    keys = small(**{**SPEAKER, "zero": 2, "optim": ADAMW, "checkpoint": {"every": 2}})
+    keys = small_gpt(**{**SPEAKER, "zero": 2, "optim": ADAMW, "checkpoint": {"every": 2}})
     folder, later = tmp_path / "run", tmp_path / "later"
     ranks(2).run(recorded, keys, str(folder), {"dp": 2})
     saved = {"folder": f"{folder}/checkpoints", "step": 2}
@@ -196,7 +195,7 @@ def test_buffers_that_are_lost_are_seen_at_once(ranks, tmp_path: Path) -> None:
 @pytest.mark.thorough
 def test_steps_that_are_all_skipped_prove_nothing(ranks, tmp_path: Path) -> None:
     precision = {"compute": "fp16", "loss_scale": {"init": 2.0**100}}
-    keys = small(precision=precision, guards={"max_nonfinite": 100})
+    keys = small_gpt(precision=precision, guards={"max_nonfinite": 100})
     assert verified(keys, tmp_path / "run", ranks).why_not.startswith("every step was skipped")
 
 
@@ -234,13 +233,15 @@ def test_data_are_read_as_in_training(ranks, tmp_path: Path, data: str) -> None:
         "shuffle": data != "Walked",
         "workers": int(data == "Plain"),
     }
-    verdict = verified(small(data=section, batch={"global": 8, "micro": 2}), tmp_path, ranks, dp=2)
+    verdict = verified(
+        small_gpt(data=section, batch={"global": 8, "micro": 2}), tmp_path, ranks, dp=2
+    )
     assert verdict.agrees, (verdict.difference and verdict.difference.in_words, verdict.why_not)
 
 
 @pytest.mark.thorough
 def test_moments_that_are_lost_are_seen_in_the_next_update(ranks, tmp_path: Path) -> None:
-    keys = small(**{"zero": 2, "optim": ADAMW, "checkpoint": {"every": 2}})
+    keys = small_gpt(**{"zero": 2, "optim": ADAMW, "checkpoint": {"every": 2}})
     folder, later = tmp_path / "run", tmp_path / "later"
     ranks(2).run(recorded, keys, str(folder), {"dp": 2})
     saved = {"folder": f"{folder}/checkpoints", "step": 2}
@@ -306,7 +307,7 @@ def test_data_that_differ_from_themselves_are_told(ranks, tmp_path: Path, how: s
     data: dict[str, Any] = {"call": "test_verification.py:Unsteady", "args": {"how": how}}
     if how == "collate":
         data = {"call": "runs.py:Plain", "collate": "test_verification.py:unsteady_batch"}
-    keys = small(data={**data, "shuffle": False}, batch={"global": 8, "micro": 2})
+    keys = small_gpt(data={**data, "shuffle": False}, batch={"global": 8, "micro": 2})
     found = ranks(2).run(recorded, keys, str(tmp_path / "run"), {"dp": 2})
     assert {each["error"] for each in found} == {""}
     if how == "clock in seconds":
@@ -317,15 +318,17 @@ def test_data_that_differ_from_themselves_are_told(ranks, tmp_path: Path, how: s
 
 
 def test_a_model_that_differs_from_itself_is_told(ranks, tmp_path: Path) -> None:
-    model = {"call": "test_value_check.py:Fickle", "args": {"function": "gelu"}}
-    verdict = verified(small(model=model), tmp_path / "run", ranks)
+    model = {"call": "between_linears.py:Fickle", "args": {"function": "gelu"}}
+    verdict = verified(small_gpt(model=model), tmp_path / "run", ranks)
     assert verdict.why_not.startswith(
         "the model is not deterministic: with the same values, batch and seeds, the loss of the "
     )
 
 
 def test_a_factory_that_differs_from_itself_is_told(ranks, tmp_path: Path) -> None:
-    verdict = verified(small(model="test_verification.py:drawn_anywhere"), tmp_path / "run", ranks)
+    verdict = verified(
+        small_gpt(model="test_verification.py:drawn_anywhere"), tmp_path / "run", ranks
+    )
     assert verdict.why_not.startswith("the model's factory makes other values each time")
 
 

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 import torch
 from axes_cells import Cell, on_ranks, train
-from distances import distance
+from distances import assert_equal, distance, whole
 from pool import RankPool
 from runs import job, losses, run
-from test_pipelines import assert_equal, small, whole
+from small_jobs import small_gpt
 
 DEVICES = torch.cuda.device_count() if torch.cuda.is_available() else 0
 ARE_SHARED = DEVICES > 0 and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
@@ -127,14 +127,14 @@ def test_states_on_the_host(ranks: Ranks, tmp_path: Path, place: str) -> None:
 @pytest.mark.parametrize("parallel", [{"schedule": "1f1b"}, {"virtual": 2}], ids=str)
 def test_two_stages_of_a_pipeline(ranks: Ranks, tmp_path: Path, parallel: dict[str, Any]) -> None:
     schedule = {"schedule": "interleaved", **parallel, "pp": 2}
-    keys = small(zero=0, parallel=schedule)
+    keys = small_gpt(zero=0, parallel=schedule)
     dims = {"dp": 1, "pp": 2}
     found = ranks(2).run(run, keys, str(tmp_path / "there"), None, None, None, dims)
     close(found, on_cpu(ranks, tmp_path, keys))
 
 
 def test_slices_of_layers(ranks: Ranks, tmp_path: Path) -> None:
-    keys = small(zero=0, parallel={"tp": 2})
+    keys = small_gpt(zero=0, parallel={"tp": 2})
     dims = {"dp": 1, "tp": 2}
     found = ranks(2).run(run, keys, str(tmp_path / "there"), None, None, None, dims)
     close(found, on_cpu(ranks, tmp_path, keys))

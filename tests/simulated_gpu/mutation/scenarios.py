@@ -13,7 +13,7 @@ from unittest.mock import patch
 import simulated_gpu
 import torch
 from runs import job, look, losses, run
-from test_pipelines import gpt
+from small_jobs import gpt
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from toys import Block, Net, build, data, own_device, split, world
 

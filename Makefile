@@ -65,23 +65,23 @@ test-slurm: .venv/ready
 	.venv/bin/python -m pytest -q tests/slurm
 
 test-offload: .venv/ready
-	.venv/bin/python tests/dist/offload_table.py
+	.venv/bin/python tests/dist/tiers/offload_table.py
 
 test-pipelines: .venv/ready
-	.venv/bin/python tests/dist/pipeline_table.py
+	.venv/bin/python tests/dist/pipeline/pipeline_table.py
 
 test-saves: .venv/ready
-	.venv/bin/python tests/dist/saves_table.py
+	.venv/bin/python tests/dist/checkpoint/saves_table.py
 
 test-tensors: .venv/ready
-	.venv/bin/python tests/dist/tensor_table.py
+	.venv/bin/python tests/dist/tensor_parallel/tensor_table.py
 
 test-joints: .venv/ready
-	.venv/bin/python tests/dist/joints_table.py
+	.venv/bin/python tests/dist/house/joints_table.py
 
 MODELS ?= 0 3000
 test-models: .venv/ready
-	.venv/bin/python tests/dist/models_table.py $(MODELS)
+	.venv/bin/python tests/dist/models/models_table.py $(MODELS)
 
 TRACKERS = tensorboard==2.21.0 wandb==0.31.0 mlflow-skinny==3.17.2 trackio==0.43.0
 test-trackers: .venv/ready
@@ -99,7 +99,7 @@ test-gpu: .venv/ready
 SEED ?= 1
 SIMULATED = PYTHONPATH=tests/simulated_gpu .venv/bin/python -m simulated_gpu seed=$(SEED),delay_us=300
 
-DEVICES = tests/dist/test_devices.py tests/dist/test_device_loops.py
+DEVICES = tests/dist/hardware/test_devices.py tests/dist/hardware/test_device_loops.py
 
 # SEEDS='1-20', or '3 5 8': more rows, and it says of each seed how many tests passed, and with how
 # many races.

@@ -5,7 +5,7 @@
     python benchmarks/verification.py mistakes   what verify says of mistakes in the runtime
 
 Of each run: seconds until its first step has ended, or the command has, and the largest process.
-Mistakes are planted by `tests/dist/test_verification.py`, each in a process of its own.
+Mistakes are planted by `tests/dist/verification/test_verification.py`, each in its own process.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import NamedTuple
 from render import render
 
 ROOT = Path(__file__).resolve().parent.parent
-PLANTED = "tests/dist/test_verification.py::test_a_mistake_is_named"
+PLANTED = "tests/dist/verification/test_verification.py::test_a_mistake_is_named"
 JOB = ROOT / "jobs" / "stdlib-gpt.yaml"
 BARE = ("steps=2", "lr.warmup=1", "eval=null", "hooks={}", "checkpoint=null")
 DIVIDED: dict[str, tuple[str, ...]] = {

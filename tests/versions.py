@@ -44,19 +44,19 @@ tests/unit/plan/test_plan_trace.py::test_a_linear_model_to_the_byte
 tests/unit/plan/test_plan_trace.py::test_blocks_that_did_not_run_are_written_out
 tests/unit/plan/test_plan_trace.py::test_recomputing_costs_flops_and_saves_memory
 tests/unit/activations/test_recomputed_calls.py
-tests/dist/test_axes.py::test_one_process
-tests/dist/test_library.py::test_the_loop_is_bit_equal_to_ddp
-tests/dist/test_offload.py::test_where_states_live_changes_no_bit
-tests/dist/test_optimizers.py::test_torchs_own_are_bit_equal_to_the_plain_model_at_every_stage
-tests/dist/test_pipeline_models.py::test_model
-tests/dist/test_pipelines.py::test_one_process
-tests/dist/test_precision.py::test_stages_are_bit_equal_in_every_precision
-tests/dist/test_resume.py::test_resume_is_bit_identical
-tests/dist/test_stages.py::test_bit_equal_to_ddp_on_two_ranks
-tests/dist/test_tensor_parallel.py::test_models
-tests/dist/test_tiles.py::test_numbers_are_those_of_the_untiled_model
-tests/dist/test_vocabulary.py::test_loss_of_slices
-tests/dist/test_zoo.py::test_losses_are_those_of_a_plain_loop
+tests/dist/house/test_axes.py::test_one_process
+tests/dist/library/test_library.py::test_the_loop_is_bit_equal_to_ddp
+tests/dist/tiers/test_offload.py::test_where_states_live_changes_no_bit
+tests/dist/zero/test_optimizers.py::test_torchs_own_are_bit_equal_to_the_plain_model_at_every_stage
+tests/dist/pipeline/test_pipeline_models.py::test_model
+tests/dist/pipeline/test_pipelines.py::test_one_process
+tests/dist/zero/test_precision.py::test_stages_are_bit_equal_in_every_precision
+tests/dist/checkpoint/test_resume.py::test_resume_is_bit_identical
+tests/dist/zero/test_stages.py::test_bit_equal_to_ddp_on_two_ranks
+tests/dist/tensor_parallel/test_tensor_parallel.py::test_models
+tests/dist/zero/test_tiles.py::test_numbers_are_those_of_the_untiled_model
+tests/dist/tensor_parallel/test_vocabulary.py::test_loss_of_slices
+tests/dist/models/test_zoo.py::test_losses_are_those_of_a_plain_loop
 tests/e2e/test_init_train.py
 """
 # What depends on transformers: its models, whole, as stages and in slices, and their files.
@@ -65,9 +65,9 @@ tests/unit/models/test_gpt2_names.py
 tests/unit/plan/test_plan_pretrained.py
 tests/unit/tensor_parallel/test_tensor_fakes.py
 tests/unit/tensor_parallel/test_tensor_plan.py
-tests/dist/test_pipeline_models.py::test_model
-tests/dist/test_pretrained.py
-tests/dist/test_tensor_parallel.py::test_models
+tests/dist/pipeline/test_pipeline_models.py::test_model
+tests/dist/models/test_pretrained.py
+tests/dist/tensor_parallel/test_tensor_parallel.py::test_models
 tests/e2e/test_init_train.py
 """
 

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from pool import RankPool, end
-from small_jobs import on_axes
 
 pytest.register_assert_rewrite("distances", "elsewhere", "zoo_runs")  # which compare for tests
 torch.set_num_threads(1)  # as the ranks do, with which plain loops are compared
@@ -39,6 +38,8 @@ def ranks() -> Iterator[Callable[..., RankPool]]:
 @pytest.fixture(scope="module")
 def alone(ranks, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """What a job comes to on one rank."""
+    from small_jobs import on_axes  # not before asserts of what it imports are rewritten
+
     made: dict[str, Any] = {}
 
     def found(keys: dict[str, Any]) -> list[dict[str, Any]]:

@@ -1,7 +1,7 @@
 """Users' models in a folder of their own, trained by the command line at stage 3 on two ranks.
 
-What such models may be is tried in tests/dist/test_zoo.py; here is what a job file and a launch add
-to it.
+What such models may be is tried in tests/dist/models/test_zoo.py; here is what a job file and a
+launch add to it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Ranks on GPUs over NCCL: they train what one rank on the CPU does, within its tolerance.
 
 Left out where there are fewer GPUs than ranks, unless NCCL_MULTI_RANK_GPU_ENABLE=1 lets NCCL, from
-2.30 on, put several ranks on one. `tests/dist/test_devices.py` asks more, and to the bit, of
-simulated GPUs, whose kernels are the CPU's. Here other kernels may compute, which is why numbers
+2.30 on, put several ranks on one. `tests/dist/hardware/test_devices.py` asks more, and to the bit,
+of simulated GPUs, whose kernels are the CPU's. Here other kernels may compute, which is why numbers
 are close.
 """
 

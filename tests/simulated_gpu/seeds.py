@@ -1,8 +1,8 @@
 """Run tests on simulated GPUs with other delays, seed after seed, and say how many passed.
 
-`python tests/simulated_gpu/seeds.py 1 2 3 -- -m covering tests/dist/test_devices.py`; a range is
-`1-20`. A seed that failed has all that pytest said of it. A race counts once for each of its two
-lines. It ends with 1 if a test failed, if none passed, or if anything raced.
+`python tests/simulated_gpu/seeds.py 1 2 3 -- -m covering tests/dist/hardware/test_devices.py`; a
+range is `1-20`. A seed that failed has all that pytest said of it. A race counts once for each of
+its two lines. It ends with 1 if a test failed, if none passed, or if anything raced.
 """
 
 from __future__ import annotations

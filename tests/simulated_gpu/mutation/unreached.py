@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mutation.sites import Site
 
-_PRUNED = "waits for a thread that removes older steps: tests/dist/test_saves.py has it"
+_PRUNED = "waits for a thread that removes older steps: tests/dist/checkpoint/test_saves.py has it"
 _PROCESS = "waits for a process that has been ended: tests of those who start it have it"
 
 REASONS: dict[str, str] = {

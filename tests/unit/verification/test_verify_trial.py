@@ -266,7 +266,7 @@ def test_the_page_names_tests_that_are_there() -> None:
     _, _, after = page.partition("## What zrun keeps right, and what it refuses")
     table = after.partition("\n## ")[0]
     named = set(re.findall(r"`(test_\w+)`", table))
-    files = [path.read_text() for path in (root / "tests/dist").glob("test_*.py")]
+    files = [path.read_text() for path in (root / "tests/dist").rglob("test_*.py")]
     assert len(named) > 10
     assert {name for name in named if not any(f"def {name}(" in text for text in files)} == set()
     told = (

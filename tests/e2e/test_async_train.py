@@ -83,6 +83,7 @@ def is_whole(folder: Path, number: int) -> bool:
     return samples == list(range(12, 12 * (number + 1), 12))
 
 
+@pytest.mark.thorough
 def test_it_tells_how_late_its_gradients_are(folder: Path) -> None:
     checked = subprocess.run(
         [*ZRUN, "check", "job.yaml"],
@@ -149,6 +150,7 @@ def test_restarts_go_on_by_themselves(folder: Path) -> None:
     assert not left(folder)
 
 
+@pytest.mark.thorough
 def test_a_signal_ends_it_with_the_steps_that_were_begun(folder: Path) -> None:
     command = [*ZRUN, "train", "job.yaml", "--ui", "none", "--run-dir", "run", "steps=100000"]
     with subprocess.Popen(

@@ -194,7 +194,6 @@ def test_a_module_is_found_as_python_finds_it_and_failures_start_again(tmp_path:
     ],
     ids=["fsdp2", "accelerate", "trainer"],
 )
-@pytest.mark.at_most(1)
 def test_scripts_of_others_run_as_they_are(
     tmp_path: Path, name: str, script: str, said: str
 ) -> None:
@@ -205,6 +204,7 @@ def test_scripts_of_others_run_as_they_are(
     assert [output(tmp_path, rank)[-1] for rank in range(2)] == [said, said]
 
 
+@pytest.mark.thorough
 def test_ddp_has_the_bits_that_torchrun_gives_it(tmp_path: Path) -> None:
     done = zrun_run(tmp_path, DDP, "threads=1", "train.py", "pass")
     assert done.returncode == 0, done.stderr

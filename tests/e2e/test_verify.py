@@ -167,7 +167,9 @@ def test_a_model_without_room_is_told_before_a_trial(folder: Path) -> None:
     assert (
         "the plain loop does not fit: it holds the whole model on one rank, once for " in ran.stderr
     )
-    assert "of the 4.0 KiB of limits.memory: give net.py:Net arguments that make " in ran.stderr
+    assert (
+        "more than the 4.0 KiB of limits.memory: give net.py:Net arguments that make " in ran.stderr
+    )
     assert "the model stays as large as it is: no argument of net.py:Net has the us" in ran.stderr
     assert "rank" not in ran.stderr.splitlines()[-1].partition("the plain loop")[0]
     assert not (folder / "runs").exists()

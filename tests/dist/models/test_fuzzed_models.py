@@ -108,7 +108,7 @@ def test_a_random_model_trains_or_is_refused(alone_soon, tmp_path: Path, seed: i
 
 
 @pytest.mark.parametrize(("seed", "layout"), FOUND)
-@pytest.mark.at_most(8)
+@pytest.mark.at_most(6)
 def test_what_was_found_is_mended(ranks, tmp_path: Path, seed: int, layout: str) -> None:
     program = Program(seed, plain(layout, seed), more=False)
     found = outcome(ranks, program, tmp_path)
@@ -135,6 +135,7 @@ def test_a_second_generator_leaves_the_first_draw_as_it_was() -> None:
 
 
 @pytest.mark.parametrize(("seed", "layout"), FOUND_ON, ids=str)
+@pytest.mark.at_most(4)
 def test_what_was_found_on_a_variant_is_mended(
     ranks, tmp_path: Path, seed: int, layout: Layout
 ) -> None:

@@ -52,7 +52,7 @@ SAME: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize("keys", SAME, ids=str)
-@pytest.mark.at_most(2)
+@pytest.mark.at_most(1)
 def test_without_staleness_the_numbers_are_those_of_the_synchronous_server(
     ranks, tmp_path: Path, num_ranks: int, keys: dict[str, Any]
 ) -> None:
@@ -156,7 +156,7 @@ def params_of(found: Tensors) -> Tensors:
         (4, 1, 2, "fp32", ADAMW),
     ],
 )
-@pytest.mark.at_most(3)
+@pytest.mark.at_most(2)
 def test_delayed_pushes(
     ranks,
     tmp_path: Path,
@@ -281,7 +281,7 @@ def counted(keys: dict[str, Any], run_dir: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 @pytest.mark.parametrize("staleness", [0, 2, "any"])
-@pytest.mark.at_most(2)
+@pytest.mark.at_most(1)
 def test_each_push_sends_the_parameters_once_and_once_back(
     ranks, tmp_path: Path, num_ranks: int, staleness: int | str
 ) -> None:

@@ -109,6 +109,7 @@ EXPERTS = {
     [("sum", {}), ("sum", {"blocks.*.bias": "summed"}), ("added", {}), ("norm", {})],
     ids=["right", "a bias of each rank", "a whole tensor is added", "a norm of parts"],
 )
+@pytest.mark.at_most(2)
 def test_experts_have_to_return_a_sum_of_parts(
     ranks, tmp_path: Path, ended: str, roles: dict[str, str]
 ) -> None:
@@ -322,6 +323,7 @@ def test_a_model_of_one_size_is_compared_with_all_samples(
 
 
 @pytest.mark.parametrize("collate", [None, "tensor_parallel/test_value_check.py:stacked"])
+@pytest.mark.at_most(1)
 def test_two_samples_are_compared_of_what_torch_collates(
     ranks, tmp_path: Path, collate: str | None
 ) -> None:
@@ -385,6 +387,7 @@ def test_a_comparison_changes_nothing(
 
 
 @pytest.mark.parametrize("flavour", ["gpt2", "llama"])
+@pytest.mark.at_most(1)
 def test_evaluations_in_halves_go_between_stages(ranks, tmp_path: Path, flavour: str) -> None:
     """The comparison has sent activations in fp32."""
     evaluation = {"data": {"call": "runs.py:Plain", "args": {"length": 4}}, "every": 2}
@@ -415,6 +418,7 @@ class Hooked(Model):
     ],
     ids=["hooks", "layer_major", "pipedream"],
 )
+@pytest.mark.at_most(2)
 def test_why_gradients_are_not_compared(
     ranks, tmp_path: Path, keys: dict[str, Any], why: str
 ) -> None:
@@ -455,6 +459,7 @@ def saved(folder: Path, function: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("init", ["factory", "meta"])
 @pytest.mark.parametrize("name", ["init_from", "init"])
+@pytest.mark.at_most(2)
 def test_values_of_files_and_of_meta_are_compared(
     ranks, tmp_path: Path, init: str, name: str
 ) -> None:
@@ -537,6 +542,7 @@ def test_what_is_no_tensor_in_a_state_dict_is_left_out(
 
 
 @pytest.mark.parametrize("size", [[4], [8, 4], [2, 2, 4]], ids=["fewer", "longer", "more"])
+@pytest.mark.at_most(1)
 def test_a_run_that_goes_on_with_other_shapes_is_told_so_by_all_ranks(
     ranks, tmp_path: Path, size: list[int]
 ) -> None:

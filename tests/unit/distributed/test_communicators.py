@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from traced_gpt import GPT, planner_of
 
-from zrun.estimate.answer import answer
 from zrun.estimate.bars import parts_of
-from zrun.estimate.question import of_model
 from zrun_core.distributed.comm import Comm
 from zrun_core.distributed.communicators import (
     MARGIN_S,
@@ -21,6 +20,7 @@ from zrun_core.distributed.communicators import (
 )
 from zrun_core.distributed.mesh import Mesh
 from zrun_core.hardware.simulated import parse_simulate
+from zrun_core.plan.question.candidate import Candidate
 from zrun_core.spine.parallel_dims import ParallelDims
 
 CUDA = torch.device("cuda", 0)
@@ -154,9 +154,11 @@ def test_what_the_user_has_set_stays() -> None:
 
 def test_what_communicators_take_is_a_part_of_the_plan() -> None:
     """A stage between two others has four neighbours' ends; sums keep."""
-    question = of_model("7.5B", parse_simulate("2x8xA100-80G"), ["parallel={tp: 2, pp: 4}"])
-    estimate = answer(question, None).chosen
-    device = parse_simulate("2x8xA100-80G").device
+    hardware = parse_simulate("2x8xA100-80G")
+    planner = planner_of(GPT(8, 1024, 16), hardware, divides=True)
+    candidate = Candidate(0, ParallelDims(2, 2, 4), 1, 8)
+    estimate = planner.estimate(candidate, all_stages=True)
+    device = hardware.device
     for rank in estimate.ranks:
         parts = parts_of(rank)
         assert sum(parts.values()) == rank.device_used

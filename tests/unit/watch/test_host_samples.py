@@ -13,6 +13,7 @@ from zrun.watch.host_samples import FEW_HOSTS, HostSamples
 from zrun_core.spine.events import Event
 
 LOOK_S = 10.0
+ROUNDS = 4
 
 
 class Hosts:
@@ -47,12 +48,12 @@ def test_all_that_few_hosts_say_is_kept() -> None:
 @pytest.mark.parametrize("number", [17, 64, 512])
 def test_of_many_as_much_is_kept_as_of_few_and_some_of_each(number: int) -> None:
     hosts = Hosts(number)
-    looks = 20 * number // FEW_HOSTS
+    looks = ROUNDS * number // FEW_HOSTS
     for _ in range(looks):
         hosts.look()
     counts = Counter(host for _, host in hosts.kept)
     assert len(counts) == number
-    assert set(counts.values()) == {20 if number % FEW_HOSTS == 0 else looks // 2 + looks % 2}
+    assert set(counts.values()) == {ROUNDS if number % FEW_HOSTS == 0 else looks // 2 + looks % 2}
     assert len(hosts.kept) <= looks * FEW_HOSTS * (1 + LOOK_S * FEW_HOSTS / number)
 
 

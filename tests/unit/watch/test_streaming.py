@@ -84,6 +84,7 @@ def bytes_read() -> int:
 
 
 @pytest.mark.parametrize("name", READERS)
+@pytest.mark.at_most(2)
 def test_a_record_is_read_once_and_not_held(name: str, tmp_path: Path) -> None:
     read = READERS[name]
     small = write(tmp_path / "small", 500)

@@ -56,6 +56,8 @@ def left(keys: dict[str, Any], run_dir: str, dims: dict[str, int]) -> dict[str, 
 
     with patch.object(PoolWorker, "prepare", watched):
         found = recorded(keys, run_dir, dims)
+    if not trainers:  # it has failed before it trained
+        return found
     sharded = trainers[0].sharded
     return {
         **found,

@@ -207,6 +207,7 @@ def test_a_share_may_take_longer_than_a_wait(folder: Path, staleness: str) -> No
     assert is_counted(folder, [8, 16])
 
 
+@pytest.mark.thorough
 def test_a_rank_that_hangs_is_named(folder: Path) -> None:
     # A rank that computes without a pause may make all pushes before the other one has come so far.
     done = zrun(folder, *paced(folder, 3, pause=0.1, hangs_in=5), "steps=8")

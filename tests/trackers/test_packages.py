@@ -116,6 +116,7 @@ def test_csv(train: Train) -> None:
     compare(run_dir, kept)
 
 
+@pytest.mark.thorough
 def test_prometheus(train: Train, tmp_path: Path) -> None:
     run_dir = train("prometheus", {"path": str(tmp_path / "zrun.prom")})
     lines = (tmp_path / "zrun.prom").read_text().splitlines()

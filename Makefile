@@ -1,5 +1,5 @@
 # make train        train the main job: a language model of 10 million parameters on Python's own source, two CPU ranks
-# make test         the tests, of large tables few rows, the linter and the type checker: 11 minutes
+# make test         the tests, of large tables few rows, the linter and the type checker: 12 minutes
 # make test-all     the same with all rows, and what is marked thorough: 30 minutes
 # make test-hosts   the tests on three hosts, network namespaces with an sshd each (as root; installs sshd)
 # make test-faults  a table of what goes wrong on three hosts, and what zrun makes of it: 3 minutes
